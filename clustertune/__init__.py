@@ -1,0 +1,1 @@
+"""clustertune: from a bare Slurm GPU cluster to an evaluated fine-tuned LLM."""

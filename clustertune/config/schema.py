@@ -1,0 +1,132 @@
+"""The schema of a recipe: what is trained, on what data, how it is judged. Keys that belong to TRL and PEFT stay theirs.
+
+``train`` and ``lora`` are open mappings here: :mod:`clustertune.config.native` checks their keys against the installed
+``SFTConfig`` and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""The house's rule for every name that becomes a path, a job name or an argument."""
+
+Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+IFEVAL_SCORES = (
+    "prompt_level_strict_acc",
+    "inst_level_strict_acc",
+    "prompt_level_loose_acc",
+    "inst_level_loose_acc",
+)
+"""lm-eval's names of the four IFEval scores, in its order."""
+
+
+class Section(BaseModel):
+    """Every section refuses keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+class Model(Section):
+    """The base model."""
+
+    name: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")]
+    """Its id on the Hub, or a plain name for a model that the project makes itself."""
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """The commit on the Hub, 40 hex digits. Demanded where the weights come from the Hub."""
+    weights: Literal["hub", "random"] = "hub"
+    """``hub``: the published weights. ``random``: made locally from ``model.json`` with a locally trained tokenizer."""
+    path: str | None = None
+    """A local folder with the weights and the tokenizer, instead of the Hub."""
+    chat_template: str | None = None
+    """A Jinja file in the recipe folder that is installed where the tokenizer has no chat template."""
+
+
+class ExpectedSplits(Section):
+    """How many conversations each split must have; a difference is a warning with both numbers."""
+
+    train: Count | None = None
+    eval: Count | None = None
+
+
+class Data(Section):
+    """The conversations."""
+
+    name: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")]
+    """Its id on the Hub, or a plain name where ``input`` says which file."""
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """The commit on the Hub, 40 hex digits."""
+    input: str | None = None
+    """A local file or folder instead of the Hub: absolute, or relative to the recipe folder if it exists there."""
+    format: Literal["oasst-tree", "alpaca", "messages", "lima"]
+    """How rows become conversations."""
+    language: Annotated[str, Field(pattern=r"^[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*$")] | None = None
+    """Keep trees whose root has this language code (``oasst-tree`` only)."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.05
+    """Share of trees that become the eval split where the input has no splits of its own."""
+    bad_rows: Literal["skip", "stop"] = "skip"
+    """``skip``: leave bad rows out, count and report them. ``stop``: refuse the input."""
+    expect: ExpectedSplits | None = None
+
+
+class Slurm(Section):
+    """The shape of the job: one rank per GPU (per process on a machine without GPUs)."""
+
+    nodes: Positive = 1
+    gpus_per_node: Positive = 1
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$")] = "24:00:00"
+    """Wall time limit in Slurm's form."""
+
+
+class IFEval(Section):
+    """How the merged model is scored."""
+
+    max_gen_toks: Positive = 1280
+    """Tokens generated per prompt at most; 1280 is lm-eval's own."""
+    batch_size: Positive = 8
+    limit: Positive | None = None
+    """Score only the first prompts; never for a published number."""
+    pass_mark: dict[Literal[IFEVAL_SCORES], Score] = {}  # type: ignore[valid-type]
+    """Lowest score that passes, by score; the stage fails below."""
+
+
+class Eval(Section):
+    ifeval: IFEval = IFEval()
+
+
+class Expect(Section):
+    """What the reference run reached; ``report`` and ``compare`` put it beside the result."""
+
+    ifeval: dict[Literal[IFEVAL_SCORES], Score] = {}  # type: ignore[valid-type]
+    train_loss: float | None = None
+    eval_loss: float | None = None
+    token_accuracy: Score | None = None
+    hours: Annotated[float, Field(gt=0)] | None = None
+    """Wall hours of the training."""
+    steps: Positive | None = None
+    """Optimizer steps."""
+    trainable_parameters: Positive | None = None
+
+
+class Recipe(Section):
+    """One recipe, after its base and the overrides are laid over each other."""
+
+    base: Annotated[str, Field(pattern=rf"^{NAME}$")] | None = None
+    """A file of ``recipes/_base``, without ``.yaml``; one level, never a chain."""
+    model: Model
+    data: Data
+    train: dict[str, Any]
+    """Fields of TRL's ``SFTConfig``, and ``global_batch_size`` (sequences per optimizer step over all ranks), from which
+    gradient accumulation is derived."""
+    lora: dict[str, Any] | None = None
+    """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
+    accelerate: Annotated[str, Field(pattern=rf"^{NAME}\.yaml$")] = "accelerate.yaml"
+    """The distribution: an accelerate configuration file in the recipe folder."""
+    slurm: Slurm = Slurm()
+    eval: Eval = Eval()
+    expect: Expect = Expect()

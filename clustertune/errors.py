@@ -1,0 +1,70 @@
+"""What a person can do wrong, and how they are told: the problem, where it is, what to do, and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+
+class ExitCode(IntEnum):
+    """The exit codes that launchers act on (sysexits.h where it has a word for it)."""
+
+    OK = 0
+    FAILED = 1
+    """A bug or an unforeseen fault: restart by hand after a look."""
+    CONFIG = 2
+    """Usage, recipe, data or checkpoint is wrong: a restart changes nothing."""
+    STORAGE = 73
+    """No space, or not writable: free space, then run the same command again."""
+    AGAIN = 75
+    """Interrupted: requeue, the same command goes on."""
+    STOP = 93
+    """Do not restart: the loss is not finite or there is no progress."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in the words of the person who must mend it."""
+
+    message: str
+    """What is wrong, with the value found."""
+    file: str | None = None
+    """The file (or command-line argument) it stands in; with a line as ``file:line`` where there is one."""
+    key: str | None = None
+    """The key path in that file, such as ``train.learning_rate``."""
+    fix: str | None = None
+    """What to do."""
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.file, self.key) if part)
+        text = f"{where}: {self.message}" if where else self.message
+        return f"{text} -> {self.fix}" if self.fix else text
+
+
+class UserError(Exception):
+    """Everything that is wrong with what the user gave, at once. The command line prints it without a traceback."""
+
+    def __init__(self, problems: Problem | str | Iterable[Problem], code: ExitCode = ExitCode.CONFIG) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems: list[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
+        self.code = code
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+    def as_dict(self) -> dict[str, object]:
+        """The ``--json`` form."""
+        return {"exit_code": int(self.code), "problems": [asdict(p) for p in self.problems]}
+
+
+def storage_error(error: OSError, doing: str, path: Path) -> UserError:
+    """A full, read-only or failing disk (exit 73), said with the path and what was being done."""
+    return UserError(
+        Problem(
+            f"{doing}: {error.strerror or error}",
+            file=str(path),
+            fix="free space or mend the storage, then run the same command again",
+        ),
+        ExitCode.STORAGE,
+    )
