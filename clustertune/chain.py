@@ -1,0 +1,270 @@
+"""The chain on this machine: prepare, train, export, merge, eval, report. What is finished is not done again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+from clustertune.checkpoint import store
+from clustertune.config.resolved import Resolved
+from clustertune.console import say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import local
+from clustertune.rundir import STAGES, RunDir
+from clustertune.training.events import EventLog
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
+REPO = Path(__file__).resolve().parent.parent
+
+
+def visible_gpus() -> int:
+    """GPUs that this process may use, without importing torch."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([part for part in listed.split(",") if part.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+
+
+def default_run_dir(resolved: Resolved, runs: Path) -> Path:
+    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another."""
+    return runs / resolved.name / resolved.fingerprint()[:12]
+
+
+def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
+    """Take the run folder: write ``run.json`` first, or check that the one there is of the same recipe."""
+    run = RunDir(path)
+    if run.run_json.exists():
+        before = run.read()
+        if before.get("fingerprint") != resolved.fingerprint():
+            raise UserError(_differences(run, resolved))
+        return run
+    if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
+        raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
+    import json
+
+    document = {
+        "recipe": resolved.as_dict(),
+        "fingerprint": resolved.fingerprint(),
+        "created": round(time.time(), 3),
+        "command": list(command),
+        "versions": _versions(),
+        "host": {"name": platform.node(), "platform": platform.platform(), "cpus": os.cpu_count(), "gpus": visible_gpus()},
+        "git": _git(),
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
+    return run
+
+
+def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
+    before, now = _flat(run.resolved().as_dict()), _flat(resolved.as_dict())
+    ignored = ("origins.", "derived", "warnings", "folder")
+    changed = sorted(
+        key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
+    )
+    fix = "give another --run-dir, or leave it out: each setting has its own run folder"
+    shown = [
+        Problem(f"{before.get(k)!r} in this run, {now.get(k)!r} asked for", file=str(run.run_json), key=k) for k in changed[:10]
+    ]
+    return [Problem("holds a run of another recipe or other settings", file=str(run.path), fix=fix), *shown]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): value}
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def _git() -> dict[str, Any]:
+    def ask(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(REPO), *arguments], capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    status = ask("status", "--porcelain")
+    return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(status) if status is not None else None}
+
+
+@dataclass
+class Chain:
+    """The stages of one run. Each returns what its record should hold beside the seconds."""
+
+    run: RunDir
+    resolved: Resolved
+    quiet: bool = False
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def go(self, first: str = STAGES[0], last: str = STAGES[-1]) -> dict[str, dict[str, Any]]:
+        """Run the stages from ``first`` to ``last``; a finished one before ``first`` is taken as it is.
+
+        A stage named by ``--from`` is looked at again: what it made is verified and reused where it is whole.
+        Raises UserError where a stage fails, or where one before ``first`` is missing.
+        """
+        wanted = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+        missing = [stage for stage in STAGES[: STAGES.index(first)] if self.run.stage(stage) is None]
+        if missing:
+            raise UserError(
+                Problem(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
+            )
+        for stage in wanted:
+            if (record := self.run.stage(stage)) and self._still_there(stage) and stage != "report":
+                self.results[stage] = {**record, "status": "reused"}
+                say(f"{stage}: finished earlier")
+                continue
+            self._run_stage(stage)
+        return self.results
+
+    def _still_there(self, stage: str) -> bool:
+        kinds = {
+            "prepare": (self.run.data, "dataset"),
+            "export": (self.run.adapter, "adapter"),
+            "merge": (self.run.merged, "merged"),
+        }
+        if stage in kinds:
+            folder, kind = kinds[stage]
+            return not manifest.find_problems(folder, kind, hashes=False, allow_extra=True)
+        return (self.run.eval / "ifeval.json").is_file() if stage == "eval" else True
+
+    def _run_stage(self, stage: str) -> None:
+        say(f"{stage} ...")
+        log = EventLog(self.run.metrics, 0)
+        log.write("stage", stage=stage, status="started")
+        began = time.perf_counter()
+        steps: dict[str, Callable[[], dict[str, Any]]] = {
+            "prepare": self.prepare,
+            "train": self.train,
+            "export": self.export,
+            "merge": self.merge,
+            "eval": self.eval,
+            "report": self.report,
+        }
+        try:
+            values = steps[stage]()
+        except BaseException as error:
+            code = int(error.code) if isinstance(error, UserError) else 1
+            log.write("stage", stage=stage, status="failed", seconds=round(time.perf_counter() - began, 3), exit_code=code)
+            raise
+        seconds = time.perf_counter() - began
+        log.write("stage", stage=stage, status="done", seconds=round(seconds, 3))
+        log.close()
+        self.results[stage] = self.run.finish_stage(stage, seconds, **values)
+        say(f"{stage}: {seconds:.1f} s")
+
+    def prepare(self) -> dict[str, Any]:
+        """The conversations, and the base model where the recipe makes its own."""
+        from clustertune.data.prepare import prepare
+
+        recipe = self.resolved.recipe
+        folder = Path(self.resolved.folder)
+        seed = int(self.resolved.train_args.get("seed", 42))
+        result = prepare(recipe.data, recipe_folder=folder, seed=seed, out=self.run.data, input_path=self.resolved.input_path)
+        if recipe.model.weights == "random":
+            from clustertune.data.local_model import make_local_model
+
+            make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.run.model, seed)
+        return {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
+
+    def train(self) -> dict[str, Any]:
+        """All ranks on this machine, resumed from the newest whole checkpoint."""
+        newest, _ = store.newest_whole(self.run.checkpoints)
+        if newest is None or not manifest.read_manifest(newest.path).meta.get("final"):
+            attempt = self.run.new_attempt()
+            program = [
+                "train",
+                "--run-dir",
+                str(self.run.path.resolve()),
+                "--attempt",
+                str(attempt),
+                *(["--quiet"] if self.quiet else []),
+            ]
+            command = local.accelerate_command(self.resolved, program)
+            outcome = local.run_ranks(command, self.run.attempt(attempt), self.resolved.world_size, quiet=self.quiet)
+            if outcome.code is not ExitCode.OK:
+                raise UserError(outcome.problems or [self._stopped()], outcome.code)
+        return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
+
+    def _stopped(self) -> Problem:
+        return Problem("stopped as asked, at a saved step", file=str(self.run.path), fix="run the same command again to go on")
+
+    def export(self) -> dict[str, Any]:
+        from clustertune.adapter.export import export
+
+        return {"summary": export(store.find_checkpoint(self.run.path), self.run.adapter)}
+
+    def merge(self) -> dict[str, Any]:
+        from clustertune.merge.merge import merge
+
+        return {"summary": merge(self.base_folder(), self.run.adapter, self.run.merged)}
+
+    def base_folder(self) -> Path:
+        """The base model's folder: made by the run, given by the recipe, or the Hub's local snapshot."""
+        model = self.resolved.recipe.model
+        if model.weights == "random":
+            return self.run.model
+        if model.path:
+            return Path(model.path)
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model.name, revision=model.revision))
+
+    def eval(self) -> dict[str, Any]:
+        from clustertune.ifeval.evaluate import evaluate
+
+        result = evaluate(self.run.merged, self.run.eval, settings=self.resolved.recipe.eval.ifeval)
+        return {"scores": result["scores"]}
+
+    def report(self) -> dict[str, Any]:
+        from clustertune.report.page import build
+
+        return {"file": str(build(self.run.path, self.run.report))}
+
+
+def conversation_texts(folder: Path) -> list[str]:
+    """The text of every message of a prepared dataset, in file order: what a local tokenizer is trained on."""
+    import json
+
+    texts = []
+    for name in ("train.jsonl", "eval.jsonl"):
+        with (folder / name).open(encoding="utf-8") as lines:
+            texts += [message["content"] for line in lines for message in json.loads(line)["messages"]]
+    return texts
+
+
+def losses(run: RunDir) -> tuple[float | None, float | None]:
+    """Eval loss before training and at the end; the training loss where nothing was evaluated."""
+    from clustertune.report.metrics import read_metrics
+
+    metrics = read_metrics(run.metrics)
+    values = [e.eval_loss for e in metrics.evals] or [s.loss for s in metrics.steps]
+    return (values[0], values[-1]) if values else (None, None)
+
+
+def command_line() -> list[str]:
+    """How this process was started."""
+    return ["clustertune", *sys.argv[1:]]

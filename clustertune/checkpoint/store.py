@@ -1,0 +1,193 @@
+"""Checkpoints on disk: which are whole, which is the newest, which may go. Order is by step and attempt, never by mtime.
+
+A folder is ``checkpoints/step-000020``, or ``step-000020.a2`` when a second attempt reaches that step again: what a
+killed attempt left behind is never written into. A checkpoint exists when its manifest does.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from clustertune import manifest
+from clustertune.errors import Problem, UserError
+
+KIND = "checkpoint"
+_NAME = re.compile(r"step-(\d{6,})(?:\.a(\d+))?")
+_OF_RANK = re.compile(r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.pth)$")
+_HASH_LIMIT = 16 << 30
+"""Above this size retention compares file sizes only: hashing three full 72B checkpoints would take longer than a step."""
+
+
+class Ranks(Protocol):
+    """What the store needs of the process group."""
+
+    rank: int
+    world_size: int
+
+    def broadcast(self, value: Any) -> Any: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def barrier(self) -> None: ...
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """One checkpoint folder, whole or not."""
+
+    step: int
+    attempt: int
+    path: Path
+
+
+def parse(path: Path) -> Checkpoint | None:
+    """The step and attempt in a folder's name; None for a folder that is no checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return Checkpoint(int(match[1]), int(match[2] or 1), path) if match else None
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """All checkpoint folders, newest first, whole or not."""
+    if not folder.is_dir():
+        return []
+    found = (parse(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted((c for c in found if c), reverse=True)
+
+
+def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
+    """Everything that keeps a checkpoint from being whole; an empty list means whole. Reads no pickle."""
+    problems = manifest.find_problems(path, KIND, hashes=hashes)
+    named = parse(path)
+    if not problems and named is not None and (step := manifest.read_manifest(path).meta.get("step")) != named.step:
+        problems.append(Problem(f"holds step {step}, its name says {named.step}", file=str(path)))
+    return problems
+
+
+def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, list[Problem]]]]:
+    """The newest whole checkpoint, every hash compared, and the newer ones that are broken with what is wrong in each."""
+    broken: list[tuple[Checkpoint, list[Problem]]] = []
+    for checkpoint in list_checkpoints(folder):
+        problems = verify(checkpoint.path)
+        if not problems:
+            return checkpoint, broken
+        broken.append((checkpoint, problems))
+    return None, broken
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint folder that ``path`` means: itself, or the newest whole one of a run or of a checkpoints folder.
+
+    Raises UserError naming what is wrong with each candidate.
+    """
+    if (path / manifest.MANIFEST).exists() or parse(path):
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    checkpoint, broken = newest_whole(folder)
+    if checkpoint:
+        return checkpoint.path
+    problems = [problem for _, found in broken for problem in found[:3]]
+    raise UserError(
+        [Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"), *problems]
+    )
+
+
+@dataclass
+class CheckpointStore:
+    """The checkpoints folder of one run, as all ranks of one attempt use it together."""
+
+    folder: Path
+    attempt: int
+    limit: int | None
+    """How many whole checkpoints are kept; None keeps all."""
+    ranks: Ranks
+    tell: Callable[[str], None]
+    """Where a deletion is announced; called on rank 0 only."""
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint and its metadata, chosen by rank 0 alone (attribute caches of NFS clients differ)."""
+        chosen = None
+        if self.ranks.rank == 0:
+            checkpoint, broken = newest_whole(self.folder)
+            for bad, problems in broken:
+                self.tell(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
+            if checkpoint:
+                chosen = (str(checkpoint.path), manifest.read_manifest(checkpoint.path).meta)
+        chosen = self.ranks.broadcast(chosen)
+        return (Path(chosen[0]), chosen[1]) if chosen else None
+
+    def begin(self, step: int) -> Path:
+        """A new, empty folder for this step. Raises OSError; one that exists is never written into."""
+        path = self.folder / (f"step-{step:06d}" if self.attempt == 1 else f"step-{step:06d}.a{self.attempt}")
+        if self.ranks.rank == 0:
+            path.mkdir(parents=True)
+        self.ranks.barrier()
+        return path
+
+    def commit(self, path: Path, meta: Mapping[str, Any]) -> int:
+        """Make the folder whole: each rank fsyncs and hashes what it wrote, rank 0 writes the manifest. Returns bytes.
+
+        Raises OSError on every rank where the storage failed on any.
+        """
+        self.ranks.barrier()
+        names = self.ranks.broadcast(manifest.list_files(path) if self.ranks.rank == 0 else None)
+        records, error = {}, None
+        try:
+            records = manifest.record_files(path, [n for n in names if self._owner(n) == self.ranks.rank])
+        except OSError as caught:
+            error = f"rank {self.ranks.rank}: {caught}"
+        parts = self.ranks.gather((records, error))
+        if not (errors := [e for _, e in parts if e]) and self.ranks.rank == 0:
+            merged = {name: record for part, _ in parts for name, record in part.items()}
+            try:
+                manifest.seal(path, KIND, {**meta, "attempt": self.attempt}, merged)
+            except OSError as caught:
+                errors = [f"rank 0: {caught}"]
+        if errors := self.ranks.broadcast(errors):
+            raise OSError("; ".join(errors))
+        return sum(record.size for part, _ in parts for record in part.values())
+
+    def _owner(self, name: str) -> int:
+        """The rank that wrote a file: a client must fsync its own writes on NFS."""
+        match = _OF_RANK.search(name)
+        return int(match[1] or match[2]) % self.ranks.world_size if match else 0
+
+    def prune(self) -> list[Path]:
+        """Remove what is older than the newest ``limit`` whole checkpoints, and what earlier attempts left unfinished.
+
+        Rank 0 alone deletes, says so, and takes the manifest first. A damaged checkpoint (a manifest, but files that
+        do not match it) is neither counted nor removed. At least one whole checkpoint always stays.
+        """
+        removed: list[Path] = []
+        if self.ranks.rank == 0:
+            whole = 0
+            for checkpoint in list_checkpoints(self.folder):
+                if not (checkpoint.path / manifest.MANIFEST).exists():
+                    if checkpoint.attempt < self.attempt and whole:
+                        self._remove(checkpoint, "left unfinished by an earlier attempt", removed)
+                elif verify(checkpoint.path, hashes=_bytes_in(checkpoint.path) <= _HASH_LIMIT):
+                    self.tell(f"checkpoint {checkpoint.path.name} is damaged: kept, not counted")
+                elif self.limit is not None and whole >= max(self.limit, 1):
+                    self._remove(checkpoint, f"older than the newest {max(self.limit, 1)}", removed)
+                else:
+                    whole += 1
+        self.ranks.barrier()
+        return removed
+
+    def _remove(self, checkpoint: Checkpoint, why: str, removed: list[Path]) -> None:
+        (checkpoint.path / manifest.MANIFEST).unlink(missing_ok=True)
+        manifest.fsync_path(checkpoint.path)
+        shutil.rmtree(checkpoint.path)
+        removed.append(checkpoint.path)
+        self.tell(f"checkpoint {checkpoint.path.name} removed: {why}")
+
+
+def _bytes_in(path: Path) -> int:
+    try:
+        return sum(record.size for record in manifest.read_manifest(path, KIND).files.values())
+    except UserError:
+        return 0

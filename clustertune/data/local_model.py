@@ -1,0 +1,93 @@
+"""A model that needs no download: random weights of a given architecture and a tokenizer trained on the run's own text.
+
+It lets every recipe run anywhere, with its own model class and its own distribution files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+
+KIND = "model"
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+"""Turns in the Llama 3.1 form (header tokens around the role, ``<|eot_id|>`` after each turn), with the assistant's part
+between generation markers so that TRL can mask the rest."""
+
+PAD = "<|finetune_right_pad_id|>"
+EOS = "<|eot_id|>"
+SPECIAL_TOKENS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    PAD,
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    EOS,
+)
+"""The special tokens of Llama 3.1 that a fine-tuning run meets; the ids are the tokenizer's own."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> Any:
+    """A byte-level BPE ``PreTrainedTokenizerFast`` with at most ``vocab_size`` tokens; every byte string is encodable."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=SPECIAL_TOKENS[0], eos_token=EOS, pad_token=PAD, model_max_length=max_length
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text()
+    return tokenizer
+
+
+def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out: Path, seed: int) -> Path:
+    """Write a bf16 model and its tokenizer to ``out``, whole (with a manifest) or not at all; a whole one is kept.
+
+    ``architecture`` holds the keys of a Hugging Face ``config.json``, ``model_type`` among them. The weights are drawn
+    from ``seed`` and do not disturb the caller's random state.
+    """
+    if not manifest.find_problems(out, KIND, hashes=False):
+        return out
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    tokenizer = train_tokenizer(texts, int(architecture["vocab_size"]), int(architecture["max_position_embeddings"]))
+    keys = {
+        key: value for key, value in architecture.items() if key not in ("architectures", "model_type", "torch_dtype", "dtype")
+    }
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = AutoConfig.for_model(architecture["model_type"], **{**keys, **ids})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for path in out.iterdir():
+        path.chmod(0o644)  # safetensors 0.8 writes 0600, which a shared group folder cannot read
+    parameters = sum(p.numel() for p in model.parameters())
+    manifest.seal(out, KIND, {"parameters": parameters, "seed": seed, "architecture": dict(architecture)})
+    return out

@@ -1,0 +1,146 @@
+"""The run folder: where everything of one run lies, who may write in it, and what is finished.
+
+``runs/<recipe>/<run-id>/`` with ``run.json`` (written first), ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``,
+``data/``, ``model/`` (a locally made one), ``checkpoints/``, ``adapter/``, ``merged/``, ``eval/``, ``report.html``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.resolved import Resolved
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.manifest import write_durably
+
+STAGES = ("prepare", "train", "export", "merge", "eval", "report")
+"""The chain, in order."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run; nothing is created by asking for one."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def merged(self) -> Path:
+        return self.path / "merged"
+
+    @property
+    def eval(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def attempt(self, number: int) -> Path:
+        """Logs and exit records of one attempt at training."""
+        return self.path / "attempts" / f"{number:04d}"
+
+    def read(self) -> dict[str, Any]:
+        """``run.json``. Raises UserError where the folder is no run."""
+        try:
+            found: dict[str, Any] = json.loads(self.run_json.read_bytes())
+        except FileNotFoundError:
+            raise UserError(
+                Problem("is no run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR")
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(Problem(f"unreadable: {error}", file=str(self.run_json))) from None
+        return found
+
+    def resolved(self) -> Resolved:
+        """The recipe as this run resolved it."""
+        try:
+            return Resolved.from_dict(self.read()["recipe"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
+
+    def update(self, **values: Any) -> None:
+        """Set keys of ``run.json``, durably."""
+        write_durably(self.run_json, json.dumps({**self.read(), **values}, indent=1) + "\n")
+
+    def new_attempt(self) -> int:
+        """Take the next attempt number; two processes can never take the same one."""
+        (self.path / "attempts").mkdir(exist_ok=True)
+        number = 1 + max((int(p.name) for p in (self.path / "attempts").iterdir() if p.name.isdigit()), default=0)
+        while True:
+            try:
+                self.attempt(number).mkdir()
+                return number
+            except FileExistsError:
+                number += 1
+
+    def stage(self, name: str) -> dict[str, Any] | None:
+        """The record of a finished stage, or None."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / "stages" / f"{name}.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def finish_stage(self, name: str, seconds: float, **values: Any) -> dict[str, Any]:
+        """Record a stage as done, durably."""
+        (self.path / "stages").mkdir(exist_ok=True)
+        record = {"stage": name, "status": "done", "seconds": round(seconds, 3), "finished": round(time.time(), 3), **values}
+        write_durably(self.path / "stages" / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        return record
+
+    def reopen_stage(self, name: str) -> None:
+        """Forget that a stage is done."""
+        (self.path / "stages" / f"{name}.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One writer at a time. The kernel drops the lock with the last process that holds the file open."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+                raise UserError(
+                    Problem(
+                        f"{owner} works in this run folder", file=str(self.path), fix="wait for it, or give another --run-dir"
+                    ),
+                    ExitCode.AGAIN,
+                ) from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+            yield
+        finally:
+            os.close(fd)

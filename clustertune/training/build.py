@@ -1,0 +1,93 @@
+"""From a resolved recipe to TRL's arguments: what this machine can do of what the recipe asks, said where they differ."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Keyword arguments of ``SFTConfig`` for this machine, and a line for each that differs from the recipe."""
+
+    values: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArguments:
+    """The recipe's training arguments on this device. A GPU takes them as they are."""
+    values = dict(train_args)
+    # The Trainer's own filter logs 0.0 for a loss that is NaN and goes on (transformers 5.23, logging_nan_inf_filter).
+    values |= {"logging_nan_inf_filter": False, "disable_tqdm": True, "save_only_model": False}
+    if cuda:
+        return TrainArguments(values)
+    notes = []
+    values |= {"use_cpu": True, "dataloader_pin_memory": False}
+    if values.pop("tf32", None):
+        notes.append("tf32 off: there is no GPU")
+    model = dict(values.get("model_init_kwargs") or {})
+    if "flash" in str(model.get("attn_implementation", "")):
+        notes.append(f"attn_implementation sdpa: {model['attn_implementation']} needs a GPU")
+        values["model_init_kwargs"] = {**model, "attn_implementation": "sdpa"}
+    return TrainArguments(values, notes)
+
+
+def attention_of(train_args: Mapping[str, Any]) -> str:
+    """The attention implementation that the run uses; sdpa is transformers' default where the model supports it."""
+    return str((train_args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
+
+
+def load_conversations(folder: Path) -> tuple[Any, Any | None]:
+    """The prepared train and eval conversations as ``datasets.Dataset`` with one column ``messages``; eval may be None."""
+    from datasets import load_dataset
+
+    files = {"train": folder / "train.jsonl", "eval": folder / "eval.jsonl"}
+    missing = [
+        Problem("missing", file=str(path), fix="clustertune prepare RECIPE") for path in files.values() if not path.is_file()
+    ]
+    if missing:
+        raise UserError(missing)
+    present = {name: str(path) for name, path in files.items() if path.stat().st_size}
+    if "train" not in present:
+        raise UserError(Problem("holds no conversation", file=str(files["train"]), fix="look at rejected.jsonl beside it"))
+    loaded = {
+        name: load_dataset("json", data_files=path, split="train", cache_dir=str(folder / ".cache")).select_columns(
+            ["messages"]
+        )
+        for name, path in present.items()
+    }
+    return loaded["train"], loaded.get("eval")
+
+
+def set_tracker_environment(run_dir: Path, run_id: str, project: str) -> None:
+    """W&B's own variables: one run across attempts, below the run folder, offline unless someone is logged in."""
+    logged_in = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has("api.wandb.ai")
+    settings = {
+        "WANDB_DIR": str(run_dir),
+        "WANDB_PROJECT": project,
+        "WANDB_RUN_ID": run_id,
+        "WANDB_RESUME": "allow",
+        "WANDB_CONSOLE": "off",  # captured output could hold what a library prints of its environment
+        "WANDB_DISABLE_CODE": "true",
+        "WANDB_DISABLE_GIT": "true",  # a remote URL may hold credentials
+        "WANDB_SILENT": "true",
+        "WANDB_LOG_MODEL": "false",
+    }
+    if not logged_in:
+        settings["WANDB_MODE"] = "offline"
+    for key, value in settings.items():
+        os.environ.setdefault(key, value)
+
+
+def _netrc_has(host: str) -> bool:
+    import netrc
+
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

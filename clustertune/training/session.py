@@ -1,0 +1,196 @@
+"""One attempt at training on this rank: trainer, guards, resume, and the reason it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import SFTConfig
+
+from clustertune.config.architecture import scale_down
+from clustertune.config.resolved import Resolved
+from clustertune.errors import ExitCode
+from clustertune.training import build, packing, sharding
+from clustertune.training.collectives import Group
+from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.stop import StopFlag
+from clustertune.training.tokens import check_labels, load_tokenizer
+from clustertune.training.trainer import Store, Trainer
+from clustertune.training.watch import Watch
+
+LABEL_SAMPLE = 64
+"""Training rows whose labels are looked at before the first step."""
+
+
+class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
+    """Compare what accelerate really set up with what the recipe asked for."""
+
+    def __init__(self, session: Session, report: Callable[[Mapping[str, Any]], None]) -> None:
+        self._session, self._report = session, report
+        self.trainer: Trainer | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        assert self.trainer is not None
+        found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator)
+        resolved = self._session.resolved
+        sharding.check(found, resolved.accelerate, resolved.world_size)
+        if self._session.group.rank == 0:
+            self._session.open_console(self.trainer.state.max_steps)
+            self._report({**asdict(found), **self._session.facts, "notes": self._session.notes})
+
+
+@dataclass
+class Session:
+    """What this rank holds for the length of one attempt."""
+
+    run_path: Path
+    resolved: Resolved
+    stop: StopFlag
+    attempt: int
+    args: SFTConfig
+    group: Group
+    notes: list[str]
+    facts: dict[str, Any]
+    out: TextIO
+    log: EventLog | None = None
+    console: TrainingConsole | None = None
+
+    @classmethod
+    def build(cls, run_path: Path, resolved: Resolved, stop: StopFlag, out: TextIO, attempt: int, notes: list[str]) -> Session:
+        """Fit the recipe to this machine and join the process group."""
+        import torch
+
+        fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
+        args = SFTConfig(output_dir=str(run_path), **fitted.values)
+        group = Group()
+        session = cls(run_path, resolved, stop, attempt, args, group, [*notes, *fitted.notes], {}, out)
+        if group.rank == 0:
+            session.log = EventLog(run_path / "metrics.jsonl", attempt)
+        return session
+
+    def tell(self, message: str) -> None:
+        """Say something to the person at the console (rank 0 only)."""
+        if self.group.rank == 0:
+            if self.console:
+                self.console.say(message)
+            else:
+                self.out.write(message + "\n")
+
+    def open_console(self, total_steps: int) -> None:
+        """From here on steps are shown, as a bar or as lines."""
+        self.console = TrainingConsole(self.out, total_steps)
+        self._watch.show_on(self.console)
+
+    def make_trainer(
+        self,
+        store: Store,
+        source: tuple[str, str | None],
+        data: Path,
+        describe: Callable[[Path], None],
+        report: Callable[[Mapping[str, Any]], None],
+    ) -> Trainer:
+        """TRL's trainer on the prepared conversations, with tokenizer, LoRA and callbacks."""
+        self._init_tracker()
+        recipe = self.resolved.recipe
+        tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.args.pad_token)
+        self.args.pad_token = tokenizer.pad_token
+        train, held_out = build.load_conversations(data)
+        if held_out is None:
+            self.args.eval_strategy, self.args.eval_on_start = "no", False
+            self.notes.append("no evaluation: the eval split is empty")
+        watch = Watch(self.log, None)
+        before = _BeforeFirstStep(self, report)
+        init = dict(self.args.model_init_kwargs or {})
+        if source[1]:
+            init["revision"] = source[1]
+        self.args.model_init_kwargs = init
+        trainer = Trainer(
+            model=source[0],
+            args=self.args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
+            callbacks=[before, watch],
+            store=store,
+            stop=self.stop,
+            on_checkpoint=self._on_checkpoint,
+            checkpoint_extra=describe,
+        )
+        before.trainer = trainer
+        self._watch = watch
+        self._look_at(trainer, tokenizer)
+        return trainer
+
+    def _look_at(self, trainer: Trainer, tokenizer: Any) -> None:
+        """Facts of the run that are checked or reported before the first step."""
+        sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
+        check_labels(sample, {tokenizer.eos_token_id})
+        trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in trainer.model.parameters())
+        attention = build.attention_of(self.args.to_dict())
+        self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
+        expected = self.resolved.recipe.expect.trainable_parameters
+        if expected not in (None, trainable) and not self.resolved.tiny:
+            self.notes.append(f"{trainable:,} trainable parameters, the recipe expects {expected:,}")
+        if self.args.packing:
+            isolated = packing.is_isolated(scale_down(self.resolved.architecture), attention)
+            self.facts["packing"] = {"isolated": isolated, "attention": attention}
+            if not isolated:
+                self.notes.append(
+                    f"packed conversations see each other: {attention} attention does not keep them apart for this model; "
+                    "train.packing=false, or an attn_implementation that does (flash_attention_2), avoids it"
+                )
+
+    def _init_tracker(self) -> None:
+        """Start W&B here, so that a tracker which fails is left out: training never stops for it."""
+        if "wandb" not in (self.args.report_to or []) or self.group.rank != 0:
+            return
+        try:
+            import wandb
+
+            wandb.init(settings=wandb.Settings(init_timeout=60))
+        except Exception as error:
+            self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
+            self.notes.append(f"W&B is left out: {type(error).__name__}: {error}".splitlines()[0])
+
+    def _on_checkpoint(self, step: int, path: Path, size: int, meta: Mapping[str, Any]) -> None:
+        if self.log:
+            self.log.write("checkpoint", step=step, path=str(path.relative_to(self.run_path)), bytes=size, status="saved")
+            self.log.sync()
+        self.tell(f"saved {path.relative_to(self.run_path)}  {size / 1e6:.1f} MB" + ("  (final)" if meta["final"] else ""))
+
+    def run(self, trainer: Trainer, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
+        """Train from the beginning or from ``latest``; say how it ended."""
+        checkpoint, meta = latest if latest else (None, {})
+        start = int(meta.get("step", 0))
+        trainer.restore_counts(meta)
+        self._watch.attach(trainer)
+        if checkpoint is not None and trainer.eval_dataset is not None:
+            self.args.eval_on_start = bool(meta.get("eval_skipped"))
+        if self.log:
+            self.log.write("start", step=start, world_size=self.group.world_size, resumed_from=checkpoint and checkpoint.name)
+        for note in self.notes:
+            self.tell(f"note: {note}")
+        self.tell(f"resume from {checkpoint.name}" if checkpoint else "train from the base model")
+        code = ExitCode.FAILED
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            finished = trainer.state.global_step >= trainer.state.max_steps
+            code = ExitCode.OK if finished else ExitCode.AGAIN
+            if not finished:
+                self.tell(f"stopped at step {trainer.state.global_step} as asked; the same command goes on from there")
+        finally:
+            if self.log:
+                self.log.write("stop", step=trainer.state.global_step, exit_code=int(code))
+                self.log.close()
+            if self.console:
+                self.console.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return code

@@ -1,0 +1,118 @@
+"""The Trainer callback that measures, writes the events, and makes all ranks agree at each step's end."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.trainer import Trainer
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """``log`` and ``console`` are None on ranks other than 0."""
+
+    def __init__(self, log: EventLog | None, console: TrainingConsole | None) -> None:
+        self.trainer: Trainer | None = None
+        self._log, self._console = log, console
+        self._began = time.perf_counter()
+        self._seconds, self._steps = 0.0, 0
+        self._tokens = 0.0
+        self._eval_began: float | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Tell the callback its trainer; it also sets where the token count starts after a resume."""
+        self.trainer = trainer
+        self._tokens = trainer._total_train_tokens
+
+    def show_on(self, console: TrainingConsole) -> None:
+        """Show steps and evaluations on rank 0's console from now on."""
+        self._console = console
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Agree on a stop; on one, save here and leave out an evaluation that would outlast the warning time."""
+        del args, kw
+        self._seconds += time.perf_counter() - self._began
+        self._steps += 1
+        assert self.trainer is not None
+        if state.global_step >= state.max_steps:
+            control.should_save = True
+        if self.trainer.agree(peak_memory_bytes()):
+            self.trainer.eval_skipped = bool(control.should_evaluate)
+            control.should_evaluate = False
+            control.should_save = True
+            control.should_log = True
+            control.should_training_stop = True
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
+        if self._eval_began is None:
+            self._eval_began = time.perf_counter()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kw: Any,
+    ) -> None:
+        """A ``step`` or ``eval`` event from the Trainer's log line."""
+        del args, control, kw
+        logs = logs or {}
+        if self._log is None or self.trainer is None:
+            return
+        if "loss" in logs:
+            self._write_step(state, logs)
+        elif "eval_loss" in logs:
+            seconds = time.perf_counter() - self._eval_began if self._eval_began else logs.get("eval_runtime")
+            self._eval_began = None
+            accuracy = logs.get("eval_mean_token_accuracy")
+            self._log.write(
+                "eval", step=state.global_step, eval_loss=logs["eval_loss"], eval_token_accuracy=accuracy, seconds=seconds
+            )
+            if self._console:
+                self._console.say(
+                    f"eval at step {state.global_step}  loss {logs['eval_loss']:.4f}  token accuracy {accuracy or 0:.3f}"
+                )
+
+    def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        assert self._log is not None
+        assert self.trainer is not None
+        steps = max(self._steps, 1)
+        tokens = float(logs.get("num_tokens", 0.0))
+        rate = (tokens - self._tokens) / self._seconds if self._seconds else 0.0
+        self._log.write(
+            "step",
+            step=state.global_step,
+            epoch=logs.get("epoch"),
+            loss=logs["loss"],
+            token_accuracy=logs.get("mean_token_accuracy"),
+            entropy=logs.get("entropy"),
+            learning_rate=logs.get("learning_rate"),
+            grad_norm=logs.get("grad_norm"),
+            tokens=int(tokens),
+            seconds=round(self._seconds / steps, 6),
+            tokens_per_second=round(rate, 3),
+            memory_bytes=self.trainer.peak_memory_bytes,
+        )
+        if self._console:
+            self._console.step(
+                state.global_step,
+                f"loss {logs['loss']:.4f}  lr {logs.get('learning_rate', 0):.2e}  grad {logs.get('grad_norm', 0):.3f}  "
+                f"{rate:,.0f} tok/s  {self._seconds / steps:.2f} s",
+            )
+        self._seconds, self._steps, self._tokens = 0.0, 0, tokens

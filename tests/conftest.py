@@ -1,0 +1,44 @@
+"""Fixtures that several rooms share: a tiny Llama of random weights with a locally trained tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+TEXTS = [
+    "A batch job asks Slurm for nodes, waits in the queue, and starts when the nodes are free.",
+    "The adapter is small: only the low-rank matrices are trained, and the base model stays as it is.",
+    "Each rank keeps a shard of the parameters and gathers a layer when it needs it.",
+]
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the checkout."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer random Llama in bf16, its tokenizer and chat template. Read only."""
+    from clustertune.data.local_model import make_local_model
+
+    return make_local_model(TINY_LLAMA, TEXTS, tmp_path_factory.mktemp("model") / "tiny-llama", seed=0)
