@@ -17,7 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from clustertune.errors import UserError
+from clustertune.errors import ExitCode, UserError
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -35,10 +35,11 @@ def emit_json(document: Any) -> None:
 
 def show_error(error: UserError) -> None:
     """Every problem of an error, one paragraph each."""
+    label = "note" if error.code is ExitCode.AGAIN else "error"
     for problem in error.problems:
         where = ": ".join(part for part in (problem.file, problem.key) if part)
         stderr.print(
-            f"error: {where + ': ' if where else ''}{problem.message}",
+            f"{label}: {where + ': ' if where else ''}{problem.message}",
             markup=False,
             style="red" if stderr.is_terminal else None,
         )

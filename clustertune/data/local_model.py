@@ -69,7 +69,9 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     tokenizer = train_tokenizer(texts, int(architecture["vocab_size"]), int(architecture["max_position_embeddings"]))
     keys = {
         key: value for key, value in architecture.items() if key not in ("architectures", "model_type", "torch_dtype", "dtype")

@@ -169,7 +169,7 @@ class Session:
         """Train from the beginning or from ``latest``; say how it ended."""
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
-        trainer.restore_counts(meta)
+        trainer.resume_with(meta)
         self._watch.attach(trainer)
         if checkpoint is not None and trainer.eval_dataset is not None:
             self.args.eval_on_start = bool(meta.get("eval_skipped"))

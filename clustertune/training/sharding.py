@@ -40,7 +40,8 @@ def _fsdp2_sizes(model: Any) -> tuple[int, int, dict[str, int], Counter[str]]:
         dtypes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
         if isinstance(parameter, DTensor):
             held += parameter.to_local().numel()
-            names = parameter.device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(parameter.device_mesh.ndim))
+            # Without a parallelism_config accelerate leaves the one dimension of its mesh unnamed.
+            names = parameter.device_mesh.mesh_dim_names or ("dp_shard",)
             mesh = dict(zip(names, parameter.device_mesh.shape, strict=True))
         else:
             held += parameter.numel()
@@ -54,9 +55,9 @@ def _fsdp1_sizes(model: Any, world_size: int) -> tuple[int, int, dict[str, int],
     for module in FullyShardedDataParallel.fsdp_modules(model):
         if (handle := module._handle) is not None:
             size = handle.flat_param._unpadded_unsharded_size.numel()
-            held, total = held + handle.flat_param._local_shard.numel(), total + size
+            held, total = held + handle.flat_param.numel(), total + size
             dtypes[str(handle.flat_param.dtype).removeprefix("torch.")] += size
-    return held, total, {"fsdp": world_size}, dtypes
+    return held, total, {"dp_shard": world_size}, dtypes
 
 
 def inspect(model: Any, accelerator: Any) -> Distribution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.trainer import TRAINER_STATE_NAME
+from peft import PeftModel
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTTrainer
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.training import fsdp1
 from clustertune.training.collectives import Group
 from clustertune.training.stop import StopFlag
 
@@ -70,6 +73,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         self.peak_memory_bytes = 0
         """Highest peak memory over ranks so far."""
         self._bad_loss: float | None = None
+        self._expected_digest: str | None = None
 
     # -- the guard before the optimizer step ---------------------------------------------------------------------
 
@@ -143,6 +147,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             "world_size": self.group.world_size,
             "final": step >= self.state.max_steps,
             "eval_skipped": self.eval_skipped,
+            "state_digests": self.group.gather(state_digest(self.model, self.optimizer)),
         }
         failure: str | None = None
         folder: Path | None = None
@@ -189,9 +194,63 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         self.checkpoint_extra(folder)
 
-    def restore_counts(self, meta: Mapping[str, Any]) -> None:
-        """What TRL does not restore: tokens seen so far."""
+    # -- resume ---------------------------------------------------------------------------------------------------
+
+    def resume_with(self, meta: Mapping[str, Any]) -> None:
+        """Take what TRL does not restore (tokens seen), and what the restored state must be equal to."""
         self._total_train_tokens = int(meta.get("tokens", 0))
+        digests = meta.get("state_digests") or []
+        self._expected_digest = digests[self.group.rank] if len(digests) == self.group.world_size else None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_fsdp1:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        fsdp1.save(self.accelerator, self.model, self.optimizer, Path(output_dir))
+        if self.group.rank == 0:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+            fsdp1.load_adapter(model or self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The last part of a load; then prove the whole: one that matches no key leaves the start values, in silence."""
+        if checkpoint is None:
+            return
+        if self._is_fsdp1:
+            fsdp1.load_optimizer(self.model, self.optimizer, Path(checkpoint))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        same = self._expected_digest in (None, state_digest(self.model, self.optimizer))
+        if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
+            raise UserError(
+                Problem(
+                    f"parameters or optimizer state of rank {', '.join(wrong)} after loading are not those that were saved",
+                    file=checkpoint,
+                    fix="resume with the versions that wrote it (run.json names them)",
+                ),
+                ExitCode.FAILED,
+            )
+
+    @property
+    def _is_fsdp1(self) -> bool:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        return plugin is not None and plugin.fsdp_version == 1
+
+
+def state_digest(model: Any, optimizer: Any) -> str:
+    """SHA-256 over this rank's part of every trained parameter and of its optimizer state, in the optimizer's order."""
+    digest = hashlib.sha256()
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for tensor in [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]:
+        if isinstance(tensor, torch.Tensor):
+            digest.update(_local(tensor).contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _local(parameter: Any) -> torch.Tensor:
