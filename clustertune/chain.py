@@ -187,7 +187,7 @@ class Chain:
         if recipe.model.weights == "random":
             from clustertune.data.local_model import make_local_model
 
-            make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.run.model, seed)
+            make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.base_folder(), seed)
         return {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
 
     def train(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Chain:
         return {"summary": export(store.find_checkpoint(self.run.path), self.run.adapter)}
 
     def merge(self) -> dict[str, Any]:
-        from clustertune.merge.merge import merge
+        from clustertune.merge import merge
 
         return {"summary": merge(self.base_folder(), self.run.adapter, self.run.merged)}
 
@@ -226,7 +226,7 @@ class Chain:
         """The base model's folder: made by the run, given by the recipe, or the Hub's local snapshot."""
         model = self.resolved.recipe.model
         if model.weights == "random":
-            return self.run.model
+            return self.run.local_model(model.name)
         if model.path:
             return Path(model.path)
         from huggingface_hub import snapshot_download
@@ -235,8 +235,12 @@ class Chain:
 
     def eval(self) -> dict[str, Any]:
         from clustertune.ifeval.evaluate import evaluate
+        from clustertune.ifeval.scores import require_pass
 
-        result = evaluate(self.run.merged, self.run.eval, settings=self.resolved.recipe.eval.ifeval)
+        recipe = self.resolved.recipe
+        # Random weights are never worth the benchmark's 541 prompts.
+        result = evaluate(self.run.merged, self.run.eval, settings=recipe.eval.ifeval, benchmark=recipe.model.weights == "hub")
+        require_pass(result)
         return {"scores": result["scores"]}
 
     def report(self) -> dict[str, Any]:

@@ -19,7 +19,18 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
 app.add_typer(checkpoint_app, name="checkpoint")
 
-Stage = StrEnum("Stage", {name: name for name in STAGES})  # type: ignore[misc]
+
+class Stage(StrEnum):
+    """The chain's stages, as the command line takes them."""
+
+    prepare = "prepare"
+    train = "train"
+    export = "export"
+    merge = "merge"
+    eval = "eval"
+    report = "report"
+
+
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Settings that replace the recipe's.")
@@ -180,12 +191,13 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Merge an adapter into its base, streaming: memory does not grow with the model."""
-    from clustertune.merge import merge as room
+    from clustertune.merge import merge as run_merge
+    from clustertune.merge import plan
 
     if dry_run:
-        _summarise(room.plan(base, adapter, out, shard_size=shard_size), as_json)
+        _summarise(plan(base, adapter, out, shard_size=shard_size), as_json)
     else:
-        _summarise(room.merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
+        _summarise(run_merge(base, adapter, out, shard_size=shard_size, workers=workers), as_json)
 
 
 @app.command("eval")
@@ -204,14 +216,15 @@ def evaluate(
 ) -> None:
     """Score a model on IFEval with lm-eval."""
     from clustertune.config.schema import IFEval
-    from clustertune.ifeval import evaluate as room
+    from clustertune.ifeval.evaluate import evaluate as run_evaluate
+    from clustertune.ifeval.scores import render
 
     settings = IFEval(max_gen_toks=max_gen_toks, batch_size=batch_size, limit=limit)
-    result = room.evaluate(model, out or Path("runs", "eval", model.resolve().name), settings=settings, data=data)
+    result = run_evaluate(model, out or Path("runs", "eval", model.resolve().name), settings=settings, data=data)
     if as_json:
         emit_json(result)
     else:
-        room.render(result, stderr)
+        render(result, stderr)
 
 
 @app.command()

@@ -83,12 +83,14 @@ def train(run: RunDir, attempt: int, stop: StopFlag, out: TextIO) -> ExitCode:
 def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     """Where the base model is read from: a folder, or a Hub id and its commit."""
     if resolved.recipe.model.weights == "random":
-        return str(run.model), None
+        return str(run.local_model(resolved.recipe.model.name)), None
     return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
 
 
 def _set_environment(resolved: Resolved, run: RunDir) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
+    if Path(model_source(run, resolved)[0]).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
     import torch
 
     from clustertune.training import build, cpu_fsdp

@@ -42,9 +42,9 @@ class RunDir:
     def data(self) -> Path:
         return self.path / "data"
 
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
+    def local_model(self, name: str) -> Path:
+        """Where a model that the run makes itself lies; the folder has the model's name, which the adapter records."""
+        return self.path / "model" / name.rsplit("/", 1)[-1]
 
     @property
     def checkpoints(self) -> Path:

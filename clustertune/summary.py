@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from clustertune.config.schema import IFEVAL_SCORES
+from clustertune.ifeval import scores
 from clustertune.rundir import RunDir
 
 
@@ -33,16 +33,8 @@ def render(
     if losses[0] is not None and losses[1] is not None:
         console.print(f"\neval loss: {losses[0]:.4f} before, {losses[1]:.4f} after", markup=False)
     if evaluation:
-        dataset = evaluation["dataset"]
-        note = (
-            "" if dataset["is_benchmark"] else "  (the project's own prompts or a given file, not the google/IFEval benchmark)"
-        )
-        console.print(f"\nIFEval on {dataset['name']}, {dataset['prompts']} prompts{note}", markup=False)
-        for score in IFEVAL_SCORES:
-            error = evaluation["stderr"].get(score)
-            console.print(
-                f"  {score:26} {evaluation['scores'][score]:.4f}" + (f" +- {error:.4f}" if error else ""), markup=False
-            )
+        console.print()
+        scores.render(evaluation, console)
     console.print(f"\nrun      {run.path}", markup=False)
     for label, path in (("adapter", run.adapter), ("model", run.merged), ("scores", run.eval), ("report", run.report)):
         if path.exists():

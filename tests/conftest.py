@@ -42,3 +42,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from clustertune.data.local_model import make_local_model
 
     return make_local_model(TINY_LLAMA, TEXTS, tmp_path_factory.mktemp("model") / "tiny-llama", seed=0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skip", action="store_true", help="a skipped test is a failure: the machine has all it needs")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and item.config.getoption("--no-skip"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and --no-skip forbids it: {report.longrepr}"

@@ -1,0 +1,1 @@
+"""From the shards of a checkpoint to a checked PEFT adapter."""

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The house's rule for every name that becomes a path, a job name or an argument."""
 
-Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+
+def refuse_bool(value: Any) -> Any:
+    """``true`` is 1 for pydantic; in a recipe a number that reads ``true`` is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("true or false is not a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False)]
+Score = Annotated[Number, Field(ge=0, le=1)]
+Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
+HubCommit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+LocalPath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
 
 IFEVAL_SCORES = (
     "prompt_level_strict_acc",
@@ -37,13 +48,13 @@ class Model(Section):
 
     name: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")]
     """Its id on the Hub, or a plain name for a model that the project makes itself."""
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    revision: HubCommit | None = None
     """The commit on the Hub, 40 hex digits. Demanded where the weights come from the Hub."""
     weights: Literal["hub", "random"] = "hub"
     """``hub``: the published weights. ``random``: made locally from ``model.json`` with a locally trained tokenizer."""
-    path: str | None = None
+    path: LocalPath | None = None
     """A local folder with the weights and the tokenizer, instead of the Hub."""
-    chat_template: str | None = None
+    chat_template: Annotated[str, Field(pattern=rf"^{NAME}$")] | None = None
     """A Jinja file in the recipe folder that is installed where the tokenizer has no chat template."""
 
 
@@ -59,15 +70,15 @@ class Data(Section):
 
     name: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")]
     """Its id on the Hub, or a plain name where ``input`` says which file."""
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    revision: HubCommit | None = None
     """The commit on the Hub, 40 hex digits."""
-    input: str | None = None
+    input: LocalPath | None = None
     """A local file or folder instead of the Hub: absolute, or relative to the recipe folder if it exists there."""
     format: Literal["oasst-tree", "alpaca", "messages", "lima"]
     """How rows become conversations."""
     language: Annotated[str, Field(pattern=r"^[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*$")] | None = None
     """Keep trees whose root has this language code (``oasst-tree`` only)."""
-    eval_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.05
+    eval_fraction: Annotated[Number, Field(gt=0, lt=1)] = 0.05
     """Share of trees that become the eval split where the input has no splits of its own."""
     bad_rows: Literal["skip", "stop"] = "skip"
     """``skip``: leave bad rows out, count and report them. ``stop``: refuse the input."""
@@ -77,8 +88,8 @@ class Data(Section):
 class Slurm(Section):
     """The shape of the job: one rank per GPU (per process on a machine without GPUs)."""
 
-    nodes: Positive = 1
-    gpus_per_node: Positive = 1
+    nodes: Annotated[Positive, Field(le=10_000)] = 1
+    gpus_per_node: Annotated[Positive, Field(le=1_000)] = 1
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$")] = "24:00:00"
     """Wall time limit in Slurm's form."""
 
@@ -103,10 +114,10 @@ class Expect(Section):
     """What the reference run reached; ``report`` and ``compare`` put it beside the result."""
 
     ifeval: dict[Literal[IFEVAL_SCORES], Score] = {}  # type: ignore[valid-type]
-    train_loss: float | None = None
-    eval_loss: float | None = None
+    train_loss: Number | None = None
+    eval_loss: Number | None = None
     token_accuracy: Score | None = None
-    hours: Annotated[float, Field(gt=0)] | None = None
+    hours: Annotated[Number, Field(gt=0)] | None = None
     """Wall hours of the training."""
     steps: Positive | None = None
     """Optimizer steps."""

@@ -1,0 +1,1 @@
+"""What a run was and what came of it: its metrics, read once for all, and one page for a person."""

@@ -14,13 +14,13 @@ from trl import SFTConfig
 
 from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
-from clustertune.errors import ExitCode
+from clustertune.errors import ExitCode, UserError
 from clustertune.training import build, packing, sharding
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.stop import StopFlag
 from clustertune.training.tokens import check_labels, load_tokenizer
-from clustertune.training.trainer import Store, Trainer
+from clustertune.training.trainer import Saved, Store, Trainer
 from clustertune.training.watch import Watch
 
 LABEL_SAMPLE = 64
@@ -66,7 +66,9 @@ class Session:
         import torch
 
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
-        args = SFTConfig(output_dir=str(run_path), **fitted.values)
+        # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
+        values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
+        args = SFTConfig(output_dir=str(run_path), **values)
         group = Group()
         session = cls(run_path, resolved, stop, attempt, args, group, [*notes, *fitted.notes], {}, out)
         if group.rank == 0:
@@ -97,8 +99,7 @@ class Session:
         """TRL's trainer on the prepared conversations, with tokenizer, LoRA and callbacks."""
         self._init_tracker()
         recipe = self.resolved.recipe
-        tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.args.pad_token)
-        self.args.pad_token = tokenizer.pad_token
+        tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
         train, held_out = build.load_conversations(data)
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
@@ -120,6 +121,7 @@ class Session:
             store=store,
             stop=self.stop,
             on_checkpoint=self._on_checkpoint,
+            on_removed=self._on_removed,
             checkpoint_extra=describe,
         )
         before.trainer = trainer
@@ -159,11 +161,19 @@ class Session:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
             self.notes.append(f"W&B is left out: {type(error).__name__}: {error}".splitlines()[0])
 
-    def _on_checkpoint(self, step: int, path: Path, size: int, meta: Mapping[str, Any]) -> None:
+    def _on_checkpoint(self, saved: Saved) -> None:
+        name = str(saved.path.relative_to(self.run_path))
         if self.log:
-            self.log.write("checkpoint", step=step, path=str(path.relative_to(self.run_path)), bytes=size, status="saved")
+            self.log.write(
+                "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4), status="saved"
+            )
             self.log.sync()
-        self.tell(f"saved {path.relative_to(self.run_path)}  {size / 1e6:.1f} MB" + ("  (final)" if meta["final"] else ""))
+        self.tell(f"saved {name}  {saved.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))
+
+    def _on_removed(self, path: Path) -> None:
+        if self.log:
+            name = str(path.relative_to(self.run_path))
+            self.log.write("checkpoint", step=int(path.name.split("-")[1].split(".")[0]), path=name, status="removed")
 
     def run(self, trainer: Trainer, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
         """Train from the beginning or from ``latest``; say how it ended."""
@@ -178,16 +188,20 @@ class Session:
         for note in self.notes:
             self.tell(f"note: {note}")
         self.tell(f"resume from {checkpoint.name}" if checkpoint else "train from the base model")
-        code = ExitCode.FAILED
+        code, reason = ExitCode.FAILED, "an error: see the rank's log"
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             finished = trainer.state.global_step >= trainer.state.max_steps
             code = ExitCode.OK if finished else ExitCode.AGAIN
+            reason = "finished" if finished else f"asked to stop ({self.stop.signal_name or 'another rank was'})"
             if not finished:
                 self.tell(f"stopped at step {trainer.state.global_step} as asked; the same command goes on from there")
+        except UserError as error:
+            code, reason = error.code, error.problems[0].message
+            raise
         finally:
             if self.log:
-                self.log.write("stop", step=trainer.state.global_step, exit_code=int(code))
+                self.log.write("stop", step=trainer.state.global_step, exit_code=int(code), reason=reason)
                 self.log.close()
             if self.console:
                 self.console.close()

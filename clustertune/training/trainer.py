@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +33,17 @@ class Store(Protocol):
     def commit(self, path: Path, meta: Mapping[str, Any]) -> int: ...
 
     def prune(self) -> list[Path]: ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole on disk."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    final: bool
 
 
 class _EvalStopped(Exception):
@@ -58,14 +71,15 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         *args: Any,
         store: Store,
         stop: StopFlag,
-        on_checkpoint: Callable[[int, Path, int, Mapping[str, Any]], None],
+        on_checkpoint: Callable[[Saved], None],
+        on_removed: Callable[[Path], None],
         checkpoint_extra: Callable[[Path], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.group = Group()
         self.store, self.stop = store, stop
-        self.on_checkpoint, self.checkpoint_extra = on_checkpoint, checkpoint_extra
+        self.on_checkpoint, self.on_removed, self.checkpoint_extra = on_checkpoint, on_removed, checkpoint_extra
         self.stopping = False
         """All ranks agreed to stop after the current step."""
         self.eval_skipped = False
@@ -137,6 +151,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Replaces the Trainer's: a new folder of the store, no ``training_args.bin`` (a pickle that may hold a token)."""
+        began = time.perf_counter()
         self._check_parameters()
         self.store_flos()
         step = self.state.global_step
@@ -172,8 +187,9 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
                 ),
                 ExitCode.STORAGE,
             )
-        self.on_checkpoint(step, folder, size, meta)
-        self.store.prune()
+        self.on_checkpoint(Saved(step, folder, size, time.perf_counter() - began, bool(meta["final"])))
+        for path in self.store.prune():
+            self.on_removed(path)
 
     def _check_parameters(self) -> None:
         finite = all(bool(torch.isfinite(_local(p)).all()) for p in self.model.parameters() if p.requires_grad)

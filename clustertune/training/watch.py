@@ -29,7 +29,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
         self._tokens = 0.0
-        self._eval_began: float | None = None
 
     def attach(self, trainer: Trainer) -> None:
         """Tell the callback its trainer; it also sets where the token count starts after a resume."""
@@ -58,10 +57,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             control.should_log = True
             control.should_training_stop = True
 
-    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
-        if self._eval_began is None:
-            self._eval_began = time.perf_counter()
-
     def on_log(
         self,
         args: TrainingArguments,
@@ -78,11 +73,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if "loss" in logs:
             self._write_step(state, logs)
         elif "eval_loss" in logs:
-            seconds = time.perf_counter() - self._eval_began if self._eval_began else logs.get("eval_runtime")
-            self._eval_began = None
             accuracy = logs.get("eval_mean_token_accuracy")
             self._log.write(
-                "eval", step=state.global_step, eval_loss=logs["eval_loss"], eval_token_accuracy=accuracy, seconds=seconds
+                "eval",
+                step=state.global_step,
+                eval_loss=logs["eval_loss"],
+                eval_token_accuracy=accuracy,
+                seconds=logs.get("eval_runtime"),
             )
             if self._console:
                 self._console.say(

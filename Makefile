@@ -1,0 +1,87 @@
+# The front door. `make` prints its targets. Versions stand in containers/versions.env.
+include containers/versions.env
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
+# that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
+# command as one argument.
+unexport RECIPE MODEL IFEVAL_DATA RUN
+plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:-]*|-*) ;; (*) echo yes;; esac),,\
+	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : -))
+$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)
+
+PYTHON ?= python3
+BIN := .venv/bin
+# An index of your choice for CPU or CUDA builds of torch: make setup TORCH_INDEX=<url of a pip index>.
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+RECIPE ?= recipes/tiny-oasst2
+# --no-skip makes a skipped test a failure.
+PYTEST_FLAGS ?=
+
+help: ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: .venv/ready ## make .venv with the pinned stack (every other target does it by itself)
+
+.venv/ready: containers/versions.env pyproject.toml
+	@echo "setting up .venv (about 2 GB, a few minutes) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@sed -n 's/^PY_\([A-Z0-9_]*\)=\([^ ]*\)$$/\1==\2/p; s/^DEV_\([A-Z0-9_]*\)=\([^ ]*\)$$/\1==\2/p' $< > .venv/requirements.txt
+	@# torch first and by its version: another package would pull in the newest build.
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(PY_TORCH)
+	@$(PIP) -r .venv/requirements.txt
+	@$(PIP) --no-deps --editable .
+	@# Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib clustertune > /dev/null || true
+	@touch $@
+
+demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
+	@$(BIN)/clustertune run recipes/tiny-oasst2
+
+run: setup ## the whole chain here: make run RECIPE=recipes/NAME
+	@$(BIN)/clustertune run '$(value RECIPE)'
+
+show: setup ## a recipe as it resolves, each value with its origin: make show RECIPE=recipes/NAME
+	@$(BIN)/clustertune show '$(value RECIPE)'
+
+eval-ifeval: setup ## score a model on IFEval: make eval-ifeval MODEL=dir [IFEVAL_DATA=file.jsonl]
+	@model='$(value MODEL)'; data='$(value IFEVAL_DATA)'; \
+	if [ -z "$$model" ]; then \
+		for found in runs/*/*/merged/MANIFEST.json; do [ -e "$$found" ] && [ "$$found" -nt "$${newest:-/dev/null}" ] && newest=$$found; done; \
+		model=$$(dirname "$${newest:-.}"); \
+		[ "$$model" != . ] || { echo "no merged model below runs/: make demo first, or make eval-ifeval MODEL=dir" >&2; exit 2; }; \
+	fi; \
+	$(BIN)/clustertune eval "$$model" $${data:+--data "$$data"}
+
+report: setup ## the report of a run: make report RUN=runs/NAME/ID
+	@$(BIN)/clustertune report '$(value RUN)'
+
+lint: setup ## ruff, mypy (strict on the package) and shellcheck
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet . ; exit 1; }
+	@$(BIN)/mypy
+	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
+
+test: lint ## lint and all tests but the long campaigns; under 15 minutes
+	@$(BIN)/python -m pytest -m "not long and not gpu" $(PYTEST_FLAGS)
+
+test-long: setup ## fault-injection campaigns: kills at random moments, large merges
+	@$(BIN)/python -m pytest -m long --timeout 3600
+
+bench: setup ## measure the merge against cp and PEFT and write docs/results/
+	@$(BIN)/python -m clustertune.merge.bench
+
+golden: setup ## write the golden files of the recipes again; the diff is the review
+	@$(BIN)/python -m tests.config.write_golden
+
+clean: ## remove caches; runs/ and .venv stay
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help setup demo run show eval-ifeval report lint test test-long bench golden clean

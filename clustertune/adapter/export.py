@@ -1,0 +1,275 @@
+"""``clustertune export``: the trained tensors of a checkpoint, checked against what PEFT expects, as a PEFT adapter."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clustertune.console import byte_progress, say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import MANIFEST, Manifest, find_problems, fsync_path, hash_file, read_manifest, seal
+
+if TYPE_CHECKING:
+    import torch
+
+    from clustertune.adapter.expected import Expected
+    from clustertune.adapter.shards import FileSource, ShardedSource, Stored
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+KIND = "adapter"
+FILE_MODE = 0o644
+"""safetensors 0.8 creates its files 0600, which locks colleagues out of a shared run folder."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What the checkpoint's ``recipe.json`` says about the adapter."""
+
+    recipe: str
+    model_name: str
+    revision: str | None
+    architecture: dict[str, Any]
+    lora: dict[str, Any]
+
+
+def export(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """Write the adapter of one checkpoint folder to ``out`` and return a summary.
+
+    The summary holds ``out``, ``step``, ``tensors``, ``parameters``, ``bytes`` (of the adapter file), ``seconds``,
+    ``reused`` (the same checkpoint had been exported there before) and ``warnings``.
+
+    Memory is that of the adapter. Files of the checkpoint without adapter tensors are not opened; those with them are
+    hashed in full before anything is taken from them.
+
+    Raises UserError with every problem of the checkpoint at once, before anything is written; where ``out`` holds
+    anything else; and with exit code 73 where the storage fails.
+    """
+    started = time.monotonic()
+    try:
+        manifest = _verify(checkpoint)
+        source_sha = hash_file(checkpoint / MANIFEST).sha256
+        published = _find_published(out, checkpoint, source_sha)
+        if published is not None:
+            say(f"already exported: {out}")
+            return _summary(out, published, started, reused=True)
+        trained = read_trained_model(checkpoint)
+        tensors, expected, warnings = collect(checkpoint, manifest, trained)
+    except OSError as error:
+        raise storage_error(error, "reading the checkpoint", checkpoint) from error
+    step = int(manifest.meta["step"])
+    if step > 0 and not any(bool(t.any()) for name, t in tensors.items() if ".lora_B" in name or ".lora_embedding_B" in name):
+        warnings.append(f"every lora_B is zero at step {step}: nothing was learnt, the adapter changes nothing")
+    meta = {
+        "step": step,
+        "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": source_sha},
+        "recipe": trained.recipe,
+        "tensors": len(tensors),
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+        "warnings": warnings,
+    }
+    for warning in warnings:
+        say(f"warning: {warning}")
+    try:
+        with _staging(out) as stage:
+            # Again, now that no other export can be writing: the first look may be minutes old.
+            published = _find_published(out, checkpoint, source_sha)
+            if published is None:
+                _write(stage, tensors, expected)
+                published = _publish(stage, out, meta)
+    except OSError as error:
+        raise storage_error(error, "writing the adapter", out) from error
+    return _summary(out, published, started, reused=False)
+
+
+def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
+    """The checked adapter tensors under PEFT's names, sorted; what was expected; and warnings.
+
+    Raises UserError naming every tensor that is missing, extra, of another shape, not floating point or not finite, and
+    every shard whose content is not what the manifest says.
+    """
+    from clustertune.adapter.expected import build_expected
+    from clustertune.adapter.shards import open_source
+
+    expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
+    source = open_source(checkpoint, manifest)
+    wanted, problems, warnings = _match(source, expected, checkpoint)
+    files, misplaced = source.files_of(stored.key for stored in wanted.values())
+    problems += misplaced
+    with byte_progress() as bar:
+        task = bar.add_task("verify shards", total=sum(manifest.files[name].size for name in files))
+        for name in files:
+            if hash_file(checkpoint / name) != manifest.files[name]:
+                problems.append(Problem("content differs from the manifest's SHA-256", file=str(checkpoint / name)))
+            bar.advance(task, manifest.files[name].size)
+    if problems:
+        raise UserError(problems)
+    tensors = source.read(wanted)
+    bad = [
+        Problem(f"{name} has {_count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
+        for name, tensor in sorted(tensors.items())
+        if _count_bad(tensor)
+    ]
+    if bad:
+        raise UserError(bad)
+    return {name: tensors[name].contiguous() for name in sorted(tensors)}, expected, warnings
+
+
+def _match(
+    source: ShardedSource | FileSource, expected: Expected, checkpoint: Path
+) -> tuple[dict[str, Stored], list[Problem], list[str]]:
+    """Lay what is stored over what is expected."""
+    from clustertune.adapter.expected import normalise
+
+    found: dict[str, Stored] = {}
+    problems, base = [], []
+    where = str(checkpoint)
+    for stored in source.stored:
+        name = normalise(stored.key)
+        if name in found:
+            problems.append(Problem(f"{name} is stored twice, as {found[name].key} and as {stored.key}", file=where))
+        elif name in expected.tensors:
+            found[name] = stored
+        elif name in expected.base or name.endswith(".original_module.weight"):
+            base.append(name)
+        else:
+            problems.append(Problem(f"{stored.key} belongs to no module that the recipe trains", file=where))
+    for name, shape in expected.tensors.items():
+        if name not in found:
+            problems.append(Problem(f"{name} {list(shape)} is missing", file=where))
+        elif found[name].shape != shape:
+            problems.append(Problem(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}", file=where))
+        elif not found[name].floating:
+            problems.append(Problem(f"{name} has dtype {found[name].dtype}, expected a floating point one", file=where))
+    warnings = []
+    if base:
+        named = ", ".join(sorted(base)[:3]) + (", ..." if len(base) > 3 else "")
+        warnings.append(f"{len(base)} tensors of the base model are in the checkpoint and were left there: {named}")
+    return found, problems, warnings
+
+
+def read_trained_model(checkpoint: Path) -> TrainedModel:
+    """Read ``recipe.json``. Raises UserError where it lacks what an adapter needs, or says that no LoRA was trained."""
+    path = checkpoint / "recipe.json"
+    try:
+        resolved = json.loads(path.read_bytes())
+        recipe = resolved["recipe"]
+        lora, model = recipe["lora"], recipe["model"]
+        architecture = dict(resolved["architecture"])
+        if lora is None:
+            raise UserError(
+                Problem("the run trained all parameters: there is no adapter to export", file=str(path), key="recipe.lora")
+            )
+        return TrainedModel(str(resolved["name"]), str(model["name"]), model.get("revision"), architecture, dict(lora))
+    except OSError as error:
+        raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
+
+
+def _verify(checkpoint: Path) -> Manifest:
+    """Every file there with its size, ``recipe.json`` with its hash; the shards are hashed when it is known which are read."""
+    problems = find_problems(checkpoint, "checkpoint", hashes=False)
+    if problems:
+        raise UserError(problems)
+    manifest = read_manifest(checkpoint, "checkpoint")
+    recipe = checkpoint / "recipe.json"
+    if "recipe.json" not in manifest.files:
+        problems.append(Problem("missing", file=str(recipe)))
+    elif hash_file(recipe) != manifest.files["recipe.json"]:
+        problems.append(Problem("content differs from the manifest's SHA-256", file=str(recipe)))
+    if not isinstance(manifest.meta.get("step"), int):
+        problems.append(Problem("the manifest names no step", file=str(checkpoint / MANIFEST), key="meta.step"))
+    if problems:
+        raise UserError(problems)
+    return manifest
+
+
+def _find_published(out: Path, checkpoint: Path, source_sha: str) -> Manifest | None:
+    """The manifest of an adapter of the same checkpoint that lies whole in ``out``, None where ``out`` is free.
+
+    Raises UserError where ``out`` holds anything else: nothing published is overwritten.
+    """
+    if not out.exists():
+        return None
+    elsewhere = "give another --out, or remove it yourself"
+    if not out.is_dir():
+        raise UserError(Problem("is a file", file=str(out), fix=elsewhere))
+    if not (out / MANIFEST).exists():
+        # An export that was killed between its last move and the manifest leaves only files of its own.
+        foreign = sorted(
+            p.name for p in out.iterdir() if p.name not in ADAPTER_FILES and not p.name.startswith(f".{MANIFEST}.")
+        )
+        if foreign:
+            raise UserError(Problem(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere))
+        return None
+    manifest = read_manifest(out, KIND)
+    source = manifest.meta.get("checkpoint", {})
+    if source.get("manifest_sha256") != source_sha:
+        words = f"holds the adapter of {source.get('name')} (step {manifest.meta.get('step')}), not of {checkpoint}"
+        raise UserError(Problem(words, file=str(out), fix=elsewhere))
+    problems = find_problems(out, KIND, allow_extra=True)
+    if problems:
+        raise UserError([*problems, Problem("the adapter that was exported here is damaged", file=str(out), fix=elsewhere)])
+    return manifest
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A sibling folder of ``out`` that no reader takes for an adapter, for one export at a time, gone afterwards."""
+    stage = out.resolve().with_name(f".{out.resolve().name}.exporting")
+    stage.mkdir(parents=True, exist_ok=True)
+    lock = stage / "lock"
+    with lock.open("w") as handle:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(Problem("another export is writing there", file=str(out)), ExitCode.AGAIN) from None
+        try:
+            yield stage
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected) -> None:
+    """Both files, with the same bytes for the same tensors whenever and wherever they are written."""
+    from safetensors.torch import save_file
+
+    weights, config = (stage / name for name in ADAPTER_FILES)
+    save_file(dict(tensors), weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(expected.config, indent=2, sort_keys=True) + "\n")
+    for path in (weights, config):
+        path.chmod(FILE_MODE)
+        fsync_path(path)
+
+
+def _publish(stage: Path, out: Path, meta: Mapping[str, Any]) -> Manifest:
+    """Move the files one by one (a directory rename is no commit on a mergerfs pool), the manifest last."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ADAPTER_FILES:
+        (stage / name).replace(out / name)
+    return seal(out, KIND, meta)
+
+
+def _count_bad(tensor: torch.Tensor) -> int:
+    return int((~tensor.isfinite()).sum())
+
+
+def _summary(out: Path, manifest: Manifest, started: float, *, reused: bool) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "step": manifest.meta["step"],
+        "tensors": manifest.meta["tensors"],
+        "parameters": manifest.meta["parameters"],
+        "bytes": manifest.files[ADAPTER_FILES[0]].size,
+        "seconds": round(time.monotonic() - started, 3),
+        "reused": reused,
+        "warnings": list(manifest.meta["warnings"]),
+    }

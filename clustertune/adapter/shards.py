@@ -1,0 +1,189 @@
+"""Reading chosen tensors out of a checkpoint that is not trusted: hash first, restricted unpickler, no process group.
+
+torch writes the index of a distributed checkpoint (``.metadata``) as a pickle and reads it with a plain ``pickle.load``,
+which runs whatever stands in it; its shards carry no checksum that is looked at (199 of 200 single-bit flips load in
+silence). Both are closed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import Manifest, hash_file
+
+MODEL_FOLDER = "pytorch_model_fsdp_0"
+"""Where accelerate's ``save_fsdp_model`` puts the model's shards."""
+ADAPTER_FILE = "adapter_model.safetensors"
+_INDEX = f"{MODEL_FOLDER}/.metadata"
+
+_METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+_ALLOWED = frozenset(
+    [("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES]
+    + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
+    + [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]
+    + [("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")]
+    + [("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+)
+"""Everything that a real index refers to; no entry can read, write or run anything."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as the checkpoint describes it, before it is read."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name, such as ``torch.float32``, or safetensors' such as ``F32``."""
+    floating: bool
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Resolves only the classes of torch's own checkpoint index."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 defines the paths
+            module = "pathlib"
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint index needs")
+        return super().find_class(module, name)
+
+
+class _IndexedReader(dcp.FileSystemReader):  # type: ignore[misc]
+    """torch's reader over an index that has been verified and unpickled already, so that the file is not opened again."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        return self._index
+
+
+class ShardedSource:
+    """The tensors of ``pytorch_model_fsdp_0`` (torch distributed checkpoint)."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.checkpoint, self.manifest = checkpoint, manifest
+        self._index = self._read_index()
+        self.stored = [
+            Stored(key, tuple(entry.size), str(entry.properties.dtype), entry.properties.dtype.is_floating_point)
+            for key, entry in self._index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        ]
+
+    def _read_index(self) -> Metadata:
+        """Unpickle the very bytes whose hash the manifest gives."""
+        path = self.checkpoint / _INDEX
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[_INDEX].sha256:
+            raise UserError(Problem("content differs from the manifest's SHA-256", file=str(path)))
+        try:
+            index = _IndexUnpickler(io.BytesIO(data)).load()
+            if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+                raise pickle.UnpicklingError("it holds no index")
+        except Exception as error:  # unpickling hostile bytes raises nearly every exception there is
+            raise UserError(Problem(f"not the index of a torch distributed checkpoint: {error}", file=str(path))) from None
+        return index
+
+    def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
+        """The shard files, relative to the checkpoint, that hold the given keys; and what is wrong with their places."""
+        wanted, files, problems = set(keys), set(), []
+        for place, info in self._index.storage_data.items():
+            if place.fqn not in wanted:
+                continue
+            name = f"{MODEL_FOLDER}/{info.relative_path}"
+            if name in self.manifest.files and not getattr(info, "transform_descriptors", None):
+                files.add(name)
+            else:
+                words = f"{place.fqn} lies in {info.relative_path!r}, which is no plain file of this checkpoint"
+                problems.append(Problem(words, file=str(self.checkpoint / _INDEX)))
+        return sorted(files), problems
+
+    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        """Read the chosen tensors, in one process. The rest of the shards is not touched."""
+        # NaN and not empty: a chunk that the index forgot stays NaN and is found by the check for finite values.
+        tensors = {
+            stored.key: torch.full(
+                stored.shape, float("nan"), dtype=self._index.state_dict_metadata[stored.key].properties.dtype
+            )
+            for stored in wanted.values()
+        }
+        reader = _IndexedReader(self.checkpoint / MODEL_FOLDER, self._index)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "torch.distributed is unavailable or uninitialized, assuming single process"
+            logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+            try:
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
+            except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
+                words = " ".join(str(error).split())[:500]
+                raise UserError(
+                    Problem(f"torch cannot read the shards: {words}", file=str(self.checkpoint / MODEL_FOLDER))
+                ) from None
+        return {name: tensors[stored.key] for name, stored in wanted.items()}
+
+
+class FileSource:
+    """The tensors of an ``adapter_model.safetensors``, which a run without sharding saves."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.path = checkpoint / ADAPTER_FILE
+        if hash_file(self.path) != manifest.files[ADAPTER_FILE]:
+            raise UserError(Problem("content differs from the manifest's SHA-256", file=str(self.path)))
+        self.stored = []
+        try:
+            with safe_open(self.path, framework="pt") as src:
+                for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    part = src.get_slice(key)
+                    dtype = part.get_dtype()
+                    self.stored.append(Stored(key, tuple(part.get_shape()), dtype, dtype in {"F64", "F32", "F16", "BF16"}))
+        except SafetensorError as error:
+            raise UserError(Problem(f"no safetensors file: {error}", file=str(self.path))) from None
+
+    def files_of(self, _keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
+        """Nothing further to verify: the one file was hashed when it was opened."""
+        return [], []
+
+    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        """Read the chosen tensors."""
+        with safe_open(self.path, framework="pt") as src:
+            return {name: src.get_tensor(stored.key) for name, stored in wanted.items()}
+
+
+def open_source(checkpoint: Path, manifest: Manifest) -> ShardedSource | FileSource:
+    """The shards where there are any, else the adapter file. Raises UserError where the checkpoint has neither."""
+    if _INDEX in manifest.files:
+        return ShardedSource(checkpoint, manifest)
+    if ADAPTER_FILE in manifest.files:
+        return FileSource(checkpoint, manifest)
+    raise UserError(
+        Problem(
+            f"holds neither {_INDEX} nor {ADAPTER_FILE}",
+            file=str(checkpoint),
+            fix="export a checkpoint of a LoRA run (state_dict_type SHARDED_STATE_DICT under FSDP)",
+        )
+    )

@@ -1,0 +1,226 @@
+"""The recipe's accelerate configuration: accelerate's own file, checked against the installed accelerate before the queue.
+
+``accelerate launch`` takes unknown keys of ``fsdp_config`` in silence and reads FSDP1's keys as nothing under FSDP2.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.load import did_you_mean, nearest
+from clustertune.config.modeling import layer_classes, modeling_classes
+from clustertune.config.native_rules import show_value
+from clustertune.config.source import annotated, classes, parse_module, string_list
+from clustertune.config.yamlfile import Document
+from clustertune.errors import Problem
+
+DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+_MACHINE = (
+    "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu",
+    "rdzv_backend", "same_network", "mpirun_config", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm",
+    "tpu_env", "command_file", "commands",
+)  # fmt: skip
+"""Facts of one machine or one launch: ranks and addresses are derived from the job."""
+
+_FSDP1_ONLY = {
+    "fsdp_sharding_strategy": "write fsdp_reshard_after_forward: true for FULL_SHARD, false for SHARD_GRAD_OP; HYBRID_SHARD "
+    "is parallelism_config with parallelism_config_dp_replicate_size",
+    "fsdp_use_orig_params": "leave it out: FSDP2 always keeps the original parameters",
+    "fsdp_backward_prefetch": "leave it out: FSDP2 prefetches the next layer in backward by itself",
+    "fsdp_sync_module_states": "leave it out: FSDP2 needs only fsdp_cpu_ram_efficient_loading",
+    "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
+}
+_BOOLEANS = (
+    "fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_sync_module_states", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
+)  # fmt: skip
+_WORDS = {
+    "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "fsdp_backward_prefetch": "FSDP_BACKWARD_PREFETCH",
+    "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
+}
+"""Keys that take one of the words of a list in ``accelerate/utils/constants.py``."""
+
+Add = Callable[[tuple[str, ...], str, str | None], None]
+
+
+@cache
+def top_keys() -> frozenset[str]:
+    """The keys that accelerate reads at the top level: the fields of its ``ClusterConfig``."""
+    found = classes(parse_module("accelerate", "commands/config/config_args.py"))
+    return frozenset(ast.unparse(item.target) for name in ("BaseConfig", "ClusterConfig") for item in annotated(found[name]))
+
+
+@cache
+def launch_arguments() -> frozenset[str]:
+    """The names of all options of ``accelerate launch``: a section's keys become these."""
+    names = {"fsdp_ignored_modules"}  # read with getattr, without an option of its own
+    for node in ast.walk(parse_module("accelerate", "commands/launch.py")):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+            names |= {
+                str(arg.value)[2:] for arg in node.args if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
+            }
+    return frozenset(names)
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A true-or-false key of ``fsdp_config``, with or without its ``fsdp_`` prefix."""
+    value = config.get(f"fsdp_{key}", config.get(key))
+    return str(value).lower() in {"true", "1", "yes"}
+
+
+def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of the file as a mapping, empty where it is absent or wrong."""
+    value = body.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes above 1 of the parallelism configuration, by axis: dp_replicate, dp_shard, tp, cp, sp."""
+    sizes = {}
+    for key, value in section(body, "parallelism_config").items():
+        if key.endswith("_size") and isinstance(value, int) and value > 1:
+            sizes[key.removeprefix("parallelism_config_").removesuffix("_size")] = value
+    return sizes
+
+
+def find_problems(document: Document, folder: Path, kind: str | None) -> list[Problem]:
+    """Everything that is wrong with a recipe's accelerate file. ``kind`` is the model type where it is known."""
+    body, problems = document.data, []
+
+    def add(path: tuple[str, ...], message: str, fix: str | None = None) -> None:
+        problems.append(Problem(message, file=document.place(path), key=".".join(path), fix=fix))
+
+    for key in body:
+        if key in _MACHINE:
+            add((key,), "a fact of one machine or one launch", "leave it out: ranks and addresses are derived")
+        elif key not in top_keys():
+            add((key,), "accelerate has no such key", did_you_mean(key, top_keys() - set(_MACHINE)))
+    if body.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        add(("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None)
+    kind_of = body.get("distributed_type")
+    if kind_of not in DISTRIBUTED_TYPES:
+        message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
+        add(("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None)
+    precision = body.get("mixed_precision", "no")
+    if precision is not False and precision not in PRECISIONS:  # YAML 1.1 reads `no` as false, as accelerate does
+        add(("mixed_precision",), f"{show_value(precision)} is not one of {', '.join(PRECISIONS)}", "leave it out")
+    for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
+        if body.get(name) is not None and not isinstance(body[name], dict):
+            add((name,), "must hold keys and values", None)
+    _check_sections(body, add)
+    if section(body, "fsdp_config") and kind_of != "FSDP":
+        add(("fsdp_config",), f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}", None)
+    elif kind_of == "FSDP":
+        _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), add, kind)
+    if kind_of == "DEEPSPEED":
+        _check_deepspeed(section(body, "deepspeed_config"), folder, add)
+    return problems
+
+
+def _check_sections(body: Mapping[str, Any], add: Add) -> None:
+    known = launch_arguments()
+    # accelerate adds the prefix of these two where a key lacks it; a parallelism key without its own is read as nothing.
+    added = {"dynamo_config": "dynamo_", "fp8_config": "fp8_"}
+    for name in ("deepspeed_config", "parallelism_config", *added):
+        prefix = added.get(name, "")
+        inside = {arg for arg in known if arg.startswith(f"{name}_" if name == "parallelism_config" else prefix)}
+        for key, value in section(body, name).items():
+            full = key if key.startswith(prefix) else prefix + key
+            if full not in inside:
+                add((name, key), "accelerate launch has no such option", did_you_mean(key, inside))
+            elif name == "parallelism_config" and key.endswith("_size") and not _whole(value):
+                add((name, key), f"{show_value(value)} is not a whole number from 1", None)
+
+
+def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], add: Add, kind: str | None) -> None:
+    known = {name for name in launch_arguments() if name.startswith("fsdp_")}
+    values = {}
+    for key, value in config.items():
+        full = key if key.startswith("fsdp") else f"fsdp_{key}"
+        if full not in known:
+            add(("fsdp_config", key), "accelerate has no such FSDP key and would ignore it", did_you_mean(full, known))
+        else:
+            values[full] = (key, value)
+    version = str(config.get("fsdp_version", config.get("version", "")))
+    if version not in {"1", "2"}:
+        text = f"{show_value(version)} is not 1 or 2" if version else "missing; accelerate would take 1"
+        add(("fsdp_config", "fsdp_version"), text, "write fsdp_version: 2")
+    for full, (key, value) in values.items():
+        path = ("fsdp_config", key)
+        if version == "2" and full in _FSDP1_ONLY:
+            add(path, "has no meaning under fsdp_version: 2", _FSDP1_ONLY[full])
+        elif full in _BOOLEANS or (full == "fsdp_reshard_after_forward" and version == "2"):
+            if str(value).lower() not in {"true", "false"}:
+                add(path, f"{show_value(value)} is not true or false", None)
+        elif full in _WORDS:
+            words = string_list(parse_module("accelerate", "utils/constants.py"), _WORDS[full])
+            if not isinstance(value, str) or value.upper() not in words:
+                add(path, f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words))
+        elif full == "fsdp_min_num_params" and not _whole(value):
+            add(path, f"{show_value(value)} is not a whole number from 1", None)
+        elif full == "fsdp_reshard_after_forward":
+            add(path, "is FSDP2's key", "write fsdp_sharding_strategy")
+    _check_fsdp_choices({full: value for full, (_, value) in values.items()}, version, parallel, add)
+    _check_wrap(values, add, kind)
+
+
+def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mapping[str, Any], add: Add) -> None:
+    """What accelerate or the house refuses for two keys together."""
+    kind = values.get("fsdp_state_dict_type")
+    if str(kind).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
+        add(("fsdp_config", "fsdp_state_dict_type"), f"{kind}: checkpoints are written sharded", "write SHARDED_STATE_DICT")
+    if version == "1" and parallel:
+        add(("parallelism_config",), "accelerate takes it only with fsdp_version: 2", None)
+    if flag(values, "activation_checkpointing_offload") and not (version == "2" and flag(values, "activation_checkpointing")):
+        add(
+            ("fsdp_config", "fsdp_activation_checkpointing_offload"),
+            "needs fsdp_version: 2 and fsdp_activation_checkpointing: true",
+            None,
+        )
+    states = values.get("fsdp_sync_module_states")
+    loading = flag(values, "cpu_ram_efficient_loading")
+    if version == "1" and loading and states is not None and not flag(values, "sync_module_states"):
+        add(
+            ("fsdp_config", "fsdp_sync_module_states"),
+            "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights",
+            "set both true or both false",
+        )
+
+
+def _check_wrap(values: Mapping[str, tuple[str, Any]], add: Add, kind: str | None) -> None:
+    policy = str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper()
+    key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
+    if names is None:
+        return
+    path = ("fsdp_config", key)
+    if policy != "TRANSFORMER_BASED_WRAP":
+        add(path, "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None)
+    if not isinstance(names, str) or not names:
+        add(path, f"{show_value(names)} is not the name of a class (several with commas between)", None)
+    elif kind is not None:
+        for name in names.split(","):
+            if name not in modeling_classes(kind):
+                layers = layer_classes(kind)
+                close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
+                fix = f"did you mean {close}?" if close else did_you_mean(name, modeling_classes(kind))
+                add(path, f"{kind} of the installed transformers has no class {show_value(name)}", fix)
+
+
+def _check_deepspeed(config: Mapping[str, Any], folder: Path, add: Add) -> None:
+    if not config:
+        add(("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}")
+    name = config.get("deepspeed_config_file")
+    if name is not None and (not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file()):
+        add(("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,115 @@
+"""What follows from a recipe: ranks, gradient accumulation, where activations are checkpointed; each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config.checks import Place
+from clustertune.config.native_rules import show_value
+from clustertune.config.resolved import Derived
+from clustertune.errors import Problem
+
+DEFAULT_MICRO_BATCH = 8
+"""``TrainingArguments``' own ``per_device_train_batch_size``."""
+
+
+def world_size(values: Mapping[str, Any], ranks: int | None) -> tuple[int, str]:
+    """The ranks of a run, and where the number is from."""
+    if ranks is not None:
+        return ranks, "given for this machine"
+    slurm = values.get("slurm")
+    slurm = slurm if isinstance(slurm, dict) else {}
+    nodes, gpus = (_at_least_1(slurm.get(key, 1)) for key in ("nodes", "gpus_per_node"))
+    return nodes * gpus, f"slurm.nodes {nodes} x slurm.gpus_per_node {gpus}"
+
+
+def _at_least_1(value: object) -> int:
+    """What the schema refuses counts as 1 here, so that the rest can still be checked."""
+    try:
+        return min(max(1, int(value)), 10_000) if isinstance(value, int | float | str) and not isinstance(value, bool) else 1
+    except (ValueError, OverflowError):
+        return 1
+
+
+def data_parallel(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[int, Derived, list[Problem]]:
+    """The ranks that read different sequences: all, but for those that share a sequence or a layer (tp, cp, sp)."""
+    sizes = acc.parallel_sizes(accelerate)
+    shared = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
+    replicas = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    problems = []
+    if world % shared:
+        text = f"tp x cp x sp is {shared}, which does not divide {world} ranks"
+        problems.append(Problem(text, file=file, key="parallelism_config", fix=f"use a multiple of {shared} ranks"))
+    elif replicas > 1 and replicas * shared != world:
+        text = f"its sizes make {replicas * shared} ranks; there are {world}"
+        fix = "let dp_replicate x dp_shard x tp x cp x sp be the number of ranks"
+        problems.append(Problem(text, file=file, key="parallelism_config", fix=fix))
+    size = max(1, world // shared)
+    reason = f"{world} ranks" + (f" / {shared} (tp x cp x sp)" if shared > 1 else "")
+    return size, Derived("data_parallel_size", size, reason), problems
+
+
+def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) -> tuple[Derived | None, list[Problem]]:
+    """``gradient_accumulation_steps`` = global batch / (micro batch x data-parallel ranks), or what would divide."""
+    path = ("train", "global_batch_size")
+    batch = train.get("global_batch_size")
+    if batch is None:
+        fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
+        return None, [Problem("missing", file=place(path), key=".".join(path), fix=fix)]
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= 10**7:
+        text = f"{show_value(batch)} is not a whole number from 1"
+        return None, [Problem(text, file=place(path), key=".".join(path), fix="write how many sequences one step takes")]
+    micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+    per_pass = micro * dp
+    if batch % per_pass == 0:
+        reason = f"global batch {batch} / (micro batch {micro} x {dp} data-parallel ranks)"
+        return Derived("train.gradient_accumulation_steps", batch // per_pass, reason), []
+    below, above = batch // per_pass * per_pass, (batch // per_pass + 1) * per_pass
+    batches = " or ".join(str(size) for size in (below, above) if size)
+    shared = max(1, world // dp)
+    fitting = [ranks * shared for ranks in range(1, min(batch // micro, 10**5) + 1) if batch % (micro * ranks) == 0]
+    near = [ranks for ranks in fitting if ranks < world][-1:] + [ranks for ranks in fitting if ranks > world][:1]
+    fix = f"write {batches}"
+    if near:
+        fix += f", or use {' or '.join(map(str, near))} ranks"
+    elif batch % micro:
+        fix += f", or a per_device_train_batch_size that divides {batch}"
+    text = f"{batch} is no multiple of {per_pass} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
+    return None, [Problem(text, file=place(path), key=".".join(path), fix=fix)]
+
+
+def checkpointing(
+    train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place
+) -> tuple[Derived, list[Problem]]:
+    """Activations are checkpointed once: by FSDP where accelerate.yaml says so, else by the model.
+
+    Both together recompute every layer twice and gather its weights again (huggingface/transformers#30404); TRL's default
+    is true, so that the recipe that says nothing would get both.
+    """
+    key = "activation_checkpointing"
+    stated = train.get(key, train.get("gradient_checkpointing"))
+    by_fsdp = accelerate.get("distributed_type") == "FSDP" and acc.flag(acc.section(accelerate, "fsdp_config"), key)
+    if by_fsdp and stated:
+        named = key if train.get(key) is not None else "gradient_checkpointing"
+        text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"
+        problem = Problem(text, file=place(("train", named)), key=f"train.{named}", fix="keep one of the two (FSDP's)")
+        return Derived(f"train.{key}", False, ""), [problem]
+    if by_fsdp:
+        return Derived(f"train.{key}", False, f"FSDP checkpoints them ({file}); once is enough"), []
+    if stated is not None:
+        return Derived(f"train.{key}", bool(stated), "as train says"), []
+    return Derived(f"train.{key}", True, f"TRL's default; {file} does not checkpoint activations"), []
+
+
+def precision_problems(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> list[Problem]:
+    """``mixed_precision`` of the accelerate file must be what ``bf16`` and ``fp16`` say: the trainer follows those."""
+    named = accelerate.get("mixed_precision", None)
+    if named is None or named not in ("no", "fp16", "bf16", False):
+        return []
+    wanted = "fp16" if train.get("fp16") else "no" if train.get("bf16") is False else "bf16"
+    if (named or "no") == wanted:
+        return []
+    text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"
+    return [Problem(text, file=file, key="mixed_precision", fix=f"leave it out, or change {place(('train',))}")]

@@ -1,0 +1,207 @@
+"""From a recipe's name to its layers: base, recipe, tiny and overrides, laid over each other with the origin of each value."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.schema import NAME
+from clustertune.config.yamlfile import Document, KeyPath, parse_value, read_yaml
+from clustertune.errors import Problem, UserError
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+"""The recipes that come with the project."""
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of values: its origin in ``show``, and where each of its keys stands."""
+
+    origin: str
+    document: Document
+
+
+@dataclass
+class Layers:
+    """The layers of one recipe, from the weakest to the strongest."""
+
+    folder: Path
+    shown: str
+    """The recipe folder as it is named in messages."""
+    layers: list[Layer] = field(default_factory=list)
+
+    @property
+    def recipe_read(self) -> bool:
+        """Whether recipe.yaml itself could be read."""
+        return any(layer.origin == "recipe" for layer in self.layers)
+
+    def merged(self) -> tuple[dict[str, Any], dict[KeyPath, Layer]]:
+        """The values on top, and for each leaf the layer that gave it."""
+        values: dict[str, Any] = {}
+        owners: dict[KeyPath, Layer] = {}
+        for layer in self.layers:
+            _lay_over(values, owners, layer.document.data, layer, ())
+        return values, owners
+
+    def place(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
+        """The file (and line) to name for a key path: its owner's, else the file that should hold it."""
+        for end in range(len(path), 0, -1):
+            for leaf, layer in owners.items():
+                if leaf[:end] == path[:end]:
+                    return layer.document.place(path)
+        return f"{self.shown}/recipe.yaml"
+
+
+def _lay_over(
+    values: dict[str, Any], owners: dict[KeyPath, Layer], top: Mapping[str, Any], layer: Layer, path: KeyPath
+) -> None:
+    for key, value in top.items():
+        here = (*path, key)
+        if isinstance(value, dict) and value:
+            if not isinstance(values.get(key), dict):
+                values[key] = {}
+            owners.pop(here, None)
+            _lay_over(values[key], owners, value, layer, here)
+            continue
+        for leaf in [leaf for leaf in owners if leaf[: len(here)] == here]:
+            del owners[leaf]
+        values[key] = copy.deepcopy(value)
+        owners[here] = layer
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The known word that a misspelt one most likely means."""
+    known = list(words)
+    lowered = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str | None:
+    """A fix that names the nearest known word, or all of them where there are few."""
+    known = sorted(words)
+    close = nearest(word, known)
+    if close is not None:
+        return f"did you mean {close}?"
+    return f"known here: {', '.join(known)}" if len(known) <= 16 else None
+
+
+def find_folder(recipe: str | Path) -> tuple[Path, str]:
+    """The folder of a recipe given as a folder, its ``recipe.yaml``, or a bare name below ``recipes/``; and how to call it.
+
+    Raises UserError where there is none, with the nearest name.
+    """
+    given = str(recipe)
+    if not given or "\0" in given or len(given) > 4096:
+        raise UserError(Problem(f"{given[:60]!r} is not a recipe", file=COMMAND_LINE, key="RECIPE"))
+    path = Path(given)
+    try:
+        if path.name == "recipe.yaml" and path.is_file():
+            path = path.parent
+        places = [path]
+        if re.fullmatch(NAME, given):
+            places += [Path("recipes", given), RECIPES / given]
+        elif not path.is_absolute() and path.parts[:1] == ("recipes",):
+            places.append(RECIPES.parent / path)
+        folder = next((place for place in places if (place / "recipe.yaml").is_file()), None)
+        folder = folder or next((place for place in places if place.is_dir()), None)
+    except OSError as error:
+        raise UserError(
+            Problem(f"{given!r} cannot be read: {error.strerror or error}", file=COMMAND_LINE, key="RECIPE")
+        ) from None
+    if folder is None:
+        known = [entry.parent.name for entry in RECIPES.glob("*/recipe.yaml")]
+        raise UserError(
+            Problem(f"there is no recipe {given!r}", file=COMMAND_LINE, key="RECIPE", fix=did_you_mean(path.name, known))
+        )
+    if not re.fullmatch(NAME, folder.resolve().name):
+        raise UserError(
+            Problem(
+                f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, "
+                "digits, '.', '_' and '-' (64 at most, the first a letter or digit)",
+                file=str(folder),
+                fix="rename the folder",
+            )
+        )
+    return folder.resolve(), str(folder)
+
+
+def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Layers, list[Problem]]:
+    """Read base, recipe and overrides. What cannot be read is a problem, not an exception: the rest is still checked."""
+    problems: list[Problem] = []
+    layers = Layers(folder, shown)
+    try:
+        recipe = read_yaml(folder / "recipe.yaml", f"{shown}/recipe.yaml")
+    except UserError as error:
+        problems += error.problems
+        recipe = None
+    command_line, wrong = _read_overrides(overrides)
+    problems += wrong
+    if recipe is None:
+        return layers, problems
+    asking = command_line if "base" in command_line.data else recipe
+    base = asking.data.get("base")
+    if base is not None:
+        try:
+            layers.layers.append(_read_base(base, asking, folder, shown))
+        except UserError as error:
+            problems += error.problems
+    layers.layers.append(Layer("recipe", recipe))
+    if command_line.data:
+        layers.layers.append(Layer("override", command_line))
+    return layers, problems
+
+
+def _read_base(base: object, asking: Document, folder: Path, shown: str) -> Layer:
+    beside = folder.parent / "_base"
+    where = beside if beside.is_dir() else RECIPES / "_base"
+    known = [entry.stem for entry in where.glob("*.yaml")]
+    if not isinstance(base, str) or base not in known or not re.fullmatch(NAME, base):
+        raise UserError(
+            Problem(
+                f"there is no base {base!r}" if isinstance(base, str) else "must be the name of a file in recipes/_base",
+                file=asking.place(("base",)),
+                key="base",
+                fix=did_you_mean(str(base), known),
+            )
+        )
+    name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where == beside else f"recipes/_base/{base}.yaml"
+    document = read_yaml(where / f"{base}.yaml", name)
+    if "base" in document.data:
+        raise UserError(
+            Problem("a base has no base of its own", file=document.place(("base",)), key="base", fix="write its values out")
+        )
+    return Layer(f"base {base}", document)
+
+
+def _read_overrides(overrides: Sequence[str]) -> tuple[Document, list[Problem]]:
+    """``section.key=value`` arguments as a layer; the last of two for one key holds."""
+    data: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        path = tuple(key.split("."))
+        if not equals or not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", part) for part in path):
+            shown = key if equals else text
+            problems.append(
+                Problem(f"{shown[:60]!r} is no override", file=COMMAND_LINE, fix="write section.key=value, as train.seed=7")
+            )
+            continue
+        try:
+            parsed = parse_value(value)
+        except ValueError as error:
+            problems.append(Problem(str(error), file=COMMAND_LINE, key=key))
+            continue
+        place = data
+        for part in path[:-1]:
+            if not isinstance(place.get(part), dict):
+                place[part] = {}
+            place = place[part]
+        place[path[-1]] = parsed
+    return Document(COMMAND_LINE, data), problems

@@ -1,0 +1,226 @@
+"""What the dataclasses of TRL and PEFT do not say: ranges, keys that belong to other files, keys of former releases."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed numbers: from ``low`` to ``high``, the ends included unless open."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    whole_from_one: bool = False
+    """A number of steps from 1, or below 1 a share of all steps (``TrainingArguments._validate_args``)."""
+    also: tuple[float, ...] = ()
+    """Single values outside that have a meaning of their own."""
+
+    def holds(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        if self.whole_from_one and value >= 1 and value != int(value):
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        parts = []
+        if self.low > -math.inf:
+            parts.append(f"{'above' if self.low_open else 'at least'} {self.low:g}")
+        if self.high < math.inf:
+            parts.append(f"{'below' if self.high_open else 'at most'} {self.high:g}")
+        text = " and ".join(parts)
+        if self.whole_from_one:
+            text += ", and whole from 1 on"
+        return text + "".join(f", or {value:g}" for value in self.also)
+
+
+_AT_LEAST_1 = Range(1)
+_NOT_NEGATIVE = Range(0)
+_STEPS = Range(0, low_open=True, whole_from_one=True)
+_SHARE = Range(0, 1, high_open=True)
+
+TRAIN_RANGES = {
+    "learning_rate": Range(0, 1, low_open=True, high_open=True),
+    "weight_decay": Range(0, 1, high_open=True),
+    "warmup_steps": Range(0, whole_from_one=True),
+    "adam_beta1": _SHARE,
+    "adam_beta2": _SHARE,
+    "adam_epsilon": Range(0, low_open=True),
+    "max_grad_norm": _NOT_NEGATIVE,
+    "label_smoothing_factor": _SHARE,
+    "neftune_noise_alpha": Range(0, low_open=True),
+    "num_train_epochs": Range(0, low_open=True),
+    "max_steps": Range(1, also=(-1,)),
+    "max_length": Range(8),
+    "per_device_train_batch_size": _AT_LEAST_1,
+    "per_device_eval_batch_size": _AT_LEAST_1,
+    "eval_accumulation_steps": _AT_LEAST_1,
+    "eval_delay": _NOT_NEGATIVE,
+    "logging_steps": _STEPS,
+    "eval_steps": _STEPS,
+    "save_steps": _STEPS,
+    "save_total_limit": _AT_LEAST_1,
+    "torch_empty_cache_steps": _AT_LEAST_1,
+    "pad_to_multiple_of": _AT_LEAST_1,
+    "dataset_num_proc": _AT_LEAST_1,
+    "dataloader_num_workers": _NOT_NEGATIVE,
+    "dataloader_prefetch_factor": _AT_LEAST_1,
+    "ddp_timeout": _AT_LEAST_1,
+    # numpy, which set_seed seeds too, takes 32 bits.
+    "seed": Range(0, 2**32 - 1),
+    "data_seed": Range(0, 2**32 - 1),
+}
+
+LORA_RANGES = {
+    "r": Range(1, 65536),
+    "lora_alpha": Range(0, low_open=True),
+    "lora_dropout": _SHARE,
+}
+
+_LAUNCHER = "the launcher says so for each machine"
+_RUN = "the run folder decides it"
+_DISTRIBUTION = "the distribution stands in the recipe's accelerate.yaml"
+_HUB = "a run publishes nothing"
+_RESUME = "a run resumes by itself from its newest whole checkpoint"
+
+TRAIN_OWNED = {
+    "hub_token": "a recipe holds no secrets",
+    "output_dir": _RUN,
+    "run_name": _RUN,
+    "logging_dir": _RUN,
+    "overwrite_output_dir": "nothing published is ever overwritten",
+    "gradient_accumulation_steps": "it is derived from global_batch_size: set that",
+    "resume_from_checkpoint": _RESUME,
+    "ignore_data_skip": "a resumed run goes on at the same place in the data",
+    "restore_callback_states_from_checkpoint": _RESUME,
+    "load_best_model_at_end": "checkpoints are kept and chosen by step",
+    "auto_find_batch_size": "it changes the global batch size in silence",
+    "enable_jit_checkpoint": "the run saves on SIGTERM and SIGUSR1 by itself, all ranks at one step",
+    "save_on_each_node": "checkpoints are sharded over all ranks in one folder",
+    "use_cpu": _LAUNCHER,
+    "no_cuda": _LAUNCHER,
+    "local_rank": _LAUNCHER,
+    "ddp_backend": _LAUNCHER,
+    "fsdp": _DISTRIBUTION,
+    "fsdp_config": _DISTRIBUTION,
+    "deepspeed": _DISTRIBUTION,
+    "parallelism_config": _DISTRIBUTION,
+    "accelerator_config": _DISTRIBUTION,
+    "trust_remote_code": "code from a model repository is never run",
+    "chat_template_path": "write model.chat_template",
+    "push_to_hub": _HUB,
+    "push_to_hub_model_id": _HUB,
+    "push_to_hub_organization": _HUB,
+    "hub_model_id": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "trackio_space_id": _HUB,
+    "trackio_bucket_id": _HUB,
+    "trackio_static_space_id": _HUB,
+    "do_train": "the command decides it",
+    "do_eval": "eval_strategy decides it",
+    "do_predict": "the command decides it",
+    "disable_tqdm": "a bar is shown where there is a terminal",
+}
+"""Fields of ``SFTConfig`` that a recipe may not set, each with the reason."""
+
+LORA_OWNED = {
+    "base_model_name_or_path": "it is the recipe's model.name",
+    "revision": "it is the recipe's model.revision",
+    "peft_type": "it is LORA here",
+    "peft_version": "the installed PEFT writes its own",
+    "auto_mapping": "PEFT fills it in",
+    "inference_mode": "the command decides it",
+    "runtime_config": "it is not kept in an adapter",
+}
+
+MODEL_INIT: dict[str, tuple[str, ...]] = {
+    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    "dtype": ("bfloat16", "float16", "float32"),
+}
+"""What ``train.model_init_kwargs`` may say; name, revision and code of the model have their own place."""
+
+LORA_UNSUPPORTED = {
+    "use_dora": "DoRA's magnitudes",
+    "use_qalora": "QALoRA's pooled inputs",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "trainable_token_indices": "trained single tokens",
+    "target_parameters": "LoRA on bare parameters",
+    "layer_replication": "replicated layers",
+    "lora_bias": "biases of LoRA",
+    "megatron_config": "Megatron's layers",
+    "loftq_config": "weights changed before training",
+    "eva_config": "weights changed before training",
+    "corda_config": "weights changed before training",
+    "lora_ga_config": "weights changed before training",
+}
+"""Variants that cannot be exported from shards and merged into the published weights: better known before the queue."""
+LORA_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
+"""Initializations that leave the base weights as they are (PiSSA, OLoRA, CorDA, LoftQ and others change them)."""
+
+TRAIN_REMOVED = {
+    "warmup_ratio": "write warmup_steps: a number below 1 is a share of all steps",
+    "evaluation_strategy": "write eval_strategy",
+    "max_seq_length": "write max_length",
+    "dataset_batch_size": "leave it out",
+    "num_of_sequences": "leave it out",
+    "chars_per_token": "leave it out",
+    "group_by_length": "write train_sampling_strategy: group_by_length",
+    "per_gpu_train_batch_size": "write per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
+    "adafactor": "write optim: adafactor",
+    "lr": "write learning_rate",
+    "epochs": "write num_train_epochs",
+    "batch_size": "write global_batch_size",
+    "torch_dtype": "write model_init_kwargs: {dtype: bfloat16}",
+    "attn_implementation": "write model_init_kwargs: {attn_implementation: sdpa}",
+    "use_mps_device": "leave it out",
+    "torchdynamo": "write torch_compile",
+    "include_tokens_per_second": "tokens per second are always measured",
+    "fp16_backend": "leave it out",
+    "half_precision_backend": "leave it out",
+    "save_safetensors": "leave it out: safetensors is the only format",
+}
+"""Keys of former releases and of other trainers, with what takes their place in the pinned stack."""
+
+LORA_REMOVED = {
+    "alpha": "write lora_alpha",
+    "rank": "write r",
+    "lora_r": "write r",
+    "dropout": "write lora_dropout",
+    "lora_target_modules": "write target_modules",
+}
+
+_SECRET_NAME = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{16,}|wandb_v1_[A-Za-z0-9_]{16,})")
+
+
+def names_secret(key: str) -> bool:
+    """Whether an unknown key's name says that its value must not be in a file, nor on a screen."""
+    return bool(_SECRET_NAME.search(key))
+
+
+def holds_secret(value: object) -> bool:
+    """Whether a text has the form of a token of the Hub, OpenAI, GitHub or W&B."""
+    return isinstance(value, str) and bool(_SECRET_VALUE.search(value))
+
+
+def show_value(value: object, key: str = "") -> str:
+    """A value for a message: short, in one line, and never a secret."""
+    if names_secret(key) or holds_secret(value):
+        return "the value (not shown)"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,223 @@
+"""The way in: a recipe's name and overrides become a :class:`Resolved`, or a UserError with everything that is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config import architecture as arch
+from clustertune.config import checks, derive
+from clustertune.config.load import COMMAND_LINE, Layer, Layers, find_folder, read_layers
+from clustertune.config.resolved import Derived, Resolved
+from clustertune.config.schema import NAME, Recipe
+from clustertune.config.tiny import tiny_layer
+from clustertune.config.yamlfile import Document, KeyPath, read_text, read_yaml
+from clustertune.errors import Problem, UserError
+
+MAX_RANKS = 10**6
+
+
+def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = False, ranks: int | None = None) -> Resolved:
+    """Load a recipe, lay base, recipe, tiny values and ``section.key=value`` overrides over each other, derive and check.
+
+    ``recipe`` is a folder, its ``recipe.yaml``, or a bare name below ``recipes/``. ``ranks`` replaces
+    ``slurm.nodes * slurm.gpus_per_node`` where a machine has another number of processes to give.
+    Raises UserError with every problem of every file at once.
+    """
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        raise UserError(Problem(f"{ranks} ranks are not possible", file=COMMAND_LINE, key="ranks"))
+    folder, shown = find_folder(recipe)
+    layers, problems = read_layers(folder, shown, overrides)
+    work = _Work(layers, tiny, ranks, problems)
+    work.read_files()
+    if layers.recipe_read:
+        work.check()
+    if work.problems:
+        raise UserError(_once(work.problems))
+    return work.result()
+
+
+def _once(problems: list[Problem]) -> list[Problem]:
+    """Each problem once, in the order found."""
+    return list(dict.fromkeys(problems))
+
+
+@dataclass
+class _Work:
+    """One resolution on its way: what was read so far, and what is wrong with it."""
+
+    layers: Layers
+    tiny: bool
+    ranks: int | None
+    problems: list[Problem]
+    values: dict[str, Any] = field(default_factory=dict)
+    owners: dict[KeyPath, Layer] = field(default_factory=dict)
+    accelerate: Document | None = None
+    accelerate_file: str = "accelerate.yaml"
+    architecture: dict[str, Any] | None = None
+    chat_template: str | None = None
+    train: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    world: int = 1
+    dp: int = 1
+    derived: list[Derived] = field(default_factory=list)
+    complete: bool = True
+    """Whether all layers could be read: what is missing from the values is then really missing."""
+
+    def place(self, path: KeyPath) -> str:
+        return self.layers.place(path, self.owners)
+
+    def read_files(self) -> None:
+        """The files beside the recipe: accelerate.yaml, model.json, the chat template."""
+        self.values, self.owners = self.layers.merged()
+        self.complete = not self.problems
+        folder, shown = self.layers.folder, self.layers.shown
+        named = self.values.get("accelerate", self.accelerate_file)
+        if isinstance(named, str) and _is_file_name(named):  # else the schema says what is wrong
+            self.accelerate_file = named
+            try:
+                self.accelerate = read_yaml(folder / named, f"{shown}/{named}", core=False)
+            except UserError as error:
+                self.problems += error.problems
+        try:
+            self.architecture = arch.read_architecture(folder / arch.FILE, f"{shown}/{arch.FILE}")
+        except UserError as error:
+            self.problems += error.problems
+        model = self.values.get("model")
+        template = model.get("chat_template") if isinstance(model, dict) else None
+        if isinstance(template, str) and _is_file_name(template):
+            try:
+                self.chat_template = read_text(folder / template, f"{shown}/{template}")
+            except UserError as error:
+                self.problems += error.problems
+
+    def check(self) -> None:
+        """Everything that can be said without a machine, each part as far as the others allow."""
+        distribution = self.accelerate.data if self.accelerate else {}
+        accelerate_shown = self.accelerate.file if self.accelerate else self.accelerate_file
+        kind = str(self.architecture["model_type"]) if self.architecture else None
+        if self.accelerate:
+            self.problems += acc.find_problems(self.accelerate, self.layers.folder, kind)
+        self.world, reason = derive.world_size(self.values, self.ranks)
+        self.derived.append(Derived("world_size", self.world, reason))
+        self.dp, derived, problems = derive.data_parallel(distribution, self.world, accelerate_shown)
+        self.derived.append(derived)
+        self.problems += problems
+        if self.tiny:
+            self._lay_tiny()
+        self.problems += checks.find_schema_problems(self.values, self.place)
+        self._check_train(distribution, accelerate_shown)
+        self._check_lora()
+
+    def _lay_tiny(self) -> None:
+        document = Document("--tiny", tiny_layer(self.values, self.layers.folder, self.dp))
+        at = len(self.layers.layers) - (self.layers.layers[-1].origin == "override")
+        self.layers.layers.insert(at, Layer("tiny", document))
+        self.values, self.owners = self.layers.merged()
+        if self.architecture:
+            self.architecture = arch.scale_down(self.architecture)
+            self.derived.append(Derived("architecture", arch.summary(self.architecture), "model.json scaled down for --tiny"))
+
+    def _check_train(self, distribution: dict[str, Any], accelerate_shown: str) -> None:
+        given = self.values.get("train")
+        if not isinstance(given, dict):
+            return
+        self.train, problems = checks.check_native(checks.train_section(), given, self.place)
+        problems += checks.find_train_problems(self.train, self.place)
+        positions = (self.architecture or {}).get("max_position_embeddings")
+        length = self.train.get("max_length")
+        if positions and length and length > positions:
+            path = ("train", "max_length")
+            text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
+            problems.append(Problem(text, file=self.place(path), key=".".join(path)))
+        batch = {"global_batch_size": given.get("global_batch_size")}
+        found, more = derive.accumulation(batch | self.train, self.world, self.dp, self.place)
+        if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
+            problems += more
+        derived, twice = derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
+        problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
+        self.derived += [derived] if found is None else [found, derived]
+        self.problems += problems
+
+    def _check_lora(self) -> None:
+        given = self.values.get("lora")
+        if not isinstance(given, dict):
+            return
+        self.lora, problems = checks.check_native(checks.lora_section(), given, self.place)
+        if "target_modules" in self.lora or "target_modules" not in given:
+            problems += checks.find_lora_problems(self.lora, self.architecture, self.place)
+        if "task_type" not in given:
+            self.lora["task_type"] = "CAUSAL_LM"
+            self.derived.append(Derived("lora.task_type", "CAUSAL_LM", "supervised fine-tuning of a causal language model"))
+        self.problems += problems
+
+    def result(self) -> Resolved:
+        """The checked recipe. Only after :meth:`check` found nothing."""
+        assert self.architecture is not None and self.accelerate is not None
+        batch = self.values["train"]["global_batch_size"]
+        body = dict(self.values)
+        body["train"] = {"global_batch_size": batch, **self.train}
+        if self.lora is not None:
+            body["lora"] = self.lora
+        recipe = Recipe.model_validate(body)
+        train_args = {key: value for key, value in self.train.items() if value is not None}
+        train_args.pop("gradient_checkpointing", None)  # the deprecated alias of the derived key
+        for item in self.derived:
+            section, _, key = item.key.partition(".")
+            if section == "train":
+                train_args[key] = item.value
+        resolved = Resolved(
+            name=self.layers.folder.name,
+            folder=str(self.layers.folder),
+            recipe=recipe,
+            origins=self._origins(recipe),
+            train_args=train_args,
+            world_size=self.world,
+            data_parallel_size=self.dp,
+            architecture=self.architecture,
+            accelerate=self.accelerate.data,
+            accelerate_file=self.accelerate_file,
+            tiny=self.tiny,
+            chat_template=self.chat_template,
+            derived=self.derived,
+        )
+        resolved.warnings.extend(_warnings(resolved))
+        return resolved
+
+    def _origins(self, recipe: Recipe) -> dict[str, str]:
+        origins = {".".join(path): layer.origin for path, layer in self.owners.items()}
+        for path in _leaves(recipe.model_dump(mode="json"), ()):
+            key = ".".join(path)
+            if key not in origins and not (path[0] == "expect" and self.tiny):
+                parents = (".".join(path[:end]) for end in range(len(path) - 1, 0, -1))
+                origins[key] = next((origins[p] for p in parents if p in origins), "default")
+        if "lora.task_type" not in {".".join(path) for path in self.owners} and self.lora is not None:
+            origins["lora.task_type"] = "derived"
+        return origins
+
+
+def _is_file_name(name: str) -> bool:
+    return re.fullmatch(NAME, name) is not None
+
+
+def _leaves(body: dict[str, Any], path: KeyPath) -> list[KeyPath]:
+    found = []
+    for key, value in body.items():
+        found += _leaves(value, (*path, key)) if isinstance(value, dict) and value else [(*path, key)]
+    return found
+
+
+def _warnings(resolved: Resolved) -> list[str]:
+    """What is allowed and probably not meant."""
+    found = []
+    path = resolved.input_path
+    if path is not None and not path.exists():
+        found.append(f"data.input {resolved.recipe.data.input} is not there on this machine")
+    kind = resolved.accelerate.get("distributed_type")
+    if kind in {"NO", "MULTI_GPU"} and resolved.world_size > 1:
+        found.append(f"{resolved.accelerate_file}: distributed_type {kind} keeps the whole model on every rank")
+    return found

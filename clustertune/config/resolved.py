@@ -1,0 +1,109 @@
+"""A recipe with everything that follows from it: what the stages of a run read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.schema import Recipe
+
+_WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
+"""Training arguments that change what is said or kept, not what is computed."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that no file states: ``reason`` is the formula with its numbers."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One recipe after layers, overrides and derivation; :meth:`as_dict` and :meth:`from_dict` carry it through JSON."""
+
+    name: str
+    """The recipe folder's name."""
+    folder: str
+    """The recipe folder, as an absolute path."""
+    recipe: Recipe
+    origins: dict[str, str]
+    """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
+    train_args: dict[str, Any]
+    """Keyword arguments of TRL's ``SFTConfig``, after derivation."""
+    world_size: int
+    """Ranks."""
+    data_parallel_size: int
+    """Ranks that read different sequences: the world size over the tensor, context and sequence parallel sizes."""
+    architecture: dict[str, Any]
+    """The model's ``config.json`` keys (scaled down where ``tiny``)."""
+    accelerate: dict[str, Any]
+    """The parsed accelerate configuration."""
+    accelerate_file: str
+    """Its file name in the recipe folder."""
+    tiny: bool = False
+    chat_template: str | None = None
+    """The text of the recipe's own chat template."""
+    derived: list[Derived] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def accelerate_path(self) -> Path:
+        """The accelerate configuration file itself, for ``accelerate launch --config_file``."""
+        return Path(self.folder, self.accelerate_file)
+
+    @property
+    def input_path(self) -> Path | None:
+        """``data.input``: as it stands where absolute, below the recipe folder where it exists there, else from here."""
+        if self.recipe.data.input is None:
+            return None
+        beside = Path(self.folder, self.recipe.data.input)
+        return beside.resolve() if beside.exists() else Path(self.recipe.data.input).absolute()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_dict` gives an equal object back."""
+        return {
+            "name": self.name,
+            "folder": self.folder,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "origins": dict(self.origins),
+            "train_args": self.train_args,
+            "world_size": self.world_size,
+            "data_parallel_size": self.data_parallel_size,
+            "architecture": self.architecture,
+            "accelerate": self.accelerate,
+            "accelerate_file": self.accelerate_file,
+            "tiny": self.tiny,
+            "chat_template": self.chat_template,
+            "derived": [vars(item) for item in self.derived],
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Resolved:
+        """The inverse of :meth:`as_dict`. Raises KeyError, TypeError or ValueError where ``body`` is something else."""
+        rest = {key: value for key, value in body.items() if key not in {"recipe", "derived"}}
+        return cls(recipe=Recipe.model_validate(body["recipe"]), derived=[Derived(**item) for item in body["derived"]], **rest)
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA, distribution and ranks.
+
+        Left out: names and places of the recipe, what is expected, how it is scored, wall time, and trackers.
+        """
+        recipe = self.recipe.model_dump(mode="json")
+        body = {
+            "model": recipe["model"],
+            "data": {key: value for key, value in recipe["data"].items() if key != "expect"},
+            "train": {key: value for key, value in self.train_args.items() if key not in _WITHOUT_EFFECT},
+            "lora": recipe["lora"],
+            "world_size": self.world_size,
+            "architecture": self.architecture,
+            "accelerate": self.accelerate,
+            "chat_template": self.chat_template,
+        }
+        return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,120 @@
+"""``clustertune show``: the resolved recipe, each value with where it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from clustertune.config import architecture
+from clustertune.config.parameters import lora_parameter_count, parameter_count
+from clustertune.config.resolved import Resolved
+
+SECTIONS = ("base", "model", "data", "train", "lora", "accelerate", "slurm", "eval", "expect")
+
+
+def as_json(resolved: Resolved) -> dict[str, Any]:
+    """The document of ``show --json``: every set value with its origin, what was derived, and the resolved sections."""
+    values = {key: {"value": value, "origin": origin} for key, value, origin in _rows(resolved)}
+    return {
+        "recipe": resolved.name,
+        "folder": resolved.folder,
+        "tiny": resolved.tiny,
+        "values": values,
+        "derived": [vars(item) for item in resolved.derived],
+        "world_size": resolved.world_size,
+        "data_parallel_size": resolved.data_parallel_size,
+        "train_args": resolved.train_args,
+        "architecture": resolved.architecture,
+        "parameters": parameter_count(resolved.architecture),
+        "trainable_parameters": _trainable(resolved),
+        "accelerate_file": resolved.accelerate_file,
+        "accelerate": resolved.accelerate,
+        "warnings": resolved.warnings,
+        "fingerprint": resolved.fingerprint(),
+    }
+
+
+def render(resolved: Resolved, console: Console) -> None:
+    """Print the table: key, value, origin; then the architecture, the distribution and the warnings."""
+    title = resolved.name + (" --tiny" if resolved.tiny else "")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=30)
+    table.add_column("origin", overflow="fold")
+    section = ""
+    for key, value, origin in _rows(resolved):
+        here = key.split(".")[0] if "." in key else section
+        if section and here != section:
+            table.add_section()
+        section = here
+        table.add_row(Text(key), Text(_plain(value)), Text(origin, style=_style(origin)))
+    console.print(table)
+    for line in _notes(resolved):
+        console.print(Text(line), soft_wrap=True)
+    for warning in resolved.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and origin of everything that is set, section by section, the derived values with their formula."""
+    derived = {item.key: item for item in resolved.derived if item.key != "architecture"}
+    body = resolved.recipe.model_dump(mode="json")
+    for section in SECTIONS:
+        own = {key: item for key, item in derived.items() if key.split(".")[0] == section}
+        for key, value in _flatten(body[section], section):
+            if key in own:
+                continue
+            origin = resolved.origins.get(key, "default")
+            if origin != "default" or value not in (None, {}):
+                yield key, value, origin
+        for key, item in own.items():
+            yield key, item.value, f"derived: {item.reason}"
+        if section == "slurm":
+            for key, item in derived.items():
+                if "." not in key:
+                    yield key, item.value, f"derived: {item.reason}"
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return json.dumps(value)
+
+
+def _style(origin: str) -> str:
+    kind = origin.replace(":", " ").split(" ", maxsplit=1)[0]
+    return {"override": "bold", "tiny": "magenta", "derived": "cyan", "base": "dim", "default": "dim"}.get(kind, "")
+
+
+def _trainable(resolved: Resolved) -> int | None:
+    if resolved.recipe.lora is None:
+        return parameter_count(resolved.architecture)
+    return lora_parameter_count(resolved.architecture, resolved.recipe.lora)
+
+
+def _notes(resolved: Resolved) -> Iterator[str]:
+    total, trainable = parameter_count(resolved.architecture), _trainable(resolved)
+    counted = f", {total:,} parameters" if total else ""
+    if total and trainable:
+        counted += f", {trainable:,} trained ({100 * trainable / total:.2g} %)"
+    yield f"model.json: {architecture.summary(resolved.architecture)}{counted}"
+    config = resolved.accelerate.get("fsdp_config") or {}
+    kind = resolved.accelerate.get("distributed_type")
+    details = ", ".join(f"{key.removeprefix('fsdp_')}={_plain(value)}" for key, value in config.items())
+    yield f"{resolved.accelerate_file}: {kind}" + (f" ({details})" if details else "")

@@ -1,0 +1,215 @@
+"""Reading of YAML written by people: safe, small, without surprises, and with the line of every key for error messages.
+
+Recipes use the scalars of YAML 1.2's core schema: ``5e-5`` is a number, ``no`` is the word, ``48:00:00`` is text. PyYAML's
+own YAML 1.1 reads these as text, ``false`` and 172800. Files that accelerate reads itself are read as accelerate does.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clustertune.errors import Problem, UserError
+
+MAX_BYTES = 256 * 1024
+"""A recipe is about 1 kB. PyYAML parses about 100 kB/s, so that this is a wait of seconds at most."""
+MAX_DEPTH = 20
+"""Far above any recipe, far below where PyYAML's recursion ends in a RecursionError."""
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file: its plain values and the line (from 1) of each key path."""
+
+    file: str
+    data: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+    def place(self, path: KeyPath) -> str:
+        """``file:line`` of a key path, of its nearest parent where the key itself is not in the file."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return f"{self.file}:{self.lines[path[:end]]}"
+        return self.file
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without aliases: what a person reads is what there is, and no file grows while it is read."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not used here", problem_mark=self._mark())
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self._mark())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def _mark(self) -> yaml.Mark:
+        mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        return mark
+
+
+class _CoreLoader(_Loader):
+    """The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema)."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def read_yaml(path: Path, shown: str, *, core: bool = True) -> Document:
+    """Parse a YAML file whose top level must be a mapping with text keys.
+
+    ``shown`` is the file's name in messages; ``core=False`` reads scalars by YAML 1.1, as accelerate does.
+    Raises UserError with every problem found (one only where the text does not parse).
+    """
+    return parse_yaml(read_text(path, shown), shown, core=core)
+
+
+def read_text(path: Path, shown: str) -> str:
+    """The UTF-8 text of a small file. Raises UserError where it is absent, unreadable, too large or not text."""
+    try:
+        if not path.is_file():
+            kind = "is not a file" if path.exists() else "does not exist"
+            raise UserError(Problem(kind, file=shown))
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UserError(
+                Problem(f"{size} bytes; a configuration file holds at most {MAX_BYTES}", file=shown, fix="give the right file")
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(Problem(f"not UTF-8 text (byte {error.start})", file=shown, fix="save the file as UTF-8")) from None
+    except OSError as error:
+        raise UserError(Problem(f"cannot be read: {error.strerror or error}", file=shown)) from None
+    except ValueError as error:  # a NUL byte in a path
+        raise UserError(Problem(f"is not a path: {error}", file=repr(shown))) from None
+
+
+def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:
+    """As :func:`read_yaml`, from text."""
+    loader = _CoreLoader if core else _Loader
+    try:
+        instance = loader(text)
+        try:
+            node = instance.get_single_node()
+        finally:
+            instance.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{shown}:{mark.line + 1}" if mark else shown
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise UserError(Problem(f"not valid YAML: {what}", file=place, fix=_syntax_hint(what))) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(Problem(f"not valid YAML: {first}", file=shown)) from None
+    if node is None:
+        raise UserError(Problem("empty", file=shown, fix="at the top level write key: value"))
+    if not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+        place = f"{shown}:{node.start_mark.line + 1}"
+        raise UserError(Problem(f"holds {kind}, not sections", file=place, fix="at the top level write key: value"))
+    builder = _Builder(shown, core)
+    data = builder.mapping(node, ())
+    if builder.problems:
+        raise UserError(builder.problems)
+    return Document(shown, data, builder.lines)
+
+
+def parse_value(text: str) -> Any:
+    """The value of a ``key=value`` override, typed as in a recipe. Raises ValueError in one line."""
+    try:
+        document = parse_yaml(f"value: {text}" if not text.startswith(("\n", " ")) else f"value:{text}", "")
+    except UserError as error:
+        raise ValueError(error.problems[0].message) from None
+    if list(document.data) != ["value"]:
+        raise ValueError("holds more than one value")
+    return document.data["value"]
+
+
+def _syntax_hint(what: str) -> str | None:
+    if "\\t" in what or "'\t'" in what:
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in what:
+        return "put quotes around text that holds ': ', and check the indentation"
+    return None
+
+
+class _Builder:
+    """Turns nodes into plain values, and notes lines, repeated keys and tags."""
+
+    def __init__(self, shown: str, core: bool) -> None:
+        self.shown = shown
+        self.core = core
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[Problem] = []
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                self._add("a key must be plain text", line, path)
+                continue
+            key = str(key_node.value)
+            if key in result:
+                before = self.lines[(*path, key)]
+                self._add(f"stands twice, first in line {before}", line, (*path, key), "keep one of the two")
+                continue
+            self.lines[(*path, key)] = line
+            result[key] = self.value(value_node, (*path, key))
+        return result
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return [self.value(child, path) for child in node.value]
+        line = node.start_mark.line + 1
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if not isinstance(node, yaml.ScalarNode) or kind not in {"str", "int", "float", "bool", "null", "timestamp"}:
+            self._add(f"the tag {node.tag!r} is not used here", line, path, "write a plain value")
+            return None
+        try:
+            return self._scalar(kind, str(node.value))
+        except ValueError as error:
+            self._add(f"not a value: {error}", line, path)
+            return None
+
+    def _scalar(self, kind: str, text: str) -> Any:
+        if kind in {"str", "timestamp"}:
+            return text
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() in {"true", "yes", "on", "y"}
+        if kind == "int" and self.core:
+            return int(text[:400])
+        constructor = yaml.constructor.SafeConstructor()
+        node = yaml.ScalarNode(f"tag:yaml.org,2002:{kind}", text)
+        return constructor.construct_yaml_int(node) if kind == "int" else constructor.construct_yaml_float(node)
+
+    def _add(self, message: str, line: int, path: KeyPath, fix: str | None = None) -> None:
+        self.problems.append(Problem(message, file=f"{self.shown}:{line}", key=".".join(path) or None, fix=fix))

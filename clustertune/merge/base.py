@@ -1,0 +1,163 @@
+"""The base model's folder, read without loading a weight: headers, index, config, and what must be refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import MANIFEST, find_problems
+from clustertune.merge.header import Header, Tensor, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONV1D_MODELS = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
+"""``model_type`` of the transformers models whose linear layers keep the weight transposed (Conv1D)."""
+EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model: its tensors in the order of their bytes, shard after shard."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    headers: dict[Path, Header]
+    index_metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head shares the input embedding's tensor."""
+        stated = self.config.get("tie_word_embeddings")
+        if stated is None and isinstance(self.config.get("text_config"), dict):
+            stated = self.config["text_config"].get("tie_word_embeddings")
+        if stated is None:
+            return not any(re.search(r"(^|\.)(lm_head|embed_out)\.weight$", name) for name in self.tensors)
+        return bool(stated)
+
+    def identity(self) -> dict[str, list[Any]]:
+        """Per shard: bytes and modification time. With the headers, what tells one base from another without reading it."""
+        return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(self.headers)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError with the file in it."""
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(Problem("missing", file=str(path))) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(Problem(f"unreadable: {error}", file=str(path))) from None
+    if not isinstance(body, dict):
+        raise UserError(Problem("not a JSON object", file=str(path)))
+    return body
+
+
+def _find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any]]:
+    """The weight files, the index's weight map and its metadata; transformers prefers the single file as well."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE], {}, {}
+    path = folder / INDEX
+    if not path.exists():
+        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        if pickles:
+            raise UserError(
+                Problem(
+                    f"holds pickled weights only ({pickles[0]}), which are not loaded: a pickle can run code",
+                    file=str(folder),
+                    fix="save the model once with save_pretrained, which writes safetensors",
+                )
+            )
+        raise UserError(Problem(f"no model here: neither {SINGLE} nor {INDEX}", file=str(folder)))
+    index = read_json(path)
+    weights, metadata = index.get("weight_map"), index.get("metadata", {})
+    if not isinstance(weights, dict) or not weights or not all(isinstance(v, str) for v in weights.values()):
+        raise UserError(Problem("not a map from tensors to files", file=str(path), key="weight_map"))
+    names = sorted(set(weights.values()))
+    outside = [name for name in names if Path(name).name != name or name in {"", ".", ".."}]
+    if outside:
+        raise UserError(Problem(f"names a file outside the folder: {outside[0]!r}", file=str(path), key="weight_map"))
+    return [folder / name for name in names], weights, metadata if isinstance(metadata, dict) else {}
+
+
+def _read_shards(folder: Path, shards: list[Path], weights: dict[str, str]) -> tuple[dict[str, Tensor], dict[Path, Header]]:
+    problems: list[Problem] = []
+    tensors: dict[str, Tensor] = {}
+    headers: dict[Path, Header] = {}
+    for path in shards:
+        try:
+            header = read_header(path)
+        except FileNotFoundError:
+            problems.append(Problem(f"missing, although {INDEX} names it", file=str(path), fix="download the base again"))
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(Problem(str(error), file=str(path), fix="download the base again"))
+            continue
+        headers[path] = header
+        if (kind := header.metadata.get("format", "pt")) != "pt":
+            problems.append(Problem(f"weights in the layout of {kind!r}, not of PyTorch", file=str(path)))
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                problems.append(
+                    Problem(f"tensor {tensor.name!r} stands in {tensors[tensor.name].file.name} as well", file=str(path))
+                )
+            tensors[tensor.name] = tensor
+    absent = [n for n, f in weights.items() if folder / f in headers and (n not in tensors or tensors[n].file.name != f)]
+    if absent:
+        problems.append(
+            Problem(f"{len(absent)} tensors are not in the file it names, such as {absent[0]}", file=str(folder / INDEX))
+        )
+    if not problems and not tensors:
+        problems.append(Problem("holds no tensors", file=str(folder)))
+    if problems:
+        raise UserError(problems)
+    return tensors, headers
+
+
+def _config_problems(config: dict[str, Any], path: Path) -> list[Problem]:
+    problems = []
+    if config.get("quantization_config"):
+        method = config["quantization_config"]
+        method = method.get("quant_method", "?") if isinstance(method, dict) else method
+        problems.append(
+            Problem(
+                f"the base is quantised ({method}); its weights cannot take a LoRA update exactly",
+                file=str(path),
+                key="quantization_config",
+                fix="merge into the unquantised base",
+            )
+        )
+    if config.get("model_type") in CONV1D_MODELS:
+        problems.append(
+            Problem(
+                f"{config['model_type']} keeps weights transposed (Conv1D): not supported", file=str(path), key="model_type"
+            )
+        )
+    return problems
+
+
+def read_base(folder: Path) -> Base:
+    """Read a base model's headers and config. Raises UserError with every problem found."""
+    if not folder.is_dir():
+        raise UserError(Problem("no such folder", file=str(folder)))
+    problems: list[Problem] = []
+    config: dict[str, Any] = {}
+    try:
+        config = read_json(folder / "config.json")
+        problems += _config_problems(config, folder / "config.json")
+    except UserError as error:
+        problems += error.problems
+    if (folder / MANIFEST).exists():
+        problems += find_problems(folder, hashes=False, allow_extra=True)
+    try:
+        shards, weights, metadata = _find_shards(folder)
+        tensors, headers = _read_shards(folder, shards, weights)
+    except UserError as error:
+        problems += [p for p in error.problems if p not in problems]
+    if problems:
+        raise UserError(problems)
+    return Base(folder, config, tensors, headers, metadata)

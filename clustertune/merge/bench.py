@@ -1,0 +1,200 @@
+"""The merge measured against copying the same bytes and against PEFT: ``python -m clustertune.merge.bench --gb 4``.
+
+Each round copies, merges and, if asked, merges with PEFT, in this order, each from a cold page cache of its input
+(``POSIX_FADV_DONTNEED``) and with every output file fsynced inside the time. Medians are over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from clustertune.console import emit_json, say
+from clustertune.merge.bench_model import make_adapter, make_base
+from clustertune.merge.header import read_header
+
+_OURS = """
+import json, sys, time
+from pathlib import Path
+import torch
+def peak(): return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+idle = peak()
+from clustertune.merge import merge
+base, adapter, out, workers = sys.argv[1:]
+done = merge(Path(base), Path(adapter), Path(out), shard_size="1GB", workers=int(workers) or None)
+sys.stdout.write(json.dumps({"seconds": done["seconds"], "peak": peak(), "idle": idle}))
+"""
+_PEFT = """
+import json, os, sys, time
+import torch
+def peak(): return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, out, _ = sys.argv[1:]
+idle, started = peak(), time.monotonic()
+model = AutoModelForCausalLM.from_pretrained(base)
+PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out, max_shard_size="1GB")
+for name in os.listdir(out):
+    fd = os.open(os.path.join(out, name), os.O_RDONLY); os.fsync(fd); os.close(fd)
+sys.stdout.write(json.dumps({"seconds": time.monotonic() - started, "peak": peak(), "idle": idle}))
+"""
+
+
+def _evict(folder: Path) -> None:
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def _copy(base: Path, out: Path) -> dict[str, float]:
+    started = time.monotonic()
+    subprocess.run(["cp", "-r", str(base), str(out)], check=True)
+    subprocess.run(["sync", *map(str, out.iterdir())], check=True)
+    seconds = time.monotonic() - started
+    return {"seconds": seconds, "wall": seconds}
+
+
+def _script(text: str, base: Path, adapter: Path, out: Path, workers: int) -> dict[str, float]:
+    started = time.monotonic()
+    arguments = [sys.executable, "-c", text, str(base), str(adapter), str(out), str(workers)]
+    done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return {**json.loads(done.stdout), "wall": time.monotonic() - started}
+
+
+def _differing(one: Path, other: Path) -> int:
+    """Tensors whose bytes differ between two models, or that only one has."""
+
+    def load(folder: Path) -> dict[str, Any]:
+        return {t.name: t for p in folder.glob("*.safetensors") for t in read_header(p).tensors}
+
+    ours, theirs = load(one), load(other)
+    differing = len(set(ours) ^ set(theirs))
+    for name in set(ours) & set(theirs):
+        views = []
+        for tensor in (ours[name], theirs[name]):
+            with tensor.file.open("rb") as src:
+                src.seek(tensor.offset)
+                views.append(src.read(tensor.size))
+        differing += views[0] != views[1]
+    return differing
+
+
+def _hardware(folder: Path) -> dict[str, str]:
+    info = Path("/proc/cpuinfo").read_text()
+    cpu = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=False).stdout.strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {kind}, SHA instructions: "
+        + ("yes" if " sha_ni" in info else "no"),
+        "commit": (commit or "unknown") + (" with changes" if dirty else ""),
+        "versions": f"Python {sys.version.split()[0]}, torch {version('torch')}, peft {version('peft')}",
+    }
+
+
+def _row(name: str, rounds: list[dict[str, float]], reference: float) -> dict[str, Any]:
+    seconds = [r["seconds"] for r in rounds]
+    row: dict[str, Any] = {"way": name, "seconds": statistics.median(seconds), "all": seconds}
+    row["against_cp"] = row["seconds"] / reference
+    row["process_seconds"] = statistics.median(r["wall"] for r in rounds)
+    if "peak" in rounds[0]:
+        row["peak_over_idle_bytes"] = max(int(r["peak"] - r["idle"]) for r in rounds)
+    return row
+
+
+def measure(folder: Path, gb: float, repeat: int, workers: int, with_peft: bool) -> dict[str, Any]:
+    """Build the input in ``folder`` (made, and removed at the end), run the rounds, compare the bytes. Returns the figures."""
+    base, adapter, out = folder / "base", folder / "adapter", folder / "out"
+    ways: dict[str, Any] = {"cp -r + fsync": lambda: _copy(base, out)}
+    ways["clustertune merge"] = lambda: _script(_OURS, base, adapter, out, workers)
+    if with_peft:
+        ways["PEFT merge_and_unload + save_pretrained"] = lambda: _script(_PEFT, base, adapter, out, workers)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    differing = None
+    folder.mkdir(parents=True)
+    try:
+        make_adapter(adapter, make_base(base, gb, 10**9), rank=16)
+        size = sum(p.stat().st_size for p in base.iterdir())
+        for number in range(repeat):
+            for name, run in ways.items():
+                _evict(base)
+                rounds[name].append(run())
+                say(f"{number + 1}/{repeat} {name}: {rounds[name][-1]['seconds']:.2f} s")
+                if name == "clustertune merge" and with_peft and number == 0:
+                    out.rename(folder / "ours")
+                elif name.startswith("PEFT") and number == 0:
+                    differing = _differing(folder / "ours", out)
+                    shutil.rmtree(folder / "ours")
+                shutil.rmtree(out, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    reference = statistics.median(r["seconds"] for r in rounds["cp -r + fsync"])
+    rows = [_row(name, taken, reference) for name, taken in rounds.items()]
+    return {"bytes": size, "repeat": repeat, "differing_tensors": differing, "rows": rows}
+
+
+def as_markdown(result: dict[str, Any], command: str) -> str:
+    """The result page: where, how, and a table."""
+    where = result["hardware"]
+    lines = [
+        "# Merge: time and memory",
+        "",
+        f"{result['bytes'] / 1e9:.2f} GB of bfloat16, LoRA of rank 16 on q, k, v, o; median of {result['repeat']} rounds.",
+        "Input out of the page cache, every output file fsynced, imports not counted (whole process: last column).",
+        "",
+        *(f"- {key}: {value}" for key, value in where.items()),
+        f"- command: `{command}`",
+        "",
+        "| way | seconds (all) | against cp | peak memory above the interpreter with torch | whole process |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        peak = f"{row['peak_over_idle_bytes'] / 2**20:.0f} MiB" if "peak_over_idle_bytes" in row else "-"
+        spread = ", ".join(f"{s:.1f}" for s in row["all"])
+        times = f"**{row['seconds']:.1f}** ({spread}) | {row['against_cp']:.2f}"
+        lines.append(f"| {row['way']} | {times} | {peak} | {row['process_seconds']:.1f} s |")
+    if result["differing_tensors"] is not None:
+        lines += ["", f"Tensors whose bytes differ from PEFT's: {result['differing_tensors']}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Parse the arguments, measure, print the table on stderr and JSON on stdout, write the page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=4.0, help="bytes of the base, in 1e9")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds")
+    parser.add_argument("--workers", type=int, default=0, help="threads of the merge; 0: its default")
+    parser.add_argument("--folder", type=Path, default=Path("merge-bench"), help="scratch folder: made, then removed")
+    parser.add_argument("--no-peft", action="store_true", help="leave PEFT out (it holds the whole model in memory)")
+    parser.add_argument("--report", type=Path, help="page to write, such as docs/results/merge.md")
+    args = parser.parse_args()
+    if args.folder.exists():
+        parser.error(f"{args.folder} exists")
+    result = measure(args.folder.resolve(), args.gb, args.repeat, args.workers, not args.no_peft)
+    result["hardware"] = _hardware(args.folder.resolve().parent)
+    command = f"python -m clustertune.merge.bench --gb {args.gb:g} --repeat {args.repeat}"
+    page = as_markdown(result, command)
+    say(page)
+    if args.report:
+        args.report.write_text(page)
+    emit_json(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Everything about one merge that is known, and checked, before a byte is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.manifest import Manifest, hash_file
+from clustertune.merge.base import Base, read_base
+from clustertune.merge.kernel import block_elements
+from clustertune.merge.lora import Adapter, read_adapter
+from clustertune.merge.shards import Shard, parse_size, plan_shards
+from clustertune.merge.stage import Journal, staging_folder
+from clustertune.merge.streams import RING
+from clustertune.merge.target import companion_files, finished_manifest, output_names, place_problems, space_error
+
+FORMAT = 1
+"""Raise it when the bytes of an output change for the same inputs: staged work of older versions is then not continued."""
+WORKING_MEMORY = 192 << 20
+"""Bytes for the buffers of all workers together; what torch, MKL and the plan of a 405B model take comes on top."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One merge, planned."""
+
+    base: Base
+    adapter: Adapter
+    out: Path
+    shards: list[Shard]
+    companions: dict[str, Path]
+    shard_size: int
+    inputs: str
+    """Hash of all that decides the output's bytes; large base files count by header, size and modification time."""
+    base_identity: dict[str, list[Any]]
+    finished: Manifest | None
+    """The manifest of ``out`` where the very same merge is there already."""
+
+    @property
+    def staging(self) -> Path:
+        """The folder of unfinished work."""
+        return staging_folder(self.out)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the output but its manifest."""
+        return sum(s.size for s in self.shards) + sum(p.stat().st_size for p in self.companions.values())
+
+    def staged_bytes(self) -> int:
+        """Bytes that an earlier, interrupted merge of the same inputs has left finished (by name and size)."""
+        journal = Journal(self.staging).load()
+        if journal.inputs != self.inputs:
+            return 0
+        sizes = {s.name: s.size for s in self.shards}
+        places = [(name, folder / name) for name in journal.shards for folder in (self.staging, self.out)]
+        return sum(p.stat().st_size for name, p in places if p.exists() and p.stat().st_size == sizes.get(name))
+
+    def worker_bytes(self) -> int:
+        """Upper bound of one worker's buffers: A; the update, the sum and B of a block; the ring of output buffers."""
+        largest = 0
+        for name, update in self.adapter.updates.items():
+            rows, columns = self.base.tensors[name].shape
+            block, rank = block_elements(rows, columns), update.a.shape[0]
+            block_rows = block // max(1, columns)
+            largest = max(largest, 4 * (rank * columns + (2 + RING) * block + 2 * block_rows * rank))
+        return max(largest, 32 << 20)
+
+    def limit_workers(self, wanted: int) -> int:
+        """At most ``wanted``, as many as there are files and as fit into ``WORKING_MEMORY``; at least one."""
+        return max(1, min(wanted, len(self.shards), WORKING_MEMORY // self.worker_bytes()))
+
+
+def _digest(job: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+
+
+def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> Job:
+    """Check everything and plan the output. Raises UserError with every problem found; nothing is written."""
+    problems: list[Problem] = []
+    model: Base | None = None
+    fitted: Adapter | None = None
+    limit = 0
+    problems += place_problems(base, adapter, out)
+    try:
+        limit = parse_size(shard_size)
+    except UserError as error:
+        problems += error.problems
+    try:
+        model = read_base(base)
+    except UserError as error:
+        problems += error.problems
+    try:
+        fitted = read_adapter(adapter, model)
+    except UserError as error:
+        problems += error.problems
+    if problems or model is None or fitted is None:
+        raise UserError(problems)
+    return _plan(model, fitted, out, limit)
+
+
+def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> Job:
+    shards = plan_shards(list(base.tensors.values()), shard_size)
+    companions = companion_files(base, adapter)
+    identity = base.identity()
+    inputs = _digest(
+        {
+            "format": FORMAT,
+            "base": identity,
+            "headers": {p.name: hashlib.sha256(h.text).hexdigest() for p, h in base.headers.items()},
+            "adapter": adapter.sha256,
+            "companions": {name: hash_file(path).sha256 for name, path in companions.items()},
+            "shard_size": shard_size,
+        }
+    )
+    return Job(
+        base=base,
+        adapter=adapter,
+        out=out,
+        shards=shards,
+        companions=companions,
+        shard_size=shard_size,
+        inputs=inputs,
+        base_identity=identity,
+        finished=finished_manifest(out, inputs),
+    )
+
+
+def check_space(job: Job) -> None:
+    """Raises UserError (exit 73) where what is still to be written does not fit."""
+    if error := space_error(job.out, job.size - job.staged_bytes()):
+        raise error
+
+
+def unchanged(job: Job) -> bool:
+    """Whether the inputs are still those that were planned with."""
+    try:
+        adapter = {name: hash_file(job.adapter.folder / name).sha256 for name in job.adapter.sha256}
+        return job.base.identity() == job.base_identity and adapter == job.adapter.sha256
+    except OSError:
+        return False
+
+
+def require_unchanged(job: Job) -> None:
+    """Raises UserError where an input changed during the merge: its output may be a mixture and is not published."""
+    if not unchanged(job):
+        message = "base or adapter changed while they were merged"
+        raise UserError(Problem(message, file=str(job.base.folder), fix="run the same command again"), ExitCode.AGAIN)
+
+
+def names(job: Job) -> list[str]:
+    """Every file of the output but its manifest."""
+    return output_names(job.shards, job.companions)

@@ -1,0 +1,146 @@
+"""The staging folder beside the output: one merge at a time, and a journal of the files that are on the device.
+
+``.<out>.merging/`` holds finished shards under their final names, ``journal.jsonl`` and ``lock``; it never holds a
+``config.json`` or an index, so nothing loads it by mistake.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import FileRecord, fsync_path, write_durably
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""flock(2) on filesystems mounted without locks (Lustre without ``flock``); then two merges at once are the user's care."""
+
+
+def staging_folder(out: Path) -> Path:
+    """Where the work for ``out`` lies until it is whole."""
+    return out.with_name(f".{out.name}.merging")
+
+
+class Journal:
+    """What of an output is done: per line one event, durable before the next step begins.
+
+    First line ``{"inputs": id}``; then ``{"shard", "size", "sha256"}`` per finished shard; ``{"publish": [names]}`` once
+    files begin to move into the output.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.jsonl"
+        self.inputs: str | None = None
+        self.shards: dict[str, FileRecord] = {}
+        self.published: list[str] = []
+
+    def load(self) -> Journal:
+        """Read what is there, up to the first line that is torn or unknown."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return self
+        for line in text.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self._apply(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                break
+        return self
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        if "inputs" in event:
+            self.inputs = str(event["inputs"])
+        elif "publish" in event:
+            self.published = [str(name) for name in event["publish"]]
+        else:
+            self.shards[str(event["shard"])] = FileRecord(int(event["size"]), str(event["sha256"]))
+
+    def rewrite(self) -> None:
+        """Write all of it anew, so that nothing is appended after a torn line."""
+        events: list[dict[str, Any]] = [{"inputs": self.inputs}]
+        events += [{"shard": name, "size": r.size, "sha256": r.sha256} for name, r in self.shards.items()]
+        events += [{"publish": self.published}] if self.published else []
+        write_durably(self.path, "".join(json.dumps(event) + "\n" for event in events))
+
+    def add_shard(self, name: str, record: FileRecord) -> None:
+        """Note a shard that is on the device. Callers from several threads serialise."""
+        self.shards[name] = record
+        self._append({"shard": name, "size": record.size, "sha256": record.sha256})
+
+    def begin_publish(self, names: list[str]) -> None:
+        """Note that files named ``names`` in the output are ours from now on."""
+        self.published = names
+        self._append({"publish": names})
+
+    def _append(self, event: dict[str, Any]) -> None:
+        with self.path.open("ab") as out:
+            out.write(json.dumps(event).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def _take_lock(folder: Path) -> int:
+    """An flock on the folder's ``lock``. A holder before us may have removed the folder by the time we have it: try again."""
+    path = folder / "lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 100, 0).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            problem = Problem(
+                f"{holder} is merging into it", file=str(folder), fix="wait for it, then run the same command again"
+            )
+            raise UserError(problem, ExitCode.AGAIN) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(fd)
+                raise
+        try:
+            current = path.stat().st_ino
+        except FileNotFoundError:
+            current = -1
+        if current == os.fstat(fd).st_ino:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            return fd
+        os.close(fd)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the staging folder against other processes, also of other nodes where the filesystem's locks reach.
+
+    Raises UserError: exit 75 where another merge holds it, 73 where the folder cannot be made.
+    """
+    try:
+        fd = _take_lock(folder)
+    except OSError as error:
+        raise storage_error(error, "making the staging folder", folder) from error
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def clear(folder: Path, keep: set[str] | None = None) -> None:
+    """Remove the files of a staging folder that are not in ``keep``; without ``keep`` the folder itself, the lock last."""
+    for path in sorted(folder.iterdir(), key=lambda p: p.name == "lock"):
+        if keep is None or path.name not in {*keep, "lock"}:
+            path.unlink()
+    if keep is None:
+        folder.rmdir()
+        fsync_path(folder.parent)

@@ -1,0 +1,250 @@
+"""What the page says: plain values, tables and words, from a run's documents and metrics. No drawing, no files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from clustertune.errors import ExitCode
+from clustertune.ifeval.scores import notes as evaluation_notes
+from clustertune.report.format import UNKNOWN, duration, moment, number, percent, plain, size
+from clustertune.report.metrics import Metrics
+
+Row = list[str]
+
+_ENDS = {
+    int(ExitCode.OK): "finished",
+    int(ExitCode.FAILED): "failed",
+    int(ExitCode.CONFIG): "refused: recipe, data or checkpoint",
+    int(ExitCode.STORAGE): "stopped: storage",
+    int(ExitCode.AGAIN): "interrupted, saved, goes on with the same command",
+    int(ExitCode.STOP): "stopped: loss or gradient norm not finite",
+}
+
+
+_BADGES = {
+    int(ExitCode.OK): {"text": "trained", "tone": "good"},
+    int(ExitCode.AGAIN): {"text": "interrupted", "tone": "plain"},
+    int(ExitCode.STOP): {"text": "stopped: not finite", "tone": "warn"},
+}
+
+
+def get(value: Any, *keys: str) -> Any:
+    """A value deep in nested mappings, or None."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings with their dotted paths; what is None or empty is left out."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif value is not None and value != []:
+        yield prefix, value
+
+
+def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """One word for the whole run, and its tone (``good``, ``warn``, ``plain``)."""
+    failed = [name for name, record in stages.items() if record.get("status") == "failed"]
+    if failed and failed[-1] != "train":
+        return {"text": f"{failed[-1]} failed", "tone": "warn"}
+    if not failed and get(stages, "eval", "status") in ("done", "reused"):
+        return {"text": "finished", "tone": "good"}
+    code = metrics.attempts[-1].exit_code if metrics.attempts else None
+    if code is not None:
+        return _BADGES.get(code, {"text": f"training failed, exit {code}", "tone": "warn"})
+    return {"text": "train failed", "tone": "warn"} if failed else {"text": "unfinished", "tone": "plain"}
+
+
+def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], ifeval: Any, trained: Any) -> list[dict[str, str]]:
+    """The figures that come first; ``trained`` is the number of trainable parameters."""
+    found = []
+
+    def add(name: str, value: str, note: str = "") -> None:
+        if value != UNKNOWN:
+            found.append({"name": name, "value": value, "note": note})
+
+    steps, evals = metrics.steps, metrics.evals
+    if steps:
+        add("Training loss", number(steps[-1].loss), f"step {steps[-1].step}, {number(steps[0].loss)} at step {steps[0].step}")
+    if evals:
+        first, last = evals[0], evals[-1]
+        if len(evals) > 1:
+            add("Eval loss", f"{number(first.eval_loss, 3)} → {number(last.eval_loss, 3)}", f"step {first.step} → {last.step}")
+        else:
+            add("Eval loss", number(last.eval_loss), f"step {last.step}")
+        note = f"eval, {percent(first.eval_token_accuracy)} at step {first.step}" if len(evals) > 1 else "eval"
+        add("Token accuracy", percent(last.eval_token_accuracy), note)
+    elif steps:
+        add("Token accuracy", percent(steps[-1].token_accuracy), "train")
+    rates = [s.tokens_per_second for s in steps if s.tokens_per_second is not None and math.isfinite(s.tokens_per_second)]
+    if rates:
+        add("Tokens/s", number(float(round(median(rates)))), f"median, {number(steps[-1].tokens)} tokens in all")
+    memory = [s.memory_bytes for s in steps if s.memory_bytes is not None]
+    if memory:
+        add("Peak memory", size(max(memory)), "largest of all ranks")
+    seconds = [record["seconds"] for record in stages.values() if isinstance(record.get("seconds"), int | float)]
+    if seconds:
+        add("Wall time", duration(sum(seconds)), f"training {duration(get(stages, 'train', 'seconds'))}")
+    add("Trainable parameters", number(trained))
+    note = "prompt-level strict" if get(ifeval, "dataset", "is_benchmark") else "prompt-level strict, not the benchmark"
+    add("IFEval", percent(get(ifeval, "scores", "prompt_level_strict_acc")), note)
+    return found
+
+
+def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], ifeval: Any, trained: Any) -> list[Row]:
+    """The recipe's ``expect`` beside what the run reached; ``trained`` is the number of trainable parameters."""
+    last_step = metrics.steps[-1] if metrics.steps else None
+    last_eval = metrics.evals[-1] if metrics.evals else None
+    train_seconds = get(stages, "train", "seconds")
+    reached: dict[str, Any] = {
+        "train_loss": last_step and last_step.loss,
+        "eval_loss": last_eval and last_eval.eval_loss,
+        "token_accuracy": last_eval and last_eval.eval_token_accuracy,
+        "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
+        "steps": last_step and last_step.step,
+        "trainable_parameters": trained,
+    }
+    rows = []
+    for key, wanted in flatten(expect):
+        found = reached.get(key)
+        if key.startswith("ifeval."):
+            found = get(ifeval, "scores", key.removeprefix("ifeval.")) if get(ifeval, "dataset", "is_benchmark") else None
+        both = isinstance(wanted, int | float) and isinstance(found, int | float)
+        difference = f"{found - wanted:+,.4g}" if both else UNKNOWN
+        rows.append([key, number(wanted), number(found), difference])
+    return rows
+
+
+def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Name, status, tries, time of all tries."""
+    return [
+        [name, str(record.get("status", UNKNOWN)), number(record.get("tries", 1)), duration(record.get("seconds"))]
+        for name, record in stages.items()
+    ]
+
+
+def attempt_rows(metrics: Metrics) -> list[Row]:
+    """Where each attempt began, how far it came, what it had to repeat, how it ended."""
+    rows = []
+    for attempt in metrics.attempts:
+        end = "killed, or still running" if attempt.exit_code is None else _ENDS.get(attempt.exit_code, "ended")
+        end += f" ({attempt.reason})" if attempt.reason else ""
+        end += f", exit {attempt.exit_code}" if attempt.exit_code else ""
+        rows.append([str(attempt.attempt), *map(number, (attempt.start_step, attempt.last_step, attempt.repeated)), end])
+    return rows
+
+
+def checkpoint_rows(metrics: Metrics, present: Collection[str]) -> list[Row]:
+    """Every checkpoint that was saved; ``present`` are the paths, relative to the run, that are still there."""
+    return [
+        [
+            (record.path or UNKNOWN).rpartition("/")[2],
+            number(record.step),
+            size(record.bytes),
+            duration(record.seconds),
+            "kept" if record.path in present else "removed",
+        ]
+        for record in metrics.checkpoints
+        if record.status == "saved"
+    ]
+
+
+def recipe_rows(resolved: Any) -> list[Row]:
+    """Key, value and origin of everything that the recipe sets."""
+    origins = get(resolved, "origins") or {}
+    rows = []
+    for key, value in flatten(get(resolved, "recipe")):
+        origin = get(origins, key)
+        if origin is None:  # a value inside a mapping that was set as a whole
+            origin = next((o for o in (get(origins, key.rsplit(".", n)[0]) for n in range(1, key.count(".") + 1)) if o), "")
+        if origin != "default":
+            rows.append([key, plain(value), str(origin)])
+    return rows
+
+
+def derived_rows(resolved: Any) -> list[Row]:
+    """Key, value and formula."""
+    items = get(resolved, "derived")
+    return [
+        [str(item.get("key", "")), plain(item.get("value")), str(item.get("reason", ""))]
+        for item in (items if isinstance(items, list) else [])
+        if isinstance(item, Mapping)
+    ]
+
+
+def environment_rows(run: Mapping[str, Any]) -> list[Row]:
+    """Distribution, hardware, versions, commit and command."""
+    rows = [[f"distributed {key}", plain(value)] for key, value in flatten(run.get("distributed"))]
+    rows += [[f"accelerate {key}", plain(value)] for key, value in flatten(get(run, "recipe", "accelerate"))]
+    rows += [[f"host {key}", plain(value)] for key, value in flatten(run.get("host"))]
+    commit = get(run, "git", "commit")
+    if commit:
+        rows.append(["git commit", f"{commit}{' with uncommitted changes' if get(run, 'git', 'dirty') else ''}"])
+    rows += [[name, plain(value)] for name, value in flatten(run.get("versions"))]
+    command = run.get("command")
+    if isinstance(command, list):
+        rows.append(["command", " ".join(map(str, command))])
+    rows += [[key, plain(value)] for key, value in flatten({"fingerprint": run.get("fingerprint")})]
+    return rows
+
+
+def ifeval_content(ifeval: Any) -> dict[str, Any] | None:
+    """Rows, numbers for the bars and what must be said beside them; None where nothing was scored."""
+    scores = get(ifeval, "scores")
+    if not isinstance(scores, Mapping) or not all(isinstance(score, int | float) for score in scores.values()):
+        return None
+    dataset, marks = get(ifeval, "dataset") or {}, get(ifeval, "pass", "marks") or {}
+    stderr = get(ifeval, "stderr") or {}
+    errors = [error if isinstance(error := get(stderr, name), int | float) else None for name in scores]
+    rows = [
+        [name, percent(score), percent(error), *([percent(get(marks, name))] if marks else [])]
+        for (name, score), error in zip(scores.items(), errors, strict=True)
+    ]
+    notes = []
+    if get(ifeval, "pass", "passed") is False:
+        notes.append("Below the recipe's pass mark.")
+    try:
+        notes += evaluation_notes(ifeval)
+    except (KeyError, TypeError):  # an evaluation by other means, or by another version
+        notes.append("Not known to be the IFEval benchmark: the evaluation does not say what it scored.")
+    by_hand = get(ifeval, "by_hand")
+    decoding = ", ".join(f"{key} {plain(value)}" for key, value in flatten(get(ifeval, "decoding")) if "." not in key)
+    name = plain(get(dataset, "name") or "unnamed prompts")
+    return {
+        "subtitle": f"{name}, {number(get(dataset, 'prompts'))} prompts. {decoding}",
+        "columns": ["score", "#value", "#± standard error", *(["#pass mark"] if marks else [])],
+        "rows": rows,
+        "notes": notes,
+        "by_hand": " ".join(map(str, by_hand)) if isinstance(by_hand, list) else "",
+        "labels": list(scores),
+        "values": [float(score) for score in scores.values()],
+        "errors": errors,
+        "marks": [mark if isinstance(mark := get(marks, name), int | float) else None for name in scores],
+    }
+
+
+def subtitle(run: Mapping[str, Any]) -> str:
+    """Model, data, date and commit in one line."""
+    recipe = get(run, "recipe", "recipe")
+    parts = [get(recipe, "model", "name"), get(recipe, "data", "name")]
+    created = moment(run.get("created"))
+    parts += [created if created != UNKNOWN else None, (get(run, "git", "commit") or "")[:12] or None]
+    return " · ".join(str(part) for part in parts if part)
+
+
+def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[str]:
+    """What a reader must not miss."""
+    found = []
+    if get(run, "recipe", "tiny"):
+        found.append("Run with --tiny: the architecture is scaled down and its weights are random.")
+    bad = next((s for s in metrics.steps if s.loss is not None and not math.isfinite(s.loss)), None)
+    if bad:
+        found.append(f"The loss is not finite at step {bad.step}.")
+    for source in (get(run, "recipe", "warnings"), get(adapter, "meta", "warnings")):
+        found += [str(item) for item in source] if isinstance(source, list) else []
+    return found

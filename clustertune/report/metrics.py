@@ -1,0 +1,213 @@
+"""Reading ``metrics.jsonl``: one event a line, from several attempts at one run, perhaps cut off anywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. What the line lacked, or held in another type, is None."""
+
+    step: int
+    attempt: int
+    time: float | None = None
+    """Unix seconds."""
+    epoch: float | None = None
+    loss: float | None = None
+    token_accuracy: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens: float | None = None
+    """Tokens since the beginning of the run, over all ranks."""
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    memory_bytes: float | None = None
+    """Peak, the largest of all ranks."""
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation on the eval split; step 0 is before training."""
+
+    step: int
+    attempt: int
+    eval_loss: float | None = None
+    eval_token_accuracy: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint that was saved or removed."""
+
+    step: int
+    attempt: int
+    status: str
+    path: str | None = None
+    bytes: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The newest state of a stage: ``started``, ``done``, ``failed`` or ``reused``."""
+
+    stage: str
+    status: str
+    seconds: float | None = None
+    """Of all its tries that ended, failed ones included."""
+    tries: int = 1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the training."""
+
+    attempt: int
+    start_step: int | None = None
+    """The step it went on from; 0 from the base model."""
+    last_step: int | None = None
+    """The last step it logged."""
+    world_size: int | None = None
+    reason: str | None = None
+    exit_code: int | None = None
+    """None: it was killed, or still runs."""
+    repeated: int = 0
+    """Steps of earlier attempts that it had to do again."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The course of a run as it counts: for each step the record of the last attempt that took it."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    """By step."""
+    evals: list[EvalRecord] = field(default_factory=list)
+    """By step."""
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    """In file order, removals included."""
+    stages: list[StageRecord] = field(default_factory=list)
+    """By first appearance."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """By number."""
+    unreadable_lines: int = 0
+    """Lines that are no event: torn by a crash, or not JSON."""
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a metrics file; a missing one is an empty run. Unknown events and keys are passed over.
+
+    Where an attempt goes on from step S, what earlier attempts logged after S has been thrown away and is left out here,
+    whether or not the new attempt has come as far again. Raises OSError where the file cannot be read.
+    """
+    reader = _Reader()
+    if path.exists():
+        with path.open("rb") as lines:
+            for line in lines:
+                reader.take(line)
+    return reader.result()
+
+
+class _Reader:
+    """Collects events in file order."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, StepRecord] = {}
+        self.evals: dict[int, EvalRecord] = {}
+        self.checkpoints: list[CheckpointRecord] = []
+        self.stages: dict[str, StageRecord] = {}
+        self.attempts: dict[int, dict[str, Any]] = {}
+        self.unreadable = 0
+
+    def take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            event = json.loads(line)
+            name = event["event"]
+            handle = getattr(self, f"_on_{name}", None) if isinstance(name, str) else None
+            if handle is not None:
+                handle(event)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self.unreadable += 1
+
+    def result(self) -> Metrics:
+        return Metrics(
+            steps=[self.steps[step] for step in sorted(self.steps)],
+            evals=[self.evals[step] for step in sorted(self.evals)],
+            checkpoints=self.checkpoints,
+            stages=list(self.stages.values()),
+            attempts=[Attempt(number, **self.attempts[number]) for number in sorted(self.attempts)],
+            unreadable_lines=self.unreadable,
+        )
+
+    def _attempt(self, event: dict[str, Any]) -> dict[str, Any]:
+        return self.attempts.setdefault(_whole(event.get("attempt", 1)), {})
+
+    def _on_start(self, event: dict[str, Any]) -> None:
+        start = _whole(event["step"])
+        attempt = self._attempt(event)
+        lost = [step for step in self.steps if step > start]
+        attempt.update(start_step=start, world_size=_maybe_whole(event.get("world_size")), repeated=len(lost))
+        for step in lost:
+            del self.steps[step]
+        for step in [step for step in self.evals if step > start]:
+            del self.evals[step]
+
+    def _on_step(self, event: dict[str, Any]) -> None:
+        step, attempt = _whole(event["step"]), self._attempt(event)
+        numbers = {
+            name: _number(event.get(name)) for name in StepRecord.__dataclass_fields__ if name not in ("step", "attempt")
+        }
+        self.steps[step] = StepRecord(step, _whole(event.get("attempt", 1)), **numbers)
+        attempt["last_step"] = step
+
+    def _on_eval(self, event: dict[str, Any]) -> None:
+        step = _whole(event["step"])
+        names = ("eval_loss", "eval_token_accuracy", "seconds")
+        self.evals[step] = EvalRecord(step, _whole(event.get("attempt", 1)), **{n: _number(event.get(n)) for n in names})
+
+    def _on_checkpoint(self, event: dict[str, Any]) -> None:
+        path = event.get("path")
+        self.checkpoints.append(
+            CheckpointRecord(
+                _whole(event["step"]),
+                _whole(event.get("attempt", 1)),
+                str(event.get("status", "saved")),
+                path if isinstance(path, str) else None,
+                _number(event.get("bytes")),
+                _number(event.get("seconds")),
+            )
+        )
+
+    def _on_stage(self, event: dict[str, Any]) -> None:
+        name, status = str(event["stage"]), str(event.get("status", "started"))
+        before = self.stages.get(name, StageRecord(name, status, tries=0))
+        seconds = _number(event.get("seconds"))
+        total = before.seconds if seconds is None else (before.seconds or 0.0) + seconds
+        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1))
+
+    def _on_stop(self, event: dict[str, Any]) -> None:
+        reason = event.get("reason")
+        self._attempt(event).update(
+            reason=reason if isinstance(reason, str) else None, exit_code=_maybe_whole(event.get("exit_code"))
+        )
+
+
+def _whole(value: Any) -> int:
+    """A step or attempt number. Raises TypeError or ValueError for anything else: the line is then unreadable."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+        raise ValueError(f"{value!r} is no step")
+    return int(value)
+
+
+def _maybe_whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,166 @@
+"""``report.html``: one self-contained page of a run, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertune.console import say
+from clustertune.errors import UserError, storage_error
+from clustertune.manifest import MANIFEST, write_durably
+from clustertune.report import content, plots
+from clustertune.report.format import duration, percent, plain
+from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.rundir import RunDir
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+_OWN_STAGE = "report"
+_WIDE = "Loss"
+"""The plot that has a row of its own."""
+
+
+def build(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the page of ``run_dir`` to ``out`` (its own ``report.html`` by default) and return the path.
+
+    Whatever is missing or unreadable but ``run.json`` is left out or said on the page: a run that failed is the one that
+    a person wants to look at. The same run gives the same bytes. Raises UserError where ``run_dir`` is no run folder, and
+    with exit code 73 where the page cannot be written.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    run = RunDir(run_dir)
+    document = run.read()
+    if not isinstance(document, dict):
+        raise UserError(f"{run.run_json}: holds no run")
+    page = run.report if out is None else out
+    try:
+        metrics = read_metrics(run.metrics)
+        values = _collect(run, document, metrics)
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        html = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(page, html + "\n")
+    except OSError as error:
+        raise storage_error(error, "writing the report", page) from error
+    return page
+
+
+def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
+    """Everything that the template shows."""
+    resolved = document.get("recipe")
+    stages = read_stages(run, metrics)
+    ifeval = _read_json(run.eval / "ifeval.json")
+    adapter = _read_json(run.adapter / MANIFEST)
+    trained = content.get(adapter, "meta", "parameters") or content.get(document, "distributed", "trainable_parameters")
+    restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
+    scored = content.ifeval_content(ifeval)
+    if scored:
+        notes = [f"{percent(value)}" for value in scored["values"]]
+        scored["svg"] = plots.draw_bars(
+            "IFEval scores",
+            scored["labels"],
+            scored["values"],
+            notes,
+            errors=scored["errors"],
+            marks=scored["marks"],
+            limit=1.0,
+        )
+    torn = metrics.unreadable_lines
+    return {
+        "title": str(content.get(resolved, "name") or run.path.resolve().name),
+        "subtitle": content.subtitle(document),
+        "status": content.status_of(metrics, stages),
+        "notes": content.warnings_of(document, metrics, adapter),
+        "tiles": content.tiles(metrics, stages, ifeval, trained),
+        "expected": content.expected_rows(content.get(resolved, "recipe", "expect"), metrics, stages, ifeval, trained),
+        "plots": _draw_training(metrics, restarts),
+        "restarts": restarts,
+        "ifeval": scored,
+        "stages": _stages(stages),
+        "attempts": content.attempt_rows(metrics),
+        "checkpoints": content.checkpoint_rows(metrics, _present(run)),
+        "recipe": content.recipe_rows(resolved),
+        "derived": content.derived_rows(resolved),
+        "environment": content.environment_rows(document),
+        "architecture": [[key, plain(value)] for key, value in content.flatten(content.get(resolved, "architecture"))],
+        "footer": f"From run.json and metrics.jsonl of {run.path.resolve().name}."
+        + (f" {torn} lines of metrics.jsonl are no events and were passed over." if torn else ""),
+    }
+
+
+def read_stages(run: RunDir, metrics: Metrics) -> dict[str, dict[str, Any]]:
+    """Each stage's status and seconds, by first start; the record of a finished one in ``stages/`` wins over the events.
+
+    The report's own stage is left out: it cannot be finished while its page is written.
+    """
+    found: dict[str, dict[str, Any]] = {
+        record.stage: {"status": record.status, "seconds": record.seconds, "tries": record.tries} for record in metrics.stages
+    }
+    if (run.path / "stages").is_dir():
+        for path in sorted((run.path / "stages").glob("*.json")):
+            record = _read_json(path)
+            if isinstance(record, Mapping) and found.get(path.stem, {}).get("status") != "failed":
+                stage = found.setdefault(path.stem, {"seconds": None, "tries": 1})
+                stage["status"] = record.get("status", "done")
+                stage["seconds"] = stage["seconds"] or record.get("seconds")
+    found.pop(_OWN_STAGE, None)
+    return found
+
+
+def _present(run: RunDir) -> set[str]:
+    """The checkpoint folders that are there, relative to the run."""
+    folder = run.checkpoints
+    return {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _stages(stages: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    timed = {name: float(r["seconds"]) for name, r in stages.items() if isinstance(r.get("seconds"), int | float)}
+    if not stages:
+        return None
+    svg = plots.draw_bars("stage times", list(timed), list(timed.values()), [duration(value) for value in timed.values()])
+    return {"rows": content.stage_rows(stages), "svg": svg}
+
+
+def _draw_training(metrics: Metrics, restarts: list[int]) -> list[dict[str, Any]]:
+    """The plots over steps; one that has no values is left out."""
+    steps = [record.step for record in metrics.steps]
+    at = [record.step for record in metrics.evals]
+
+    def train(label: str, name: str, factor: float = 1.0) -> plots.Line:
+        values = [getattr(record, name) for record in metrics.steps]
+        return plots.Line(label, steps, [None if value is None else value * factor for value in values])
+
+    def evaluated(name: str, factor: float = 1.0) -> plots.Line:
+        values = [getattr(record, name) for record in metrics.evals]
+        scaled = [None if value is None else value * factor for value in values]
+        return plots.Line("eval", at, scaled, plots.SECOND, marked=True)
+
+    wanted: list[tuple[str, list[plots.Line], str, bool]] = [
+        ("Loss", [train("train", "loss"), evaluated("eval_loss")], "nats per token", False),
+        ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
+        ("Learning rate", [train("learning rate", "learning_rate")], "", True),
+        ("Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True),
+        ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
+        ("Step time", [train("step time", "seconds")], "s", True),
+        ("Peak memory", [train("memory", "memory_bytes", 2**-30)], "GiB, largest of all ranks", True),
+    ]
+    drawn = []
+    for title, possible, unit, zero in wanted:
+        lines = [line for line in possible if any(value is not None for value in line.values)]
+        svg = plots.draw_lines(title, lines, unit=unit, zero=zero, restarts=restarts, wide=title == _WIDE) if lines else ""
+        if svg:
+            drawn.append({"title": title, "svg": svg, "wide": title == _WIDE})
+    return drawn
+
+
+def _read_json(path: Path) -> Any:
+    """A JSON document, or None where there is none or it cannot be read (then said on stderr)."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        say(f"warning: {path} is left out of the report: {error}")
+        return None

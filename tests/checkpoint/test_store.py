@@ -1,0 +1,199 @@
+"""Checkpoints on disk: what is whole, what is newest, what may be removed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clustertune import manifest
+from clustertune.checkpoint import store
+from clustertune.errors import UserError
+
+
+class OneRank:
+    rank, world_size = 0, 1
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+
+def make_store(folder: Path, attempt: int = 1, limit: int | None = 3) -> tuple[store.CheckpointStore, list[str]]:
+    told: list[str] = []
+    return store.CheckpointStore(folder, attempt, limit, OneRank(), told.append), told
+
+
+def save(folder: Path, step: int, attempt: int = 1, commit: bool = True) -> Path:
+    checkpoints, _ = make_store(folder, attempt)
+    path = checkpoints.begin(step)
+    (path / "pytorch_model_fsdp_0").mkdir()
+    (path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(os.urandom(256))
+    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(os.urandom(64))
+    (path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    if commit:
+        checkpoints.commit(path, {"step": step})
+    return path
+
+
+def test_newest_is_by_step_and_attempt_never_by_time(tmp_path: Path) -> None:
+    for step, attempt in ((20, 1), (40, 1), (40, 2)):
+        save(tmp_path, step, attempt)
+    os.utime(tmp_path / "step-000020", (2e9, 2e9))  # the clock was set back after the later ones were written
+    newest, broken = store.newest_whole(tmp_path)
+    assert newest is not None and newest.path.name == "step-000040.a2" and broken == []
+
+
+def test_a_seven_digit_step_comes_after_a_six_digit_one(tmp_path: Path) -> None:
+    save(tmp_path, 999_999)
+    save(tmp_path, 1_000_000)
+    newest, _ = store.newest_whole(tmp_path)
+    assert newest is not None and newest.step == 1_000_000
+
+
+def test_unfinished_is_passed_over_and_never_written_into(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    half = save(tmp_path, 4, commit=False)
+    newest, broken = store.newest_whole(tmp_path)
+    assert newest is not None and newest.step == 2
+    assert [c.path for c, _ in broken] == [half]
+    with pytest.raises(FileExistsError):
+        make_store(tmp_path)[0].begin(4)
+    assert make_store(tmp_path, attempt=2)[0].begin(4).name == "step-000004.a2"
+
+
+FILES = ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(max_examples=30, deadline=None)
+@given(place=st.integers(0, 2000), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: str, place: int, bit: int) -> None:
+    path = save(tmp_path_factory.mktemp("flip"), 2)
+    data = bytearray((path / name).read_bytes())
+    data[place % len(data)] ^= 1 << bit
+    (path / name).write_bytes(data)
+    assert [p.file for p in store.verify(path)] == [str(path / name)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_missing_swapped_and_added_files_are_found(tmp_path: Path, name: str) -> None:
+    one, two = save(tmp_path / "a", 2), save(tmp_path / "b", 2)
+    content = (one / name).read_bytes()
+    (one / name).write_bytes((two / name).read_bytes() if "metadata" in name or "distcp" in name else content[:-1])
+    assert store.verify(one)
+    (one / name).write_bytes(content)
+    assert store.verify(one) == []
+    (one / name).unlink()
+    assert "missing" in str(store.verify(one)[0])
+    (one / name).write_bytes(content)
+    (one / "stray.bin").write_bytes(b"x")
+    assert "not named" in str(store.verify(one)[0])
+
+
+def test_a_checkpoint_renamed_to_another_step_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    path.rename(tmp_path / "step-000008")
+    assert "its name says 8" in str(store.verify(tmp_path / "step-000008")[0])
+
+
+def test_verify_opens_no_pickle(tmp_path: Path) -> None:
+    class Canary:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    path = save(tmp_path, 2)
+    (path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Canary()))
+    assert store.verify(path)
+    store.newest_whole(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8, 10):
+        save(tmp_path, step)
+    checkpoints, told = make_store(tmp_path, limit=2)
+    checkpoints.prune()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000008", "step-000010"]
+    assert len(told) == 3 and all("removed" in line for line in told)
+
+
+def test_prune_does_not_count_or_delete_a_damaged_one(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    shard = tmp_path / "step-000006" / FILES[0]
+    shard.write_bytes(bytes(256))
+    checkpoints, told = make_store(tmp_path, limit=1)
+    checkpoints.prune()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006"]
+    assert any("damaged" in line for line in told)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_at_least_one_whole_checkpoint_stays(tmp_path: Path, limit: int) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4, commit=False)
+    make_store(tmp_path, attempt=2, limit=limit)[0].prune()
+    assert store.newest_whole(tmp_path)[0] is not None
+
+
+def test_leftovers_go_only_once_a_newer_checkpoint_is_whole(tmp_path: Path) -> None:
+    left = save(tmp_path, 4, commit=False)
+    checkpoints, told = make_store(tmp_path, attempt=2)
+    checkpoints.prune()
+    assert left.exists()
+    save(tmp_path, 4, attempt=2)
+    checkpoints.prune()
+    assert not left.exists() and any("unfinished" in line for line in told)
+
+
+def test_an_unfinished_folder_of_this_attempt_stays(tmp_path: Path) -> None:
+    """Mutation of the rule above: another rank may still write there."""
+    save(tmp_path, 6, attempt=2)
+    mine = save(tmp_path, 4, attempt=2, commit=False)
+    make_store(tmp_path, attempt=2)[0].prune()
+    assert mine.exists()
+
+
+def test_a_failed_fsync_means_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    checkpoints, _ = make_store(tmp_path)
+    path = checkpoints.begin(2)
+    (path / "shard").write_bytes(b"data")
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "fsync_path", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpoints.commit(path, {"step": 2})
+    assert not (path / manifest.MANIFEST).exists() and store.newest_whole(tmp_path)[0] is None
+
+
+def test_find_checkpoint_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        store.find_checkpoint(tmp_path)
+    path = save(tmp_path / "checkpoints", 2)
+    assert store.find_checkpoint(tmp_path) == path
+    assert store.find_checkpoint(path) == path
+    (path / "trainer_state.json").unlink()
+    with pytest.raises(UserError, match=r"trainer_state\.json: missing"):
+        store.find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("m/__3_0.distcp", 3), ("rng_state_5.pth", 1), ("m/.metadata", 0), ("scheduler.pt", 0)]
+)
+def test_each_rank_syncs_the_files_that_it_wrote(tmp_path: Path, name: str, owner: int) -> None:
+    checkpoints, _ = make_store(tmp_path)
+    checkpoints.ranks = type("Four", (OneRank,), {"world_size": 4})()
+    assert checkpoints._owner(name) == owner

@@ -1,0 +1,101 @@
+"""The real command, started as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+
+SHORT = ["train.max_steps=8", "train.save_steps=2", "train.eval_steps=3", "eval.ifeval.max_gen_toks=8"]
+"""A training of seconds: enough for three checkpoints."""
+
+NO_NETWORK = ["unshare", "--map-root-user", "--net", sys.executable, "-c"]
+LOOPBACK_ONLY = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as s:  # bring lo up: SIOCGIFFLAGS, then SIOCSIFFLAGS with IFF_UP
+    request = struct.pack("16sH14s", b"lo", 0, b"")
+    flags = struct.unpack("16sH14s", fcntl.ioctl(s, 0x8913, request))[1]
+    fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", flags | 1, b""))
+os.execv(sys.executable, [sys.executable, "-m", "clustertune", *sys.argv[1:]])
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a finished command left: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO) -> Done:
+    """Run ``clustertune`` to its end; with ``network=False`` in a network namespace that has nothing but loopback."""
+    prefix = [sys.executable, "-m", "clustertune"] if network else [*NO_NETWORK, LOOPBACK_ONLY]
+    done = subprocess.run(
+        [*prefix, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=280,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def run_until(condition: Callable[[], bool], act: Callable[[int], None], *arguments: str | Path) -> Done:
+    """Start ``clustertune``, call ``act(pid)`` as soon as ``condition`` holds, and wait for the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "clustertune", *map(str, arguments)],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    ) as child:
+        deadline = time.monotonic() + 200
+        while child.poll() is None and time.monotonic() < deadline and not condition():
+            time.sleep(0.02)
+        if child.poll() is None:
+            act(child.pid)
+        out, err = child.communicate(timeout=200)
+    assert "Traceback" not in err, err
+    return Done(child.returncode, out, err)
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a run's metrics, in order; none where there are no metrics yet."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event["event"] == kind:
+            found.append(event)
+    return found
+
+
+def rank_pid(run_dir: Path, rank: int) -> int:
+    """The process of a rank of the newest attempt."""
+    newest = max((run_dir / "attempts").iterdir())
+    return int((newest / f"rank-{rank}.pid").read_text())

@@ -1,0 +1,270 @@
+"""Layers, overrides, derivation, and the object that the stages of a run read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.config import derive
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+
+Refuse = Callable[..., list[Any]]
+NAMES = ("tiny-oasst2", "llama405b-oasst2")
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
+@pytest.mark.parametrize("tiny", [False, True])
+def test_every_shipped_recipe_resolves_and_survives_json(name: str, file: str, tiny: bool) -> None:
+    resolved = resolve(name, [f"accelerate={file}"], tiny=tiny)
+    assert resolved.accelerate_path.name == file and resolved.accelerate_path.is_file()
+    again = Resolved.from_dict(json.loads(json.dumps(resolved.as_dict())))
+    assert again == resolved
+    assert again.fingerprint() == resolved.fingerprint()
+
+
+def test_all_recipe_folders_are_covered(repo: Path) -> None:
+    assert {path.parent.name for path in (repo / "recipes").glob("*/recipe.yaml")} == set(NAMES)
+
+
+def test_a_recipe_has_few_lines_of_its_own(repo: Path) -> None:
+    for name in NAMES:
+        lines = (repo / "recipes" / name / "recipe.yaml").read_text().splitlines()
+        assert len([line for line in lines if line.strip() and not line.strip().startswith("#")]) <= 18
+
+
+def test_the_ways_to_name_a_recipe(repo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = repo / "recipes" / "tiny-oasst2"
+    expected = resolve(folder)
+    monkeypatch.chdir(tmp_path)
+    for given_name in ("tiny-oasst2", "recipes/tiny-oasst2", str(folder), folder / "recipe.yaml", f"{folder}/"):
+        assert resolve(given_name) == expected
+    monkeypatch.chdir(folder)
+    assert resolve(".") == expected
+    assert resolve("recipe.yaml") == expected
+
+
+def test_layers_and_origins(recipes: Path) -> None:
+    resolved = resolve(recipes / "tiny-oasst2", ["train.learning_rate=1e-4", "lora.r=4"])
+    assert resolved.train_args["learning_rate"] == 1e-4
+    assert resolved.origins["train.learning_rate"] == "override"
+    assert resolved.origins["train.optim"] == "base sft-lora"
+    assert resolved.origins["train.global_batch_size"] == "recipe"
+    assert resolved.origins["data.eval_fraction"] == "default"
+    assert resolved.recipe.lora is not None and resolved.recipe.lora["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.learning_rate=1e-4", ("train", "learning_rate"), 1e-4),
+        ("lora=null", ("lora",), None),
+        ("lora.target_modules=[q_proj, v_proj]", ("lora", "target_modules"), ["q_proj", "v_proj"]),
+        ("data.input=/data/a b.jsonl", ("data", "input"), "/data/a b.jsonl"),
+        ("data={name: d, input: x.jsonl, format: alpaca, language: null}", ("data", "format"), "alpaca"),
+        ("train.report_to=none", ("train", "report_to"), "none"),
+        ("train.eval_strategy=no", ("train", "eval_strategy"), "no"),
+        ("slurm.time=2-00:00:00", ("slurm", "time"), "2-00:00:00"),
+        ("train.model_init_kwargs.attn_implementation=eager", ("train", "model_init_kwargs"), {"attn_implementation": "eager"}),
+    ],
+)
+def test_overrides_are_typed_as_in_a_recipe(override: str, path: tuple[str, ...], value: Any) -> None:
+    body = resolve("tiny-oasst2", [override]).recipe.model_dump()
+    for key in path:
+        body = body[key]
+    assert body == value
+
+
+def test_the_last_override_holds() -> None:
+    assert resolve("tiny-oasst2", ["lora.r=4", "lora.r=8"]).recipe.lora["r"] == 8  # type: ignore[index]
+    assert resolve("tiny-oasst2", ["lora=null", "lora.r=8", "lora.target_modules=all-linear"]).recipe.lora is not None
+
+
+@pytest.mark.parametrize("text", ["train", "=3", "train.=3", "train..seed=3", "a b=3", "../x=3", "train.seed", "-x=1"])
+def test_what_is_no_override(text: str, refused: Refuse) -> None:
+    problem = refused("tiny-oasst2", [text])[0]
+    assert problem.file == "command line" and "section.key=value" in problem.fix
+
+
+def test_an_override_that_does_not_parse(refused: Refuse) -> None:
+    for text in ("train.seed=[1", "train.seed='x", "train.seed=3\nmodel: x", "train.seed={a: &b 1, c: *b}"):
+        problem = refused("tiny-oasst2", [text])[0]
+        assert (problem.file, problem.key) == ("command line", "train.seed")
+
+
+def test_accumulation_is_derived() -> None:
+    resolved = resolve("llama405b-oasst2")
+    assert (resolved.world_size, resolved.train_args["gradient_accumulation_steps"]) == (16, 2)
+    assert "global_batch_size" not in resolved.train_args
+    assert resolve("llama405b-oasst2", ranks=32).train_args["gradient_accumulation_steps"] == 1
+    assert resolve("llama405b-oasst2", ranks=1).train_args["gradient_accumulation_steps"] == 32
+    reasons = {item.key: item.reason for item in resolved.derived}
+    assert reasons["train.gradient_accumulation_steps"] == "global batch 32 / (micro batch 1 x 16 data-parallel ranks)"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "batches", "counts"),
+    [(3, 1, "30 or 33", "2 or 4"), (64, 1, "write 64", "32"), (16, 3, "write 48", None), (5, 2, "30 or 40", "4 or 8")],
+)
+def test_what_does_not_divide_names_the_nearest(
+    ranks: int, micro: int, batches: str, counts: str | None, refused: Refuse
+) -> None:
+    found = refused("llama405b-oasst2", [f"train.per_device_train_batch_size={micro}"], ranks=ranks)
+    assert [problem.key for problem in found] == ["train.global_batch_size"]
+    assert batches in found[0].fix
+    assert (f"use {counts} ranks" in found[0].fix) if counts else ("that divides 32" in found[0].fix)
+
+
+@given(batch=st.integers(1, 5000), micro=st.integers(1, 16), ranks=st.integers(1, 600), shared=st.sampled_from([1, 2, 4]))
+def test_accumulation_is_exact_or_its_advice_divides(batch: int, micro: int, ranks: int, shared: int) -> None:
+    world = ranks * shared
+    train = {"global_batch_size": batch, "per_device_train_batch_size": micro}
+    found, problems = derive.accumulation(train, world, ranks, lambda path: "f")
+    if found is not None:
+        assert problems == [] and found.value * micro * ranks == batch
+        return
+    assert batch % (micro * ranks)
+    fix = problems[0].fix or ""
+    sizes = fix.removeprefix("write ").split(",")[0].split(" or ")
+    assert sizes and all(int(size) % (micro * ranks) == 0 for size in sizes)
+    if " ranks" in fix:
+        for count in fix.split("use ")[1].removesuffix(" ranks").split(" or "):
+            assert int(count) % shared == 0 and batch % (micro * int(count) // shared) == 0
+
+
+def test_parallel_ranks_share_a_sequence(recipes: Path, refused: Refuse) -> None:
+    file = recipes / "llama405b-oasst2" / "accelerate.yaml"
+    file.write_text(file.read_text() + "parallelism_config:\n  parallelism_config_tp_size: 8\n")
+    resolved = resolve(recipes / "llama405b-oasst2")
+    assert (resolved.data_parallel_size, resolved.train_args["gradient_accumulation_steps"]) == (2, 16)
+    assert refused(recipes / "llama405b-oasst2", ranks=12)[0].key == "parallelism_config"
+    file.write_text(file.read_text() + "  parallelism_config_dp_shard_size: 4\n")
+    assert "32 ranks; there are 16" in refused(recipes / "llama405b-oasst2")[0].message
+
+
+def test_activations_are_checkpointed_once(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    assert resolve(folder).train_args["activation_checkpointing"] is False
+    for key in ("activation_checkpointing", "gradient_checkpointing"):
+        assert refused(folder, [f"train.{key}=true"])[0].key == f"train.{key}"
+        assert resolve(folder, [f"train.{key}=false"]).train_args["activation_checkpointing"] is False
+    edit(folder / "accelerate.yaml", "fsdp_activation_checkpointing: true", "fsdp_activation_checkpointing: false")
+    assert resolve(folder).train_args["activation_checkpointing"] is True  # TRL's default
+    for key in ("activation_checkpointing", "gradient_checkpointing"):
+        args = resolve(folder, [f"train.{key}=false"]).train_args
+        assert args["activation_checkpointing"] is False and "gradient_checkpointing" not in args
+
+
+def test_precision_stands_once(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    file = folder / "accelerate.yaml"
+    file.write_text(file.read_text() + "mixed_precision: bf16\n")
+    assert refused(folder)[0].key == "mixed_precision"
+    assert resolve(folder, ["train.bf16=true"]).accelerate["mixed_precision"] == "bf16"
+    edit(file, "mixed_precision: bf16", "mixed_precision: no")
+    assert resolve(folder).accelerate["mixed_precision"] is False
+
+
+def test_what_comes_from_the_hub_is_pinned(refused: Refuse) -> None:
+    found = refused("llama405b-oasst2", ["model.revision=null", "data.revision=null"])
+    assert [problem.key for problem in found] == ["model.revision", "data.revision"]
+    assert resolve("llama405b-oasst2", ["model.revision=null", "model.path=/models/405b", "data.revision=null", "data.input=x"])
+    assert refused("llama405b-oasst2", ["model.revision=main"])[0].key == "model.revision"
+    assert refused("tiny-oasst2", ["model.path=/x"])[0].key == "model.path"
+
+
+def test_the_chat_template_is_read_and_counts(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    assert refused(folder, ["model.chat_template=chat.jinja"])[0].file.endswith("chat.jinja")
+    for name in ("../chat.jinja", "/etc/passwd"):
+        assert refused(folder, [f"model.chat_template={name}"])[0].key == "model.chat_template"
+    (folder / "chat.jinja").write_text("{{ messages }}")
+    resolved = resolve(folder, ["model.chat_template=chat.jinja"])
+    assert resolved.chat_template == "{{ messages }}"
+    (folder / "chat.jinja").write_text("{{ messages | length }}")
+    assert resolve(folder, ["model.chat_template=chat.jinja"]).fingerprint() != resolved.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("override", "changes"),
+    [
+        ("train.learning_rate=1e-4", True), ("train.seed=1", True), ("lora.r=8", True), ("data.language=de", True),
+        ("accelerate=accelerate-fsdp1.yaml", True), ("lora=null", True),
+        ("train.report_to=none", False), ("expect.eval_loss=1.0", False), ("slurm.time=01:00:00", False),
+        ("eval.ifeval.limit=3", False), ("train.save_total_limit=9", False),
+    ],
+)  # fmt: skip
+def test_the_fingerprint_follows_what_decides_the_weights(override: str, changes: bool) -> None:
+    assert (resolve("tiny-oasst2", [override]).fingerprint() != resolve("tiny-oasst2").fingerprint()) is changes
+
+
+def test_the_fingerprint_does_not_follow_the_place(recipes: Path) -> None:
+    assert resolve(recipes / "llama405b-oasst2").fingerprint() == resolve("llama405b-oasst2").fingerprint()
+    assert resolve("llama405b-oasst2", ranks=8).fingerprint() != resolve("llama405b-oasst2").fingerprint()
+
+
+def test_the_input_path(recipes: Path, tmp_path: Path) -> None:
+    folder = recipes / "tiny-oasst2"
+    assert "not there on this machine" in resolve(folder).warnings[0]
+    (folder / "conversations.jsonl").write_text("{}")
+    resolved = resolve(folder)
+    assert resolved.input_path == (folder / "conversations.jsonl").resolve() and resolved.warnings == []
+    assert resolve(folder, [f"data.input={tmp_path}/x.jsonl"]).input_path == tmp_path / "x.jsonl"
+    assert resolve("llama405b-oasst2").input_path is None
+
+
+def test_a_base_has_no_base(recipes: Path, refused: Refuse) -> None:
+    base = recipes / "_base" / "sft-lora.yaml"
+    base.write_text("base: other\n" + base.read_text())
+    problem = refused(recipes / "tiny-oasst2")[0]
+    assert problem.key == "base" and problem.file.endswith("_base/sft-lora.yaml:1")
+
+
+def test_a_problem_of_the_base_is_named_there(recipes: Path, refused: Refuse) -> None:
+    edit(recipes / "_base" / "sft-lora.yaml", "lr_scheduler_type: cosine", "lr_scheduler_type: cosin")
+    problem = refused(recipes / "tiny-oasst2")[0]
+    assert "_base/sft-lora.yaml:" in problem.file and problem.fix == "did you mean cosine?"
+
+
+def test_all_problems_of_all_files_at_once(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    edit(folder / "recipe.yaml", "global_batch_size", "global_batchsize")
+    edit(folder / "accelerate.yaml", "fsdp_version: 2", "fsdp_version: 2\n  fsdp_use_orig_params: true")
+    edit(folder / "model.json", "hidden_size", "hiden_size")
+    edit(recipes / "_base" / "sft-lora.yaml", "lora_dropout: 0.05", "lora_dropout: 5")
+    found = refused(folder, ["lora.r=0"])
+    files = {problem.file.rsplit("/", 1)[-1].split(":")[0] for problem in found}
+    assert files == {"recipe.yaml", "accelerate.yaml", "model.json", "sft-lora.yaml", "command line"}
+
+
+def test_without_a_recipe_the_other_files_are_still_checked(recipes: Path, refused: Refuse) -> None:
+    folder = recipes / "tiny-oasst2"
+    (folder / "recipe.yaml").write_text("a: [")
+    (folder / "model.json").unlink()
+    assert {problem.file.rsplit("/", 1)[-1].split(":")[0] for problem in refused(folder)} == {"recipe.yaml", "model.json"}
+
+
+def test_a_folder_name_becomes_a_path(recipes: Path, refused: Refuse) -> None:
+    for name in ("a b", "-rf", "x;y", "$(touch z)", "ü", "a" * 65):
+        target = recipes / name
+        shutil.copytree(recipes / "tiny-oasst2", target)
+        assert "rename" in refused(target)[0].fix
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 10**9])
+def test_impossible_ranks(ranks: int, refused: Refuse) -> None:
+    assert refused("tiny-oasst2", ranks=ranks)[0].key == "ranks"

@@ -1,0 +1,79 @@
+"""What ``show`` says, for people and for machines."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clustertune.config import show
+from clustertune.config.resolve import resolve
+from tests.config.write_golden import GOLDEN, document, file_name
+
+NAMES = ("tiny-oasst2", "llama405b-oasst2")
+
+
+def rendered(name: str, *overrides: str, tiny: bool = False) -> str:
+    stream = io.StringIO()
+    show.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=100))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_document_is_the_golden_one(repo: Path, name: str, tiny: bool) -> None:
+    """A difference is a change of meaning to review; ``python -m tests.config.write_golden`` writes them anew."""
+    golden = json.loads((repo / GOLDEN / file_name(name, tiny)).read_text())
+    assert document(name, tiny) == golden
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_document_says_every_value_and_its_origin(name: str) -> None:
+    body = show.as_json(resolve(name, ["lora.r=4"]))
+    assert json.loads(json.dumps(body)) == body
+    assert body["recipe"] == name
+    assert body["values"]["lora.r"] == {"value": 4, "origin": "override"}
+    assert body["values"]["train.optim"]["origin"] == "base sft-lora"
+    derived = {item["key"]: item for item in body["derived"]}
+    key = "train.gradient_accumulation_steps"
+    assert body["values"][key]["value"] == derived[key]["value"] == 2
+    assert body["values"][key]["origin"] == f"derived: {derived[key]['reason']}"
+    for name_of, value in body["train_args"].items():
+        assert any(path == f"train.{name_of}" or path.startswith(f"train.{name_of}.") for path in body["values"]), (
+            name_of,
+            value,
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_fits_100_columns_and_says_where_from(name: str) -> None:
+    text = rendered(name, "train.seed=7")
+    table = text.split("model.json:")[0]
+    assert max(map(len, table.splitlines())) <= 100
+    for words in ("train.seed", "override", "base sft-lora", "recipe", "derived:", "default", "lora.target_modules"):
+        assert words in table
+    assert "lora.target_modules" in table and "q_proj, k_proj" in table
+
+
+def test_the_table_counts_parameters() -> None:
+    text = rendered("llama405b-oasst2")
+    assert "405,853,388,800 parameters" in text and "404,619,264 trained" in text
+
+
+def test_the_tiny_table_says_tiny() -> None:
+    text = rendered("llama405b-oasst2", tiny=True)
+    assert "--tiny" in text and "model.json scaled down" not in text.split("model.json:")[0]
+    assert [line for line in text.splitlines() if "train.max_steps" in line and line.rstrip().endswith("tiny")]
+
+
+def test_brackets_in_values_are_not_markup() -> None:
+    assert "[red]x[/red]" in rendered("tiny-oasst2", "data.input='/a/[red]x[/red]'")
+
+
+def test_full_fine_tuning_is_shown() -> None:
+    body = show.as_json(resolve("tiny-oasst2", ["lora=null"]))
+    assert body["values"]["lora"] == {"value": None, "origin": "override"}
+    assert body["trainable_parameters"] == body["parameters"]

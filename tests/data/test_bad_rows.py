@@ -1,0 +1,197 @@
+"""Every kind of bad row: left out and counted once, named with file and line, refused where the recipe says stop."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from clustertune.data import chats, oasst, rows
+from clustertune.data.rejects import SHOWN
+from clustertune.errors import ExitCode, UserError
+
+GOOD = 2
+
+
+@functools.cache
+def ten_megabytes():
+    row = {"message_id": "a2", "parent_id": "p1", "message_tree_id": "t", "role": "assistant", "text": "x" * 10_000_000}
+    return json.dumps(row).encode()
+
+
+def bad_rows(row):
+    """(name, reason, rows that are added to a good tree of two rows, how many are rejected)."""
+    other = {"message_tree_id": "u"}
+    without = {key: value for key, value in row("a2", "p1").items() if key != "text"}
+    return [
+        ("empty", "empty-text", [row("a2", "p1", "")]),
+        ("blank", "empty-text", [row("a2", "p1", " \n\t\u00a0")]),
+        ("role", "unknown-role", [row("a2", "p1", role="user")]),
+        ("second root", "two-roots", [row("p2", None)]),
+        ("no parent", "missing-parent", [row("a2", "nobody")]),
+        ("parent elsewhere", "missing-parent", [row("a2", "p1", **other)]),
+        ("own parent", "cycle", [row("a2", "a2")]),
+        ("circle", "cycle", [row("a2", "p2"), row("p2", "a2"), row("p3", "a2")], 2),
+        ("bytes", "not-utf8", [b'{"message_id": "a2", "text": "caf\xe9"}']),
+        ("surrogate", "not-utf8", [row("a2", "p1", "\\ud800")]),
+        ("surrogate id", "not-utf8", [row("p2", None, message_tree_id="\\udfff")]),
+        ("cut", "truncated-json", [json.dumps(row("a2", "p1")).encode()[:-30]]),
+        ("cut in a nested value", "truncated-json", [b'{"labels": {"a": 1}']),
+        ("comma", "invalid-json", [b'{"message_id": "a2",, "text": "x"}']),
+        ("glued", "invalid-json", [b'{"message_id": "a2"}{"message_id": "a3"}']),
+        ("digits", "invalid-json", [b'{"rank": ' + b"9" * 5000 + b"}"]),
+        ("missing column", "wrong-column", [without]),
+        ("type of text", "wrong-column", [row("a2", "p1") | {"text": 7}]),
+        ("type of id", "wrong-column", [row("a2", "p1", message_id=7)]),
+        ("type of parent", "wrong-column", [row("a2", 7)]),
+        ("type of tree", "wrong-column", [row("a2", "p1", message_tree_id=None)]),
+        ("type of rank", "wrong-column", [row("a2", "p1", rank="first")]),
+        ("truth as rank", "wrong-column", [row("a2", "p1", rank=True)]),
+        ("rank not finite", "wrong-column", [row("a2", "p1", rank=float("nan"))]),
+        ("type of deleted", "wrong-column", [row("a2", "p1", deleted="no")]),
+        ("type of review", "wrong-column", [row("a2", "p1", review_result=0)]),
+        ("root without language", "wrong-column", [row("p2", None, lang=None, **other)]),
+        ("type of replies", "wrong-column", [row("a2", "p1", replies="none")]),
+        ("a list", "wrong-column", [["a2"]]),
+        ("a prompt that is none", "wrong-column", [{"message_tree_id": "u", "prompt": None}]),
+        ("10 MB", "message-too-long", [ten_megabytes()]),
+        ("same id", "duplicate-id", [row("a1", "p1", "again")]),
+        ("same id elsewhere", "duplicate-id", [row("a1", None, **other)]),
+        ("same role below", "wrong-parent-role", [row("a2", "a1")]),
+        ("question below question", "wrong-parent-role", [row("p2", "p1")]),
+        ("root is an answer", "wrong-parent-role", [row("a2", None, **other)]),
+        ("nobody answered", "no-assistant-reply", [row("p2", None, **other)]),
+    ]
+
+
+NAMES = [entry[0] for entry in bad_rows(lambda identity, *_, **changes: {"message_id": identity} | changes)]
+
+
+@pytest.fixture(params=NAMES)
+def bad(request, row, lines):
+    _, reason, rows_, *count = next(entry for entry in bad_rows(row) if entry[0] == request.param)
+    good = [row("p1", None), row("a1", "p1")]
+    content = lines(good) + lines(rows_).replace(b"\\\\ud", b"\\ud")
+    return content, reason, (count or [1])[0]
+
+
+def test_skip_leaves_the_row_out_counts_it_and_says_where(run, bad, capsys):
+    content, reason, count = bad
+    got = run(content, bad_rows="skip")
+    assert got.texts == {"t": ["text of p1", "text of a1"]}
+    assert got.rejected == {reason: count}
+    listed = got.lines("rejected")
+    assert [(entry["file"], entry["line"], entry["reason"]) for entry in listed[:1]] == [("rows.jsonl", GOOD + 1, reason)]
+    assert len(listed) == count
+    assert all(0 < len(entry["detail"]) < 300 for entry in listed)
+    assert f"{reason} {count}" in capsys.readouterr().err
+
+
+def test_stop_refuses_with_file_and_line(run, bad):
+    content, reason, count = bad
+    if reason == "no-assistant-reply":
+        assert run(content, bad_rows="stop").rejected == {reason: 1}
+        return
+    with pytest.raises(UserError) as caught:
+        run(content, bad_rows="stop")
+    first, *named = caught.value.problems
+    assert caught.value.code == ExitCode.CONFIG
+    assert f"{count} bad row" in first.message
+    assert named[0].file.endswith(f"rows.jsonl:{GOOD + 1}")
+    assert named[0].message.startswith(reason)
+
+
+def test_stop_lists_the_first_twenty_and_the_total(run, row):
+    content = [row("p1", None), row("a1", "p1"), *(row(f"a{i}", "p1", "") for i in range(2, 60))]
+    with pytest.raises(UserError) as caught:
+        run(content, bad_rows="stop")
+    assert "58 bad rows" in str(caught.value)
+    assert len(caught.value.problems) == 1 + SHOWN
+
+
+def test_rows_below_a_bad_one_fall_out_and_are_not_counted_again(run, row):
+    content = [row("p1", None), row("a1", "p1"), row("a2", "p1", "", rank=0), row("p2", "a2"), row("a3", "p2")]
+    assert run(content).rejected == {"empty-text": 1}
+
+
+def test_rows_below_one_whose_parent_is_no_id_are_not_counted_again(run, row):
+    content = [row("p1", None), row("a1", "p1"), row("p2", 7), row("a2", "p2"), row("p3", "a2")]
+    assert run(content).rejected == {"wrong-column": 1}
+
+
+def test_a_bad_reply_of_rank_0_makes_room_for_the_next(run, row):
+    content = [row("p1", None), row("a1", "p1", "", rank=0), row("a2", "p1", rank=1)]
+    assert run(content).texts["t"] == ["text of p1", "text of a2"]
+
+
+def test_the_root_named_like_the_tree_stays_else_the_first(run, row):
+    content = [row("p0", None), row("t", None, role="prompter"), row("a0", "p0"), row("a1", "t")]
+    assert run(content).texts["t"] == ["text of t", "text of a1"]
+    content = [row("p0", None), row("p1", None), row("a0", "p0"), row("a1", "p1")]
+    got = run(content)
+    assert got.texts["t"] == ["text of p0", "text of a0"]
+    assert got.rejected == {"two-roots": 1}
+
+
+def test_the_limit_is_in_bytes_and_the_message_below_it_is_kept(run, row):
+    below, above = "é" * 4_999_999, "é" * 5_000_000
+    got = run([row("p1", None), row("a1", "p1", above, rank=0), row("a2", "p1", below, rank=1)])
+    assert got.texts["t"][1] == below
+    assert got.rejected == {"message-too-long": 1}
+
+
+def test_a_line_over_the_record_limit_is_skipped_whole(run, row, lines, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_RECORD_BYTES", 1000)
+    content = lines([row("p1", None), row("a2", "p1", "x" * 5000, rank=0), row("a1", "p1", rank=1)])
+    got = run(content)
+    assert got.texts["t"] == ["text of p1", "text of a1"]
+    assert [(entry["line"], entry["reason"]) for entry in got.lines("rejected")] == [(2, "message-too-long")]
+
+
+def test_blank_lines_zeros_and_a_byte_order_mark_are_no_rows(run, row, lines):
+    content = b"\xef\xbb\xbf" + lines([row("p1", None)]) + b"\n  \r\n" + lines([row("a1", "p1")]) + b"\0" * 512
+    assert run(content, bad_rows="stop").rejected == {}
+
+
+def test_nested_rows_below_a_message_without_id_do_not_become_roots(run, row, nest):
+    tree = nest([row("p1", None), row("a1", "p1"), row("p2", "a1"), row("a2", "p2")])
+    del tree[0]["prompt"]["replies"][0]["replies"][0]["message_id"]
+    got = run(tree)
+    assert got.texts["t"] == ["text of p1", "text of a1"]
+    assert got.rejected == {"wrong-column": 1}
+
+
+def test_without_any_conversation_the_reason_is_said(run, row):
+    with pytest.raises(UserError, match=r"wrong-column 2.*message_id is missing.*data\.format=oasst-tree right"):
+        run([{"instruction": "a", "output": "b"}] * 2)
+    with pytest.raises(UserError, match=r"no tree has the language tr; there are: en 1"):
+        run([row("p1", None), row("a1", "p1")], language="tr")
+    with pytest.raises(UserError, match="holds no usable conversation"):
+        run(b"")
+
+
+def test_without_the_limit_a_10_mb_message_would_get_through(run, row, monkeypatch):
+    monkeypatch.setattr(chats, "MAX_MESSAGE_BYTES", 1 << 40)
+    assert run([row("p1", None), row("a1", "p1", "x" * 10_000_000)]).rejected == {}
+
+
+def test_without_the_search_for_cycles_rows_would_vanish_unsaid(run, row, monkeypatch):
+    monkeypatch.setattr(oasst, "find_cycles", lambda tree, tops: [])
+    assert run([row("p1", None), row("a1", "p1"), row("a2", "p2"), row("p2", "a2")]).rejected == {}
+
+
+def test_without_the_check_of_surrogates_writing_would_fail(run, row, lines, monkeypatch):
+    content = lines([row("p1", None), row("a1", "p1", "\\ud800")]).replace(b"\\\\ud", b"\\ud")
+    monkeypatch.setattr(oasst, "check_text", lambda r, key: r[key])
+    with pytest.raises(UnicodeEncodeError):
+        run(content)
+
+
+def test_without_the_iterative_parser_a_deep_record_would_be_a_traceback(run, monkeypatch):
+    content = b'{"message_id": ' + b"[" * 5000 + b"]" * 5000 + b"}\n"
+    with pytest.raises(UserError, match="message_id is a list"):
+        run(content)
+    monkeypatch.setattr(rows, "parse", lambda text: (json.loads(text), len(text)))
+    with pytest.raises(RecursionError):
+        run(content)

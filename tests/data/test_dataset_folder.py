@@ -1,0 +1,311 @@
+"""The dataset on disk: reused when nothing changed, replaced safely when something did, whole or absent after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertune.config.schema import Data, ExpectedSplits
+from clustertune.data import prepare as module
+from clustertune.data import publish
+from clustertune.data.prepare import prepare
+from clustertune.data.splits import choose_eval
+from clustertune.errors import ExitCode, UserError
+from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
+
+SETTINGS = Data(name="x", format="lima", eval_fraction=0.25)
+
+
+def conversations(count: int, answer: str = "a") -> bytes:
+    return b"".join(json.dumps({"conversations": [f"q{i}", answer]}).encode() + b"\n" for i in range(count))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "input" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(conversations(8))
+    return path
+
+
+def make(source: Path, out: Path, seed: int = 1, **changes) -> dict:
+    return prepare(SETTINGS.model_copy(update=changes), recipe_folder=source.parent, seed=seed, out=out, input_path=source)
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {name: (out / name).read_bytes() for name in publish.FILES}
+
+
+def test_the_result_has_the_announced_form(source, tmp_path):
+    out = tmp_path / "deep" / "out"
+    assert make(source, out) == {
+        "dir": str(out),
+        "train": {"conversations": 6, "messages": 12},
+        "eval": {"conversations": 2, "messages": 4},
+        "rejected": {},
+        "reused": False,
+        "warnings": [],
+    }
+    assert find_problems(out, "dataset") == []
+    assert sorted(p.name for p in out.iterdir()) == sorted([*publish.FILES, MANIFEST])
+    manifest = read_manifest(out, "dataset")
+    assert manifest.meta["inputs"][0][0] == "rows.jsonl"
+
+
+def test_reused_when_nothing_changed_and_nothing_is_written(source, tmp_path):
+    out = tmp_path / "out"
+    first = make(source, out)
+    before = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()}
+    assert make(source, out) == first | {"reused": True}
+    assert {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 2}, {"eval_fraction": 0.5}, {"bad_rows": "stop"}, {"format": "messages"}, {"language": "de"}]
+)
+def test_made_anew_when_a_setting_changed(source, tmp_path, change):
+    source.write_bytes(
+        source.read_bytes() + b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    out = tmp_path / "out"
+    make(source, out)
+    if change.get("bad_rows"):
+        with pytest.raises(UserError):
+            make(source, out, **change)
+        assert find_problems(out, "dataset") == []
+        return
+    assert make(source, out, **change)["reused"] is False
+
+
+def test_made_anew_when_a_byte_of_the_input_the_code_or_the_dataset_changed(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    make(source, out)
+    data = source.read_bytes()
+    source.write_bytes(data.replace(b"q7", b"q_"))
+    assert make(source, out)["reused"] is False
+    monkeypatch.setattr(module, "FORMAT", 2)
+    assert make(source, out)["reused"] is False
+    good = content(out)
+    (out / "train.jsonl").write_bytes(good["train.jsonl"].replace(b"a", b"b", 1))
+    assert make(source, out)["reused"] is False
+    assert content(out) == good
+
+
+def test_without_the_input_in_the_key_old_data_would_be_reused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("clustertune.data.sources.LocalFiles.identity", lambda self: [])
+    out = tmp_path / "out"
+    make(source, out)
+    source.write_bytes(conversations(5))
+    assert make(source, out)["reused"] is True
+
+
+def test_what_the_recipe_expects_is_compared_each_time(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    expect = ExpectedSplits(train=6, eval=99)
+    for reused in (False, True):
+        got = make(source, out, expect=expect)
+        assert got["reused"] is reused
+        assert got["warnings"] == ["eval split: 2 conversations, the recipe expects 99"]
+        captured = capsys.readouterr()
+        assert "eval split: 2 conversations, the recipe expects 99" in captured.err
+        assert captured.out == ""
+
+
+def test_the_same_input_gives_the_same_bytes(source, tmp_path):
+    make(source, tmp_path / "one")
+    make(source, tmp_path / "two")
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_a_refused_input_leaves_the_old_dataset(source, tmp_path):
+    out = tmp_path / "out"
+    make(source, out)
+    old = content(out)
+    source.write_bytes(b"nonsense\n")
+    with pytest.raises(UserError):
+        make(source, out)
+    assert content(out) == old
+    assert find_problems(out, "dataset") == []
+    assert sorted(p.name for p in out.iterdir()) == sorted([*publish.FILES, MANIFEST])
+
+
+def test_what_is_no_dataset_is_never_touched(source, tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "train.jsonl").write_text("mine")
+    with pytest.raises(UserError, match=r"something else than a dataset: train\.jsonl"):
+        make(source, foreign)
+    assert (foreign / "train.jsonl").read_text() == "mine"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "weights").write_text("w")
+    seal(other, "adapter", {})
+    with pytest.raises(UserError, match=r"something else than a dataset: MANIFEST\.json of kind adapter"):
+        make(source, other)
+    assert find_problems(other, "adapter") == []
+    with pytest.raises(UserError, match="is no folder"):
+        make(source, source)
+
+
+def test_a_note_of_the_user_beside_the_dataset_does_no_harm(source, tmp_path):
+    out = tmp_path / "out"
+    make(source, out)
+    (out / "NOTES.md").write_text("mine")
+    assert make(source, out)["reused"] is True
+    assert make(source, out, seed=2)["reused"] is False
+    assert (out / "NOTES.md").read_text() == "mine"
+
+
+def test_a_full_disk_is_a_storage_error_and_leaves_the_old_dataset(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    make(source, out)
+    old = content(out)
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_splits", full)
+    with pytest.raises(UserError, match="No space left") as caught:
+        make(source, out, seed=2)
+    assert caught.value.code == ExitCode.STORAGE
+    assert content(out) == old
+    assert find_problems(out, "dataset") == []
+
+
+# --- crashes: a child process dies at its n-th change of the disk
+
+
+def dies_at(step: int, work: Callable[[], object]) -> bool:
+    """Run ``work`` in a child that is killed before its ``step``-th fsync, rename or unlink. True if it died."""
+    child = os.fork()
+    if child == 0:
+        left = step
+        try:
+            for name in ("fsync", "replace", "unlink"):
+                real = getattr(os, name)
+
+                def counted(*args, real=real, **options):
+                    nonlocal left
+                    left -= 1
+                    if left == 0:
+                        os._exit(9)
+                    return real(*args, **options)
+
+                setattr(os, name, counted)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 9
+
+
+def crash_everywhere(work: Callable[[], object], check: Callable[[int], None], reset: Callable[[], None]) -> int:
+    step = 0
+    while True:
+        step += 1
+        reset()
+        if not dies_at(step, work):
+            return step
+        check(step)
+
+
+def test_a_crash_at_any_moment_leaves_the_old_the_new_or_none(source, tmp_path):
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    make(source, fresh, seed=2)
+    new = content(fresh)
+    seen = set()
+
+    def reset() -> None:
+        make(source, out, seed=1)
+
+    reset()
+    old = content(out)
+    assert old["train.jsonl"] != new["train.jsonl"]
+
+    def check(step: int) -> None:
+        if find_problems(out, "dataset"):
+            assert not (out / MANIFEST).exists(), step
+            seen.add("none")
+        else:
+            seen.add({str(old): "old", str(new): "new"}[str(content(out))])
+        assert make(source, out, seed=2)["train"]["conversations"] == 6
+        assert content(out) == new
+        assert [p.name for p in out.iterdir() if p.name.endswith(".new.tmp")] == []
+
+    assert crash_everywhere(lambda: make(source, out, seed=2), check, reset) > 10
+    assert seen == {"old", "none", "new"}
+
+
+def test_a_crash_of_the_first_preparation_can_always_be_repeated(source, tmp_path):
+    numbers = iter(range(1000))
+    out = tmp_path / "0"
+
+    def reset() -> None:
+        nonlocal out
+        out = tmp_path / f"out{next(numbers)}"
+
+    def check(step: int) -> None:
+        if (out / MANIFEST).exists():
+            assert find_problems(out, "dataset") == []
+        assert make(source, out)["eval"]["conversations"] == 2
+        assert find_problems(out, "dataset") == []
+
+    assert crash_everywhere(lambda: make(source, out), check, reset) > 8
+
+
+def test_without_taking_the_old_manifest_away_first_a_crash_leaves_a_mix(source, tmp_path, monkeypatch):
+    """The guard that the test of crashes rests on: taken away, a manifest stands over files of two datasets."""
+    out = tmp_path / "out"
+    make(source, out, seed=1)
+    real = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **options: None if self.name == MANIFEST else real(self, **options))
+    mixed = 0
+    step = 0
+    while dies_at(step := step + 1, lambda: make(source, out, seed=2)):
+        mixed += (out / MANIFEST).exists() and bool(find_problems(out, "dataset"))
+        make(source, out, seed=1)
+    assert mixed > 0
+
+
+def test_two_at_once_leave_one_whole_dataset(source, tmp_path):
+    out = tmp_path / "out"
+    children = []
+    for seed in (1, 2) * 4:
+        child = os.fork()
+        if child == 0:
+            try:
+                make(source, out, seed=seed)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+    assert find_problems(out, "dataset") == []
+
+
+# --- which conversations are held out
+
+KEYS = [f"tree-{i}" for i in range(1000)]
+
+
+def test_the_share_is_rounded_and_neither_side_is_empty():
+    sizes = {n: len(choose_eval(KEYS[:n], 42, 0.05)) for n in (0, 1, 2, 10, 50, 100, 1000)}
+    assert sizes == {0: 0, 1: 0, 2: 1, 10: 1, 50: 2, 100: 5, 1000: 50}
+    assert len(choose_eval(KEYS[:2], 42, 0.99)) == 1
+
+
+def test_the_choice_depends_on_the_seed_and_not_on_the_order():
+    chosen = choose_eval(KEYS, 42, 0.1)
+    assert choose_eval(reversed(KEYS), 42, 0.1) == chosen
+    assert len(choose_eval(KEYS, 43, 0.1) & chosen) < 40
+
+
+def test_a_few_more_trees_move_few_others():
+    before, after = choose_eval(KEYS[:990], 42, 0.1), choose_eval(KEYS, 42, 0.1)
+    assert len(before - after) <= 10

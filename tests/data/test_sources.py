@@ -1,0 +1,388 @@
+"""The same rows from every kind of place: files, gzip, Parquet, folders with splits, the Hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from clustertune.config.schema import Data
+from clustertune.data import rows as rows_module
+from clustertune.data.prepare import prepare
+from clustertune.data.rejects import Rejects
+from clustertune.data.sources import LocalFiles, split_of
+from clustertune.errors import UserError
+
+
+@pytest.fixture
+def trees(row):
+    def make(first, count):
+        found = []
+        for number in range(first, first + count):
+            tree = {"message_tree_id": f"t{number}"}
+            found += [row(f"p{number}", None, **tree), row(f"a{number}", f"p{number}", rank=0, **tree)]
+        return found
+
+    return make
+
+
+def write_parquet(path: Path, found: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([r | {"labels": {"name": ["x"]}} for r in found]), path)
+    return path
+
+
+def test_every_encoding_gives_the_same_conversations(run, trees, lines, tmp_path):
+    found = trees(0, 10)
+    array = json.dumps(found, indent=1, ensure_ascii=False).encode()
+    results = [
+        run(lines(found)),
+        run(gzip.compress(lines(found)), ".jsonl.gz"),
+        run(array, ".json"),
+        run(b"\xef\xbb\xbf\n " + array, ".JSON"),
+        run(gzip.compress(array), ".json.gz"),
+        run(lines(found), ".json"),
+        run(path=write_parquet(tmp_path / "rows.parquet", found)),
+    ]
+    first = results[0]
+    assert len(first.conversations) == 10
+    for other in results[1:]:
+        assert [other.lines(name) for name in ("train", "eval", "rejected")] == [
+            first.lines(n) for n in ("train", "eval", "rejected")
+        ]
+
+
+def test_line_numbers_in_an_array_are_those_of_the_file(run, trees):
+    found = trees(0, 1)
+    array = f'[\n{json.dumps(found[0])},\n\n{{\n"message_id": 7}},\n{json.dumps(found[1])}, 5]\n'.encode()
+    assert [(entry["line"], entry["reason"]) for entry in run(array, ".json").lines("rejected")] == [
+        (4, "wrong-column"),
+        (6, "wrong-column"),
+    ]
+
+
+def test_an_array_that_is_cut_off_keeps_what_is_whole(run, trees):
+    array = json.dumps(trees(0, 3), indent=1).encode()
+    got = run(array[: array.rindex(b'"text"') + 12], ".json")
+    assert len(got.conversations) == 2
+    assert got.rejected == {"truncated-json": 1, "no-assistant-reply": 1}
+    got = run(array.rstrip(b"] \n"), ".json")
+    assert got.rejected["truncated-json"] == 1
+
+
+def test_a_record_that_is_not_utf8_is_left_out_of_an_array(run, trees):
+    found = trees(0, 2)
+    found[3]["note"] = "caf\u00e9"  # even in a column that nobody reads, as in JSON lines
+    array = json.dumps(found, indent=0, ensure_ascii=False).encode().replace("é".encode(), b"\xe9")
+    got = run(array, ".json")
+    assert list(got.texts) == ["t0"]
+    assert got.rejected == {"not-utf8": 1, "no-assistant-reply": 1}
+
+
+@pytest.mark.parametrize("array", [b'[{"a": 1},\n {"b" 2}]', b'[{"a": 1}\n{"b": 2}]', b'[\n{"a": 1},]', b'[{"a": 1}\n] x'])
+def test_an_array_broken_in_the_middle_is_refused_with_its_line(run, array):
+    with pytest.raises(UserError, match=r"rows\.json:[12]: not JSON: .*column"):
+        run(array, ".json")
+
+
+def test_an_empty_array_is_said_to_be_empty(run):
+    with pytest.raises(UserError, match="holds no usable conversation"):
+        run(b" [ ]\n", ".json")
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b[:40] + b"\0\0\0\0" + b[44:], lambda b: b"<html>"])
+def test_a_damaged_gzip_is_refused(run, trees, lines, damage):
+    with pytest.raises(UserError, match="damaged gzip file"):
+        run(damage(gzip.compress(lines(trees(0, 50)))), ".jsonl.gz")
+
+
+def test_a_damaged_parquet_is_refused(run):
+    with pytest.raises(UserError, match="damaged Parquet file"):
+        run(b"PAR1 nothing PAR1", ".parquet")
+
+
+def test_parquet_rows_that_are_not_utf8_are_left_out(run, trees, tmp_path):
+    found = trees(0, 300)
+    table = pa.Table.from_pylist(found)
+    texts = pa.array([b"\xff" if r["message_id"] == "a7" else r["text"].encode() for r in found]).view(pa.string())
+    path = tmp_path / "rows.parquet"
+    pq.write_table(table.set_column(table.schema.get_field_index("text"), "text", texts), path)
+    got = run(path=path)
+    assert len(got.conversations) == 299
+    assert got.lines("rejected")[0] | {"detail": ""} == {"file": "rows.parquet", "line": 16, "reason": "not-utf8", "detail": ""}
+
+
+def test_parquet_without_the_columns_names_them(run, tmp_path):
+    with pytest.raises(UserError, match="message_id is missing"):
+        run(path=write_parquet(tmp_path / "rows.parquet", [{"question": "a"}]))
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [
+        (
+            "train",
+            "train.jsonl train-00000-of-00002.parquet train_sft oasst2.train.json TRAIN.jsonl trainset.json training_1.jsonl",
+        ),
+        (
+            "eval",
+            "validation.jsonl valid.json eval-1.jsonl.gz evaluation.json dev.jsonl test_en.parquet val.json testset.jsonl",
+        ),
+        (None, "conversations.jsonl latest.jsonl trainers.jsonl developers.json train_test.json data.parquet"),
+    ],
+)
+def test_splits_by_name(split, names):
+    assert {name: split_of(name) for name in names.split()} == dict.fromkeys(names.split(), split)
+
+
+def place(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_folder_keeps_its_own_splits(run, trees, lines, tmp_path):
+    folder = place(
+        tmp_path / "set",
+        {
+            "train.jsonl": lines(trees(0, 5)),
+            "validation.jsonl": lines(trees(5, 2)),
+            "test.jsonl": lines(trees(7, 1)),
+            "notes.json": b"[]",
+            "README.md": b"",
+        },
+    )
+    got = run(path=folder)
+    assert {line["source"]["tree"] for line in got.lines("eval")} == {"t5", "t6", "t7"}
+    assert got.result["train"] == {"conversations": 5, "messages": 10}
+    assert any("notes.json" in warning for warning in got.result["warnings"])
+
+
+def test_a_snapshot_of_the_hub_is_read_from_its_data_folder(run, trees, tmp_path):
+    found = trees(0, 6)
+    write_parquet(tmp_path / "snap/data/train-00000-of-00002.parquet", found[:5])
+    write_parquet(tmp_path / "snap/data/train-00001-of-00002.parquet", found[5:])
+    write_parquet(tmp_path / "snap/data/validation-00000-of-00001.parquet", trees(6, 2))
+    place(tmp_path / "snap", {"all.trees.jsonl.gz": b"not read", "dataset_infos.json": b"{}"})
+    got = run(path=tmp_path / "snap")
+    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (6, 2)
+    assert got.rejected == {}
+
+
+def test_files_without_split_names_are_one_pool(run, trees, lines, tmp_path):
+    folder = place(
+        tmp_path / "set", {"a.jsonl": lines(trees(0, 6)[:7]), "b.jsonl": lines(trees(0, 6)[7:]), ".hidden.jsonl": b"x"}
+    )
+    got = run(path=folder, eval_fraction=0.34)
+    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (4, 2)
+
+
+def test_only_train_files_are_split_by_fraction(run, trees, lines, tmp_path):
+    assert run(path=place(tmp_path / "set", {"train.jsonl": lines(trees(0, 20))})).result["eval"]["conversations"] == 1
+
+
+def test_only_eval_files_are_refused(run, trees, lines, tmp_path):
+    with pytest.raises(UserError, match="no train split"):
+        run(path=place(tmp_path / "set", {"test.jsonl": lines(trees(0, 2))}))
+
+
+def test_an_eval_split_without_answers_is_replaced(run, tmp_path, lines):
+    """LIMA's own test split holds questions only."""
+    train = lines({"conversations": [f"q{i}", "a"]} for i in range(20))
+    folder = place(tmp_path / "set", {"train.jsonl": train, "test.jsonl": lines([{"conversations": ["q"]}])})
+    got = run(path=folder, format="lima", language=None)
+    assert (got.result["train"]["conversations"], got.result["eval"]["conversations"]) == (19, 1)
+    assert any("own eval split gives no conversation" in warning for warning in got.result["warnings"])
+
+
+def test_a_tree_never_stands_in_both_splits(run, trees, row, lines, tmp_path):
+    again = [row("p_", None, message_tree_id="t0"), row("a_", "p_", message_tree_id="t0")]
+    folder = place(tmp_path / "set", {"train.jsonl": lines(trees(0, 2)), "eval.jsonl": lines(again + trees(2, 1))})
+    got = run(path=folder)
+    assert [line["source"]["tree"] for line in got.lines("eval")] == ["t2"]
+    assert got.rejected == {"two-splits": 2}
+    assert {entry["file"] for entry in got.lines("rejected")} == {"eval.jsonl"}
+
+
+def test_a_copy_in_the_other_split_is_said(run, lines, tmp_path):
+    copy = {"conversations": ["q", "a"]}
+    folder = place(tmp_path / "set", {"train.jsonl": lines([copy, {"conversations": ["r", "a"]}]), "eval.jsonl": lines([copy])})
+    got = run(path=folder, format="lima", language=None)
+    assert "conversations in the train and in the eval split of the input: 1" in got.result["warnings"]
+
+
+def test_what_cannot_be_an_input_is_refused(run, tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "empty").mkdir()
+    for path, words in ((tmp_path / "rows.csv", "unknown kind of file"), (tmp_path / "empty", "no data file in the folder")):
+        with pytest.raises(UserError, match=words):
+            run(path=path)
+    with pytest.raises(UserError, match=r"--input: no such file or folder \(looked for .*gone"):
+        run(path=tmp_path / "gone")
+
+
+def test_data_input_is_sought_beside_the_recipe_then_here(trees, lines, tmp_path, monkeypatch):
+    recipe, here = (
+        place(tmp_path / "recipe", {"c.jsonl": lines(trees(0, 2))}),
+        place(tmp_path / "here", {"c.jsonl": lines(trees(2, 2))}),
+    )
+    monkeypatch.chdir(here)
+
+    def get(name: str) -> set[str]:
+        out = tmp_path / name
+        prepare(Data(name="x", format="oasst-tree", input="c.jsonl"), recipe_folder=recipe, seed=1, out=out)
+        lines_ = (out / "train.jsonl").read_text().splitlines() + (out / "eval.jsonl").read_text().splitlines()
+        return {json.loads(line)["source"]["tree"] for line in lines_}
+
+    assert get("one") == {"t0", "t1"}
+    (recipe / "c.jsonl").unlink()
+    assert get("two") == {"t2", "t3"}
+    (here / "c.jsonl").unlink()
+    with pytest.raises(UserError) as caught:
+        get("three")
+    assert str(recipe / "c.jsonl") in str(caught.value)
+    assert str(here / "c.jsonl") in str(caught.value)
+
+
+def test_an_unreadable_file_is_no_traceback(run, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("x")
+
+    def broken(*_args):
+        raise OSError(5, "Input/output error")
+        yield
+
+    monkeypatch.setattr(rows_module, "_lines", broken)
+    with pytest.raises(UserError, match=r"rows\.jsonl: cannot be read: Input/output error"):
+        run(path=path)
+
+
+def test_a_full_disk_while_rejecting_is_a_storage_error(run, row, monkeypatch):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Rejects, "add", full)
+    with pytest.raises(UserError, match="writing the dataset: No space left") as caught:
+        run([b"{", row("p1", None), row("a1", "p1")])
+    assert caught.value.code == 73
+
+
+# --- the Hub
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    import datasets
+
+    calls: list[tuple[str, str | None]] = []
+    content: dict[str, list[dict]] = {}
+
+    def load_dataset(name, revision=None):
+        calls.append((name, revision))
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(found) for split, found in content.items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls, content
+
+
+def from_hub(tmp_path: Path, out: str = "out", **data) -> dict:
+    settings = Data(**{"name": "org/set", "format": "oasst-tree", "language": "en", "revision": "a" * 40} | data)
+    return prepare(settings, recipe_folder=tmp_path, seed=42, out=tmp_path / out)
+
+
+def test_the_hub_gives_what_the_same_files_give(hub, run, trees, lines, tmp_path):
+    calls, content = hub
+    content |= {"train": [*trees(0, 8), trees(0, 1)[0]], "validation": trees(8, 2)}
+    got = from_hub(tmp_path)
+    folder = place(tmp_path / "set", {"train.jsonl": lines(content["train"]), "validation.jsonl": lines(content["validation"])})
+    local = run(path=folder)
+    assert calls == [("org/set", "a" * 40)]
+    assert {key: got[key] for key in ("train", "eval", "rejected")} == {
+        key: local.result[key] for key in ("train", "eval", "rejected")
+    }
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (local.out / name).read_bytes()
+    rejected = json.loads((tmp_path / "out" / "rejected.jsonl").read_text())
+    assert (rejected["file"], rejected["line"], rejected["reason"]) == ("org/set/train", 17, "duplicate-id")
+
+
+def test_a_pinned_dataset_is_reused_without_asking_the_hub(hub, trees, tmp_path):
+    calls, content = hub
+    content["train"] = trees(0, 4)
+    assert [from_hub(tmp_path)["reused"], from_hub(tmp_path)["reused"]] == [False, True]
+    assert len(calls) == 1
+    assert from_hub(tmp_path, revision="b" * 40)["reused"] is False
+
+
+def test_an_unpinned_dataset_is_made_anew_and_that_is_said(hub, trees, tmp_path):
+    _, content = hub
+    content["train"] = trees(0, 4)
+    from_hub(tmp_path, revision=None)
+    content["train"] = trees(0, 5)
+    got = from_hub(tmp_path, revision=None)
+    assert got["train"]["conversations"] + got["eval"]["conversations"] == 5
+    assert any("not pinned" in warning for warning in got["warnings"])
+
+
+def test_splits_of_no_known_name_are_left_aside(hub, trees, tmp_path):
+    _, content = hub
+    content |= {"train": trees(0, 4), "ideas": trees(4, 4)}
+    got = from_hub(tmp_path)
+    assert got["train"]["conversations"] + got["eval"]["conversations"] == 4
+    assert any("ideas" in warning for warning in got["warnings"])
+
+
+def test_chat_rows_of_the_hub(hub, tmp_path):
+    _, content = hub
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    content["train"] = [{"messages": turns}, {"messages": turns[:1]}]
+    got = from_hub(tmp_path, format="messages", language=None)
+    assert (got["train"]["conversations"], got["rejected"]) == (1, {"unanswered": 1})
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("Couldn't reach 'org/set' on the Hub"), ValueError("gated"), RuntimeError("")]
+)
+def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path, error):
+    import datasets
+
+    def refuse(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"cannot be had from the Hub: .+ -> .*data\.input=PATH"):
+        from_hub(tmp_path)
+
+
+def test_the_input_folder_is_never_the_output_folder(trees, lines, tmp_path):
+    folder = place(tmp_path / "set", {"train.jsonl": lines(trees(0, 4))})
+    for given in (folder, folder / "train.jsonl"):
+        with pytest.raises(UserError, match="folder of the input"):
+            prepare(Data(name="x", format="oasst-tree"), recipe_folder=folder, seed=1, out=folder, input_path=given)
+    assert (folder / "train.jsonl").read_bytes() == lines(trees(0, 4))
+
+
+def test_a_moved_input_is_the_same_input(run, trees, lines, tmp_path):
+    one = place(tmp_path / "one", {"c.jsonl": lines(trees(0, 4))})
+    shutil.copytree(one, tmp_path / "two")
+    out = tmp_path / "out"
+    assert run(path=one / "c.jsonl", out=out).result["reused"] is False
+    assert run(path=tmp_path / "two" / "c.jsonl", out=out).result["reused"] is True
+
+
+def test_listing_reads_no_content(tmp_path):
+    folder = place(tmp_path / "set", {"b.jsonl": b"", "a.json": b""})
+    assert [file.name for file in LocalFiles(folder).files] == ["a.json", "b.jsonl"]
+
+
+def test_a_file_name_that_is_not_utf8_can_be_written(run, lines, tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl"))
+    path.write_bytes(lines([{"conversations": ["a", "b"]}]))
+    assert run(path=path, format="lima", language=None).conversations[0]["source"]["file"] == "caf\ufffd.jsonl"

@@ -1,0 +1,188 @@
+"""The merged bytes are PEFT's, over dtypes, ranks, scalings, patterns, odd shapes and threads."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.merge import kernel, merge, streaming
+from clustertune.merge.kernel import MIN_ROWS, Scratch, add_update, row_blocks
+from tests.merge.conftest import load_all, peft_merged, same_bytes, save_adapter, save_llama
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+CASES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "plain": (BF16, F32, {}),
+    "rank 1": (BF16, F32, {"r": 1, "target_modules": ALL}),
+    "rank 256": (BF16, F32, {"r": 256, "lora_alpha": 64, "target_modules": ALL}),
+    "odd alpha": (BF16, F32, {"r": 3, "lora_alpha": 7, "target_modules": ALL}),
+    "rslora": (BF16, F32, {"r": 24, "use_rslora": True, "target_modules": ALL}),
+    "bf16 adapter": (BF16, BF16, {"target_modules": ALL}),
+    "fp16 adapter": (BF16, F16, {"target_modules": ALL}),
+    "fp32 base": (F32, F32, {"target_modules": ALL}),
+    "fp32 base, bf16 adapter": (F32, BF16, {"target_modules": ALL}),
+    "fp16 base": (F16, F32, {"target_modules": ALL}),
+    "fp16 base, fp16 adapter": (F16, F16, {"target_modules": ALL, "modules_to_save": ["lm_head"]}),
+    "patterns": (
+        BF16,
+        F32,
+        {
+            "target_modules": ALL,
+            "rank_pattern": {"q_proj": 4, r"layers\.1\.mlp\.(up|gate)_proj": 17, "down_proj": 2},
+            "alpha_pattern": {r"model\.layers\.0\..*": 3, "v_proj|k_proj": 50},
+        },
+    ),
+    "patterns with rslora": (BF16, F32, {"use_rslora": True, "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"q_proj": 9}}),
+    "regular expression": (BF16, F32, {"target_modules": r".*layers\.[12]\..*(q|v)_proj"}),
+    "some layers": (BF16, F32, {"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}),
+    "some layers, named": (BF16, F32, {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}),
+    "all but one": (BF16, F32, {"target_modules": ALL, "exclude_modules": ["layers.0.mlp.up_proj"]}),
+    "all-linear": (BF16, F32, {"target_modules": "all-linear"}),
+    "head": (BF16, F32, {"target_modules": ["lm_head", "q_proj"]}),
+    "saved modules": (BF16, F32, {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    "saved norm in fp32": (F32, BF16, {"modules_to_save": ["input_layernorm", "norm"]}),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {dtype: save_llama(folder / str(dtype), dtype) for dtype in (BF16, F16, F32)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_are_those_of_peft(
+    bases: dict[torch.dtype, Path], tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base_dtype, adapter_dtype, settings = CASES[case]
+    base = bases[base_dtype]
+    adapter = save_adapter(tmp_path / "adapter", base, adapter_dtype, **settings)
+    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", 40 * 72)  # several blocks for most tensors of so small a model
+    done = merge(base, adapter, tmp_path / "out", shard_size="90KB")
+    expected, found, before = peft_merged(base, adapter), load_all(tmp_path / "out"), load_all(base)
+    assert set(found) == set(expected)
+    assert [n for n in expected if not same_bytes(found[n], expected[n])] == []
+    changed = {n for n in found if not same_bytes(found[n], before[n])}
+    assert len(changed) == done["merged"] + done["replaced"] > 0
+
+
+def test_the_adapters_own_copy_of_the_head_counts(bases: dict[torch.dtype, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = save_adapter(tmp_path / "adapter", bases[BF16], target_modules=["lm_head"])
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.lm_head.base_layer.weight"] += 0.25
+    save_file(tensors, path, metadata={"format": "pt"})
+    merge(bases[BF16], adapter, tmp_path / "out")
+    expected, found = peft_merged(bases[BF16], adapter), load_all(tmp_path / "out")
+    assert [n for n in expected if not same_bytes(found[n], expected[n])] == []
+
+
+def test_one_rounding_and_not_two(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding the update before the addition, as ``safe_merge=True`` does, gives other bytes: the comparison can see it."""
+
+    def twice(weight: Any, a: Any, b: Any, scaling: float, _scratch: Scratch) -> None:
+        weight += ((b @ a) * scaling).to(weight.dtype)
+
+    expected, safe = peft_merged(base, adapter), peft_merged(base, adapter, safe_merge=True)
+    monkeypatch.setattr(streaming, "add_update", twice)
+    merge(base, adapter, tmp_path / "out")
+    found = load_all(tmp_path / "out")
+    assert all(same_bytes(found[n], safe[n]) for n in safe)
+    assert any(not same_bytes(found[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8, 31, 64, 256])
+@pytest.mark.parametrize("shape", [(4097, 1025), (2200, 1000), (131, 20011), (300_007, 1), (300_007, 2)])
+def test_blocks_of_a_large_product_are_the_whole_product(shape: tuple[int, int], rank: int) -> None:
+    """For 1 and 2 threads, at the real block size and at shapes of which it makes several blocks (but of a single column)."""
+    rows, columns = shape
+    torch.manual_seed(rank)
+    a, b, weight = torch.randn(rank, columns), torch.randn(rows, rank), torch.randn(rows, columns).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        wholes = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            whole = weight.clone()
+            whole += (b @ a) * 0.7
+            wholes.append(whole)
+        torch.set_num_threads(1)
+        scratch = Scratch()
+        for start, end in row_blocks(rows, columns):
+            add_update(weight[start:end], a, b[start:end], 0.7, scratch)
+    finally:
+        torch.set_num_threads(before)
+    assert (len(row_blocks(rows, columns)) > 1) == (columns > 1)
+    assert same_bytes(wholes[0], wholes[1])
+    assert same_bytes(weight, wholes[0])
+
+
+@given(st.integers(0, 300_000), st.integers(0, 200_000))
+def test_row_blocks_cover_all_and_are_never_thin(rows: int, columns: int) -> None:
+    blocks = row_blocks(rows, columns)
+    assert blocks[0][0] == 0
+    assert blocks[-1][1] == rows
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(blocks))
+    assert len(blocks) == 1 or min(end - start for start, end in blocks) >= MIN_ROWS
+    largest = max(end - start for start, end in blocks)
+    assert columns == 1 or largest * columns <= max(kernel.BLOCK_ELEMENTS, 2 * MIN_ROWS * columns) or largest < 2 * MIN_ROWS
+
+
+def test_same_bytes_whatever_the_file_size_and_the_workers(base: Path, adapter: Path, tmp_path: Path) -> None:
+    merge(base, adapter, tmp_path / "one")
+    assert [p.name for p in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
+    assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
+    expected = load_all(tmp_path / "one")
+    for number, (size, workers) in enumerate([("40KB", 1), ("40KB", 4), (1, 3)]):
+        out = tmp_path / str(number)
+        merge(base, adapter, out, shard_size=size, workers=workers)
+        found = load_all(out)
+        assert all(same_bytes(found[n], expected[n]) for n in expected)
+        assert found.keys() == expected.keys()
+
+
+def test_a_file_is_what_the_library_would_write(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """Header and order too: nobody needs to know that this file was streamed."""
+    from safetensors.torch import save
+
+    merge(base, adapter, tmp_path / "first", shard_size="40KB")
+    merge(tmp_path / "first", adapter, tmp_path / "out", shard_size="40KB")
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        tensors = load_all_of(path)
+        if list(tensors) == sorted(tensors):
+            assert path.read_bytes() == save(tensors, metadata={"format": "pt"})
+
+
+def load_all_of(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as src:
+        return {name: src.get_tensor(name) for name in src.offset_keys()}
+
+
+def test_the_merged_model_answers_as_base_and_adapter_do(base: Path, adapter: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    own = shutil.copytree(base, tmp_path / "base")
+    merge(own, adapter, tmp_path / "out", shard_size="40KB")
+    tokens = torch.arange(40).view(2, 20)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.dtype == BF16
+    plain = AutoModelForCausalLM.from_pretrained(own)
+    with torch.no_grad():
+        ours = merged.float()(tokens).logits
+        bare = plain.float()(tokens).logits
+        theirs = PeftModel.from_pretrained(plain, adapter)(tokens).logits
+    assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
+    assert (ours - bare).abs().max() > 0.1 * bare.abs().max()

@@ -1,0 +1,376 @@
+"""What does not fit is refused in words, all of it at once, before a byte is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from clustertune import manifest
+from clustertune.errors import ExitCode, UserError
+from clustertune.merge import lora, merge, plan, target
+from tests.merge.conftest import save_adapter, save_llama
+
+Edit = Callable[..., None]
+CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "peft_type": ({"peft_type": "LOHA"}, "only LORA"),
+    "use_dora": ({"use_dora": True}, "DoRA"),
+    "bias": ({"bias": "all"}, "biases"),
+    "lora_bias": ({"lora_bias": True}, "bias in B"),
+    "fan_in_fan_out": ({"fan_in_fan_out": True}, "Conv1D"),
+    "layer_replication": ({"layer_replication": [[0, 2], [1, 3]]}, "replicated"),
+    "target_parameters": ({"target_parameters": ["mlp.experts.down_proj"]}, "parameters"),
+    "trainable_token_indices": ({"trainable_token_indices": [1, 2]}, "token"),
+    "alora_invocation_tokens": ({"alora_invocation_tokens": [1]}, "activated"),
+    "use_qalora": ({"use_qalora": True}, "QALoRA"),
+    "use_bdlora": ({"use_bdlora": {"nblocks": 2}}, "block-diagonal"),
+    "velora_config": ({"velora_config": {"scale": 2}}, "VeLoRA"),
+    "monteclora_config": ({"monteclora_config": {"x": 1}}, "MonteCLoRA"),
+    "arrow_config": ({"arrow_config": {"top_k": 3}}, "Arrow"),
+    "megatron_config": ({"megatron_config": {"x": 1}}, "Megatron"),
+    "ensure_weight_tying": ({"ensure_weight_tying": True}, "tied"),
+    "init_lora_weights": ({"init_lora_weights": "pissa_niter_4"}, "changes the base"),
+    "use_new_thing": ({"use_new_thing": True}, "unknown setting"),
+    "r": ({"r": 0}, "positive whole number"),
+    "lora_alpha": ({"lora_alpha": "16"}, "no number"),
+    "rank_pattern": ({"rank_pattern": [1]}, "no map"),
+    "alpha_pattern": ({"alpha_pattern": {"q_(": 3}}, "no regular expression"),
+    "target_modules": ({"target_modules": ["q_proj", "w1"]}, "no module 'w1'"),
+    "layers_pattern": ({"layers_pattern": ["("]}, "no regular expression"),
+    "modules_to_save": ({"modules_to_save": [3]}, "no list of str"),
+    "exclude_modules": ({"exclude_modules": 3}, "neither a list"),
+}
+
+
+@pytest.mark.parametrize("key", CONFIG_REFUSALS)
+def test_settings_that_change_the_arithmetic(own_adapter: Path, base: Path, tmp_path: Path, edit_json: Edit, key: str) -> None:
+    changes, word = CONFIG_REFUSALS[key]
+    edit_json(own_adapter / "adapter_config.json", **changes)
+    with pytest.raises(UserError, match=word) as caught:
+        merge(base, own_adapter, tmp_path / "out")
+    assert any((p.key or "").split(".")[0] == key and "adapter" in (p.file or "") for p in caught.value.problems)
+    assert caught.value.code == ExitCode.CONFIG
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["own-adapter"]
+
+
+def test_every_setting_of_the_installed_peft_is_judged() -> None:
+    """A new field of a later PEFT is refused until somebody has looked at what it does to the weights."""
+    from peft import LoraConfig
+
+    from clustertune.merge import lora_config
+
+    assert set(LoraConfig().to_dict()) - lora_config._NEUTRAL - set(lora_config._PLAIN_ONLY) == set()
+
+
+def retensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+KEY = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+def drop(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: [tensors.pop(n) for n in names] and None
+
+
+TENSOR_REFUSALS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "A without B": (drop(f"{KEY}.lora_B.weight"), "has lora_A but no lora_B"),
+    "B without A": (drop(f"{KEY}.lora_A.weight"), "has lora_B but no lora_A"),
+    "a module is missing": (
+        drop(f"{KEY}.lora_A.weight", f"{KEY}.lora_B.weight"),
+        "no tensors for model.layers.1.self_attn.q_proj",
+    ),
+    "empty": (lambda t: t.clear(), "holds no tensors"),
+    "NaN": (lambda t: t[f"{KEY}.lora_A.weight"].view(-1)[5].fill_(float("nan")), "NaN or infinity in .*layers.1"),
+    "infinity": (lambda t: t[f"{KEY}.lora_B.weight"].view(-1)[-1].fill_(float("-inf")), "NaN or infinity"),
+    "shape of A": (lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(8, 71)}), r"A \[8, 71\]"),
+    "shape of B": (lambda t: t.update({f"{KEY}.lora_B.weight": torch.zeros(0, 8)}), r"B \[0, 8\]"),
+    "other rank": (
+        lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(4, 72), f"{KEY}.lora_B.weight": torch.zeros(72, 4)}),
+        "do not fit rank 8",
+    ),
+    "unknown module": (
+        lambda t: t.update({k.replace("layers.1", "layers.9"): v.clone() for k, v in t.items() if "layers.1" in k}),
+        "the base has no model.layers.9",
+    ),
+    "not selected": (
+        lambda t: t.update({k.replace("q_proj", "o_proj"): v.clone() for k, v in t.items() if "q_proj" in k}),
+        "target_modules does not select",
+    ),
+    "embedding": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 301)}),
+        "neither LoRA",
+    ),
+    "magnitude": (lambda t: t.update({f"{KEY}.lora_magnitude_vector.weight": torch.zeros(72)}), "neither LoRA"),
+    "bias": (lambda t: t.update({f"{KEY}.lora_B.bias": torch.zeros(72)}), "neither LoRA"),
+    "adapter name inside": (lambda t: t.update({f"{KEY}.lora_A.default.weight": torch.zeros(8, 72)}), "neither LoRA"),
+    "whole tensor the base lacks": (
+        lambda t: t.update({"base_model.model.score.weight": torch.zeros(2, 72)}),
+        "no tensor score.weight",
+    ),
+    "resized vocabulary": (
+        lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(400, 72)}),
+        r"shape \[400, 72\], the base's has \[301, 72\]",
+    ),
+    "saved and updated": (lambda t: t.update({f"{KEY}.weight": torch.zeros(72, 72)}), "both saved whole and updated"),
+    "double": (lambda t: t.update({f"{KEY}.lora_A.weight": torch.zeros(8, 72, dtype=torch.float64)}), "neither float32"),
+}
+
+
+@pytest.mark.parametrize("case", TENSOR_REFUSALS)
+def test_tensors_that_do_not_fit(own_adapter: Path, base: Path, tmp_path: Path, case: str) -> None:
+    change, word = TENSOR_REFUSALS[case]
+    retensor(own_adapter, change)
+    with pytest.raises(UserError, match=word):
+        merge(base, own_adapter, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["own-adapter"]
+
+
+def test_without_the_check_nan_would_go_into_the_model(
+    own_adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retensor(own_adapter, TENSOR_REFUSALS["NaN"][0])
+    monkeypatch.setattr(lora, "_check_finite", lambda *_: [])
+    merge(base, own_adapter, tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"].isnan().any()
+
+
+def test_without_the_coverage_check_half_an_adapter_would_be_merged(
+    own_adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retensor(own_adapter, TENSOR_REFUSALS["a module is missing"][0])
+    monkeypatch.setattr(lora, "_coverage_problems", lambda *_: [])
+    assert merge(base, own_adapter, tmp_path / "out")["merged"] == 5
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as f:
+        f.truncate(path.stat().st_size - 1)
+
+
+def test_a_base_that_is_not_whole(own_base: Path, adapter: Path, tmp_path: Path) -> None:
+    """Both broken shards are named in one go."""
+    one, two, *_ = sorted(own_base.glob("*.safetensors"))
+    truncate(one)
+    two.unlink()
+    with pytest.raises(UserError) as caught:
+        merge(own_base, adapter, tmp_path / "out")
+    assert {Path(p.file or "").name for p in caught.value.problems} == {one.name, two.name}
+    assert not (tmp_path / "out").exists()
+
+
+def test_bases_that_are_refused(own_base: Path, adapter: Path, tmp_path: Path, edit_json: Edit) -> None:
+    config = own_base / "config.json"
+    whole = config.read_text()
+
+    def refused(word: str) -> None:
+        with pytest.raises(UserError, match=word):
+            merge(own_base, adapter, tmp_path / "out")
+        config.write_text(whole)
+
+    edit_json(config, quantization_config={"quant_method": "bitsandbytes"})
+    refused("quantised .bitsandbytes")
+    edit_json(config, model_type="gpt2")
+    refused("Conv1D")
+    config.write_text("[")
+    refused("unreadable")
+    config.write_text("[1]")
+    refused("not a JSON object")
+    index = own_base / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit_json(index, weight_map={**names, "ghost.weight": next(iter(names.values()))})
+    refused("ghost.weight")
+    edit_json(index, weight_map={**names, "x": "../evil.safetensors"})
+    refused("outside the folder")
+    edit_json(index, weight_map=[])
+    refused("weight_map")
+    for path in own_base.glob("*.safetensors*"):
+        path.unlink()
+    refused("no model here")
+    (own_base / "pytorch_model.bin").write_bytes(b"x")
+    refused("pickle")
+
+
+def test_a_tensor_that_stands_twice(own_base: Path, adapter: Path, tmp_path: Path) -> None:
+    one, two, *_ = sorted(own_base.glob("*.safetensors"))
+    save_file({**load_file(two), next(iter(load_file(one))): torch.zeros(1)}, two)
+    with pytest.raises(UserError, match=r"stands in .* as well"):
+        merge(own_base, adapter, tmp_path / "out")
+
+
+def test_weights_of_another_framework(own_base: Path, adapter: Path, tmp_path: Path) -> None:
+    path = sorted(own_base.glob("*.safetensors"))[0]
+    save_file(load_file(path), path, metadata={"format": "flax"})
+    with pytest.raises(UserError, match="layout of 'flax'"):
+        merge(own_base, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}])
+def test_tied_embeddings_are_not_changed_on_one_side(tmp_path: Path, settings: dict[str, Any]) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, **settings)
+    with pytest.raises(UserError, match="one tensor") as caught:
+        merge(base, adapter, tmp_path / "out")
+    assert "tie_word_embeddings" in {p.key for p in caught.value.problems}
+
+
+def test_a_tied_base_with_a_plain_adapter_is_merged(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
+    assert merge(base, save_adapter(tmp_path / "adapter", base), tmp_path / "out")["merged"] == 6
+
+
+def test_everything_wrong_is_said_at_once(own_base: Path, own_adapter: Path, edit_json: Edit) -> None:
+    edit_json(own_base / "config.json", quantization_config={"quant_method": "fp8"})
+    edit_json(own_adapter / "adapter_config.json", use_dora=True, surprise=1)
+    retensor(own_adapter, TENSOR_REFUSALS["double"][0])
+    with pytest.raises(UserError) as caught:
+        merge(own_base, own_adapter, own_base / "out", shard_size="lots")
+    text = str(caught.value)
+    for word in ("fp8", "DoRA", "surprise", "neither float32", "no size", "lies inside the base"):
+        assert word in text
+
+
+def test_where_the_output_may_not_be(own_base: Path, own_adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(own_base)
+    for out in (own_base, own_base / "x" / "y", own_adapter, tmp_path, tmp_path / "link", tmp_path / "link" / "x"):
+        with pytest.raises(UserError, match=r"the (base|adapter)"):
+            merge(own_base, own_adapter, out)
+    assert not list(tmp_path.rglob(".*.merging"))
+
+
+def test_what_stands_there_is_never_touched(base: Path, adapter: Path, tmp_path: Path) -> None:
+    file, full, other = tmp_path / "file", tmp_path / "full", tmp_path / "other"
+    file.write_text("mine")
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine")
+    other.mkdir()
+    (other / "x").write_text("mine")
+    manifest.seal(other, "dataset", {})
+    for out, word in ((file, "no folder"), (full, r"holds thesis\.txt"), (other, "finished dataset")):
+        with pytest.raises(UserError, match=word):
+            merge(base, adapter, out)
+    assert (file.read_text(), (full / "thesis.txt").read_text(), (other / "x").read_text()) == ("mine", "mine", "mine")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_empty_folder_is_free(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert merge(base, adapter, tmp_path / "out")["state"] == "merged"
+
+
+def test_no_room(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "free_bytes", lambda _: 1000)
+    with pytest.raises(UserError, match=r"needs 0\.000 GB|needs .* GB, 0\.000 GB are free") as caught:
+        merge(base, adapter, tmp_path / "out")
+    assert caught.value.code == ExitCode.STORAGE
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_writes_nothing_and_is_what_happens(base: Path, adapter: Path, tmp_path: Path) -> None:
+    planned = plan(base, adapter, tmp_path / "new" / "out", shard_size="50KB")
+    assert list(tmp_path.iterdir()) == []
+    done = merge(base, adapter, tmp_path / "new" / "out", shard_size="50KB")
+    assert planned["state"] == "would merge"
+    assert planned["bytes"] == done["bytes"] > 0
+    files = {p.name: p.stat().st_size for p in (tmp_path / "new" / "out").iterdir()}
+    assert planned["files"].items() <= files.items()
+    assert set(files) - set(planned["files"]) == {"MANIFEST.json", "model.safetensors.index.json"}
+    assert plan(base, adapter, tmp_path / "new" / "out", shard_size="50KB")["state"] == "already merged"
+
+
+def test_adapters_that_cannot_be_read(own_adapter: Path, base: Path, tmp_path: Path) -> None:
+    weights = own_adapter / "adapter_model.safetensors"
+    truncate(weights)
+    with pytest.raises(UserError, match="truncated"):
+        merge(base, own_adapter, tmp_path / "out")
+    weights.rename(own_adapter / "adapter_model.bin")
+    with pytest.raises(UserError, match="pickle"):
+        merge(base, own_adapter, tmp_path / "out")
+    (own_adapter / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match="missing"):
+        merge(base, own_adapter, tmp_path / "out")
+    with pytest.raises(UserError, match="no such folder"):
+        merge(base, tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(UserError, match="no such folder"):
+        merge(tmp_path / "nowhere", own_adapter, tmp_path / "out")
+
+
+def test_a_sealed_adapter_with_a_flipped_bit(own_adapter: Path, base: Path, tmp_path: Path) -> None:
+    manifest.seal(own_adapter, "adapter", {})
+    path = own_adapter / "adapter_model.safetensors"
+    spoiled = bytearray(path.read_bytes())
+    spoiled[-3] ^= 1
+    path.write_bytes(spoiled)
+    with pytest.raises(UserError, match="SHA-256"):
+        merge(base, own_adapter, tmp_path / "out")
+
+
+def test_another_name_is_a_warning_and_another_revision_an_error(
+    base: Path, own_adapter: Path, tmp_path: Path, edit_json: Edit
+) -> None:
+    config = own_adapter / "adapter_config.json"
+    edit_json(config, base_model_name_or_path="meta-llama/Llama-9")
+    assert "meta-llama/Llama-9" in plan(base, own_adapter, tmp_path / "out")["warnings"][0]
+    edit_json(config, base_model_name_or_path=f"somewhere/{base.name}")
+    assert plan(base, own_adapter, tmp_path / "out")["warnings"] == []
+    here = tmp_path / "models--x--Llama-9" / "snapshots" / ("a" * 40)
+    shutil.copytree(base, here)
+    edit_json(config, base_model_name_or_path="x/Llama-9", revision="a" * 40)
+    assert plan(here, own_adapter, tmp_path / "out")["warnings"] == []
+    edit_json(config, revision="b" * 40)
+    with pytest.raises(UserError, match="trained on revision bbb"):
+        plan(here, own_adapter, tmp_path / "out")
+
+
+def test_patterns_that_contradict_each_other_are_told(base: Path, own_adapter: Path, tmp_path: Path, edit_json: Edit) -> None:
+    edit_json(own_adapter / "adapter_config.json", alpha_pattern={"q_proj": 3, "layers.1.self_attn.q_proj": 4})
+    said = plan(base, own_adapter, tmp_path / "out")["warnings"]
+    assert any("several patterns" in s and "layers.1.self_attn.q_proj" in s for s in said)
+
+
+def test_files_beside_the_weights(base: Path, own_adapter: Path, tmp_path: Path) -> None:
+    """The base's, but for a tokenizer or a chat template of the adapter's own; never code or pickles."""
+    own = shutil.copytree(base, tmp_path / "base")
+    for name in ("modeling_x.py", "training_args.bin", "README.md", "generation_config.json", "LICENSE.txt", "merges.txt"):
+        (own / name).write_text("base" if not name.endswith("json") else "{}")
+    merge(own, own_adapter, tmp_path / "one")
+    names = {p.name for p in (tmp_path / "one").iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "LICENSE.txt",
+        "merges.txt",
+    } < names
+    assert not names & {"modeling_x.py", "training_args.bin", "README.md"}
+    (own_adapter / "chat_template.jinja").write_text("trained")
+    (own_adapter / "tokenizer.json").write_text('{"trained": 1}')
+    merge(own, own_adapter, tmp_path / "two")
+    assert (tmp_path / "two" / "chat_template.jinja").read_text() == "trained"
+    assert (tmp_path / "two" / "tokenizer.json").read_text() == '{"trained": 1}'
+    assert not (tmp_path / "two" / "merges.txt").exists()
+    assert oct((tmp_path / "two" / "model.safetensors").stat().st_mode & 0o777) == oct(0o666 & ~current_umask())
+
+
+def current_umask() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    raise AssertionError
+
+
+def test_a_header_that_lies_about_an_adapter(own_adapter: Path, base: Path, tmp_path: Path) -> None:
+    (own_adapter / "adapter_model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+    with pytest.raises(UserError, match="should take"):
+        merge(base, own_adapter, tmp_path / "out")

@@ -1,0 +1,296 @@
+"""Disks that are full or fail, filesystems that refuse the kernel's copy, and memory that stays bounded."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.merge import bench_model, merge, streaming, streams
+from clustertune.merge.base import Base
+from clustertune.merge.header import Tensor, build_header, byte_size
+from clustertune.merge.job import WORKING_MEMORY, Job
+from clustertune.merge.lora import Adapter, Update
+from clustertune.merge.lora_config import read_settings
+from clustertune.merge.shards import Shard
+from clustertune.merge.stage import staging_folder
+from clustertune.merge.streams import Output, durable_output
+from tests.merge.conftest import file_hashes, load_all
+
+FULL_DISK = """
+import json, resource, sys
+from pathlib import Path
+from clustertune.errors import UserError
+from clustertune.merge import merge
+base, adapter, out = map(Path, sys.argv[1:4])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
+try:
+    merge(base, adapter, out, shard_size=70_000, workers=1)
+except UserError as error:
+    sys.stdout.write(json.dumps(error.as_dict()))
+"""
+
+
+def test_a_file_that_may_not_grow(base: Path, adapter: Path, tmp_path: Path, repo: Path) -> None:
+    """A real write that the kernel refuses half way (a limit of a file's size): exit 73, nothing published, then on."""
+    out = tmp_path / "out"
+    arguments = [sys.executable, "-c", FULL_DISK, str(base), str(adapter), str(out), "60000"]
+    said = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=repo).stdout)
+    assert said["exit_code"] == ExitCode.STORAGE
+    assert "File too large" in said["problems"][0]["message"]
+    assert not out.exists()
+    kept = list(staging_folder(out).glob("*.safetensors"))
+    done = merge(base, adapter, out, shard_size=70_000)
+    assert done["reused_shards"] == len(kept)
+    merge(base, adapter, tmp_path / "reference", shard_size=70_000)
+    assert file_hashes(out) == file_hashes(tmp_path / "reference")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir"])
+def test_storage_that_fails(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    out, original, count = tmp_path / "deep" / "out", getattr(os, call), [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] >= (2 if call in ("write", "fsync") else 1):
+            raise OSError(code, os.strerror(code))
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(UserError, match=os.strerror(code)) as caught:
+            merge(base, adapter, out, shard_size="60KB")
+    assert caught.value.code == ExitCode.STORAGE
+    assert not (out / "MANIFEST.json").exists()
+    assert merge(base, adapter, out, shard_size="60KB")["state"] == "merged"
+
+
+def test_every_step_may_fail(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failing call at each place: told with exit 73, and the same command then finishes the very same files."""
+    merge(base, adapter, tmp_path / "reference", shard_size="150KB")
+    reference, number, finished = file_hashes(tmp_path / "reference"), 0, False
+    while not finished:
+        number += 1
+        out, count = tmp_path / str(number), [0]
+
+        def failing(original: Any, number: int = number, count: list[int] = count) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                count[0] += 1
+                if count[0] == number:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return original(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                finished = merge(base, adapter, out, shard_size="150KB", workers=1)["state"] == "merged"
+            except UserError as error:
+                assert error.code == ExitCode.STORAGE, number
+        merge(base, adapter, out, shard_size="150KB", workers=1)
+        assert file_hashes(out) == reference, number
+    assert number > 30
+
+
+def test_an_fsync_that_failed_is_not_believed(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard whose flush failed is written again, from the beginning."""
+    out, original, failed = tmp_path / "out", os.fsync, []
+
+    def fail(fd: int) -> None:
+        if not failed and Path(f"/proc/self/fd/{fd}").readlink().name == "model-00002-of-00006.safetensors.part":
+            failed.append(fd)
+            raise OSError(errno.EIO, "Input/output error")
+        original(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(UserError, match="Input/output"):
+            merge(base, adapter, out, shard_size="60KB", workers=1)
+    assert failed
+    assert sorted(p.name for p in staging_folder(out).glob("*.safetensors")) == ["model-00001-of-00006.safetensors"]
+    assert merge(base, adapter, out, shard_size="60KB")["reused_shards"] == 1
+
+
+def test_a_base_that_cannot_be_read(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails under the base is told with the base's file, not the output's."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(streams, "read_exactly", fail)
+    with pytest.raises(UserError, match=rf"{base}.*reading: Input/output") as caught:
+        merge(base, adapter, tmp_path / "out")
+    assert caught.value.code == ExitCode.STORAGE
+
+
+def test_a_base_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"12345")
+    with pytest.raises(UserError, match="ends at byte 5"):
+        streams.Source().read(tmp_path / "x", memoryview(bytearray(9)), 0)
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, 0])
+def test_without_the_kernels_copy(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Refused, or (0) nothing copied at all: the bytes go through the buffer instead, and no further attempt is made."""
+    merge(base, adapter, tmp_path / "reference")
+    calls = []
+
+    def refuse(*_: Any) -> int:
+        calls.append(1)
+        if code:
+            raise OSError(code, os.strerror(code))
+        return 0
+
+    monkeypatch.setattr(Output, "kernel_copy", True)
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    merge(base, adapter, tmp_path / "out", workers=1)
+    assert len(calls) == 1
+    assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "reference")
+
+
+def test_a_kernels_copy_that_stops_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.copy_file_range
+
+    def short(src: int, dst: int, count: int, offset: int) -> int:
+        return original(src, dst, min(count, 1000), offset)
+
+    content = os.urandom(10_500)
+    (tmp_path / "in").write_bytes(content)
+    monkeypatch.setattr(os, "copy_file_range", short)
+    with (tmp_path / "in").open("rb") as src, durable_output(tmp_path / "out") as output:
+        for start in range(0, len(content), 4000):
+            view = output.buffer(min(4000, len(content) - start))
+            view[:] = content[start : start + 4000]
+            output.copy(src.fileno(), start, view)
+    assert (tmp_path / "out").read_bytes() == content
+    assert output.record().size == len(content)
+    assert output.record().sha256 == hashlib.sha256(content).hexdigest()
+
+
+PEAK = """
+import json, sys
+from pathlib import Path
+import torch
+def peak(): return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+idle = peak()
+from clustertune.merge import merge
+done = merge(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), workers=2)
+sys.stdout.write(json.dumps({"over": peak() - idle, "said": done["peak_rss_bytes"], "peak": peak()}))
+"""
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, repo: Path) -> None:
+    """A tensor of 600 MB, an adapter of rank 256: less than 300 MiB above the interpreter with torch."""
+    base, adapter, rows, columns, rank = tmp_path / "base", tmp_path / "adapter", 6000, 50_000, 256
+    base.mkdir()
+    adapter.mkdir()
+    (base / "config.json").write_text("{}")
+    module = "model.layers.0.wide"
+    wide = [Tensor(f"{module}.weight", "BF16", (rows, columns), Path(), 0, byte_size("BF16", (rows, columns)))]
+    with (base / "model.safetensors").open("wb") as out:
+        header = build_header(wide)
+        out.write(header)
+        out.truncate(len(header) + sum(t.size for t in wide))  # a hole: zeros that take no room and no time to write
+    keys = [f"base_model.model.{module}.lora_{x}.weight" for x in "AB"]
+    shapes = [(rank, columns), (rows, rank)]
+    factors = [Tensor(k, "BF16", s, Path(), 0, byte_size("BF16", s)) for k, s in zip(keys, shapes, strict=True)]
+    with (adapter / "adapter_model.safetensors").open("wb") as out:
+        header = build_header(factors)
+        out.write(header)
+        out.truncate(len(header) + sum(t.size for t in factors))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["wide"]})
+    )
+    arguments = [sys.executable, "-c", PEAK, str(base), str(adapter), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=repo, check=True)
+    said = json.loads(done.stdout)
+    assert said["over"] < 300 << 20
+    assert said["said"] <= said["peak"]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size == (base / "model.safetensors").stat().st_size
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_fewer_workers_where_their_buffers_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor of 53248 x 256 takes 54 MB in float32: not four of them at once, and never no worker at all."""
+
+    def tensor(name: str, *shape: int) -> Tensor:
+        return Tensor(name, "BF16", shape, Path(), 0, byte_size("BF16", shape))
+
+    weight = tensor("w.weight", 16384, 53248)
+    update = Update(tensor("a", 256, 53248), tensor("b", 16384, 256), 1.0, weight)
+    settings = read_settings({"peft_type": "LORA", "target_modules": ["w"]}, Path("x"))
+    job = Job(
+        base=Base(Path(), {}, {weight.name: weight}, {}),
+        adapter=Adapter(Path(), settings, {weight.name: update}, {}, {}),
+        out=Path("out"),
+        shards=[Shard(str(n), [], b"") for n in range(9)],
+        companions={},
+        shard_size=1,
+        inputs="",
+        base_identity={},
+        finished=None,
+    )
+    assert 54e6 < job.worker_bytes() < WORKING_MEMORY
+    assert job.limit_workers(4) * job.worker_bytes() <= WORKING_MEMORY
+    assert job.limit_workers(4) < 4
+    monkeypatch.setattr("clustertune.merge.job.WORKING_MEMORY", 1)
+    assert job.limit_workers(4) == 1
+
+
+def test_the_progress_counts_every_byte(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clustertune.console import byte_progress
+
+    bars = []
+
+    def bar() -> Any:
+        bars.append(byte_progress())
+        return bars[-1]
+
+    monkeypatch.setattr(streaming, "byte_progress", bar)
+    merge(base, adapter, tmp_path / "out", shard_size="60KB")
+    task = bars[0].tasks[0]
+    weights = sum(t.numel() * t.element_size() for t in load_all(tmp_path / "out").values())
+    assert task.completed == task.total == weights
+
+
+def test_torch_keeps_its_threads(base: Path, adapter: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    merge(base, adapter, tmp_path / "out")
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("with_peft", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_benchmark_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_peft: bool) -> None:
+    """The benchmark's own path on a toy: the same bytes as PEFT's, and a page that says where it ran."""
+    from clustertune.merge.bench import as_markdown, measure
+
+    for name, value in (("_HIDDEN", 128), ("_INTER", 300), ("_VOCAB", 500)):
+        monkeypatch.setattr(bench_model, name, value)
+    result = measure(tmp_path / "bench", 0.005, 1, workers=1, with_peft=with_peft)
+    assert result["differing_tensors"] == (0 if with_peft else None)
+    assert [r["way"] for r in result["rows"]][:2] == ["cp -r + fsync", "clustertune merge"]
+    assert not (tmp_path / "bench").exists()
+    page = as_markdown({**result, "hardware": {"machine": "a laptop"}}, "the command")
+    assert "a laptop" in page
+    assert "the command" in page

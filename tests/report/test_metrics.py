@@ -1,0 +1,138 @@
+"""Reading metrics of runs that were interrupted, and of files that were cut off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.report.metrics import Metrics, read_metrics
+
+RECORDED = Path(__file__).parent / "recorded" / "metrics.jsonl"
+
+
+def write(path: Path, *events: dict[str, Any]) -> Metrics:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return read_metrics(path)
+
+
+def step(number: int, attempt: int = 1, **values: Any) -> dict[str, Any]:
+    return {"event": "step", "step": number, "attempt": attempt, "time": 1.0, **values}
+
+
+def test_a_recorded_run_with_a_kill_and_an_interruption() -> None:
+    metrics = read_metrics(RECORDED)
+    assert [record.step for record in metrics.steps] == list(range(1, 9))
+    assert [record.attempt for record in metrics.steps] == [1, 1, 1, 1, 2, 2, 2, 3]
+    assert [record.step for record in metrics.evals] == [0, 3, 6, 8]
+    assert [(a.attempt, a.start_step, a.last_step, a.repeated, a.exit_code) for a in metrics.attempts] == [
+        (1, 0, 5, 0, 1),
+        (2, 4, 7, 1, 75),
+        (3, 7, 8, 0, 0),
+    ]
+    assert [record.step for record in metrics.checkpoints] == [2, 4, 6, 7, 8]
+    assert [(s.stage, s.status, s.tries) for s in metrics.stages] == [("prepare", "done", 1), ("train", "done", 3)]
+    assert metrics.stages[1].seconds == pytest.approx(30.545 + 26.399 + 20.682)
+    assert metrics.unreadable_lines == 0
+
+
+def test_the_last_attempt_wins_and_what_it_threw_away_is_gone(tmp_path: Path) -> None:
+    first = [step(n, 1, loss=float(n)) for n in range(1, 6)]
+    second = [{"event": "start", "attempt": 2, "step": 2}, step(3, 2, loss=30.0)]
+    metrics = write(tmp_path / "m", *first, {"event": "eval", "attempt": 1, "step": 4, "eval_loss": 1.0}, *second)
+    assert [(record.step, record.attempt, record.loss) for record in metrics.steps] == [(1, 1, 1.0), (2, 1, 2.0), (3, 2, 30.0)]
+    assert metrics.evals == []
+    assert metrics.attempts[1].repeated == 3
+
+
+def test_without_a_start_event_the_later_line_wins(tmp_path: Path) -> None:
+    metrics = write(tmp_path / "m", step(1, loss=1.0), step(2, loss=2.0), step(1, 2, loss=10.0))
+    assert [record.loss for record in metrics.steps] == [10.0, 2.0]
+
+
+def test_missing_file_is_an_empty_run(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "absent") == Metrics()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event":"step","step":2,"loss":1.',
+        "[]",
+        "7",
+        "null",
+        "{}",
+        '{"event": 3}',
+        '{"event": "step"}',
+        '{"event": "step", "step": "two"}',
+        '{"event": "step", "step": -1}',
+        '{"event": "step", "step": 1.5}',
+        '{"event": "step", "step": NaN}',
+        '{"event": "step", "step": true}',
+        '{"event": "stage"}',
+        "\x00\x00\x00",
+        "[" * 100_000,
+    ],
+)
+def test_lines_that_are_no_events_are_counted_and_passed_over(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_text(json.dumps(step(1, loss=1.0)) + "\n" + line + "\n" + json.dumps(step(3, loss=3.0)))
+    metrics = read_metrics(path)
+    assert [record.loss for record in metrics.steps] == [1.0, 3.0]
+    known = json.loads(line).get("event") == 3 if line.startswith('{"event": 3') else False
+    assert metrics.unreadable_lines == (0 if known else 1)
+
+
+def test_not_utf8_is_a_line_that_is_no_event(tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(b'\xff\xfe{"event"\n' + json.dumps(step(1)).encode() + b"\n\n")
+    metrics = read_metrics(tmp_path / "m")
+    assert len(metrics.steps) == 1 and metrics.unreadable_lines == 1
+
+
+def test_unknown_events_and_wrong_types_do_no_harm(tmp_path: Path) -> None:
+    metrics = write(
+        tmp_path / "m",
+        {"event": "gpu", "watts": 700},
+        {"event": "take", "step": 1},
+        step(1, loss="high", grad_norm=None, tokens=True, memory_bytes=5),
+        {"event": "eval", "step": 1, "attempt": 1, "eval_loss": [1]},
+        {"event": "checkpoint", "step": 1, "attempt": 1, "path": 3},
+        {"event": "stop", "step": 1, "attempt": 1, "exit_code": "0", "reason": 4},
+    )
+    record = metrics.steps[0]
+    assert (record.loss, record.grad_norm, record.tokens, record.memory_bytes) == (None, None, None, 5.0)
+    assert metrics.evals[0].eval_loss is None and metrics.checkpoints[0].path is None
+    assert metrics.attempts[0].exit_code is None and metrics.unreadable_lines == 0
+
+
+@given(cut=st.integers(0, RECORDED.stat().st_size))
+def test_a_file_cut_anywhere_is_read_up_to_there(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    data = RECORDED.read_bytes()[:cut]
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    path.write_bytes(data)
+    metrics = read_metrics(path)
+    assert metrics.unreadable_lines <= 1
+    whole = data[: data.rfind(b"\n") + 1]
+    path.write_bytes(whole)
+    assert len(read_metrics(path).steps) <= len(metrics.steps) <= len(read_metrics(path).steps) + 1
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+)
+KEYS = ["event", "step", "attempt", "loss", "stage", "status", "seconds", "exit_code", "path", "world_size"]
+NAMES = st.sampled_from(["step", "eval", "stage", "start", "stop", "checkpoint", "other"])
+
+
+@given(events=st.lists(st.tuples(NAMES, st.dictionaries(st.sampled_from(KEYS[1:]), VALUES)), max_size=8))
+def test_no_event_whatever_it_holds_stops_the_reader(
+    events: list[tuple[str, dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text("".join(json.dumps({"event": name, **values}) + "\n" for name, values in events))
+    metrics = read_metrics(path)
+    assert [record.step for record in metrics.steps] == sorted({record.step for record in metrics.steps})

@@ -1,0 +1,308 @@
+"""The page: whole, self-contained, safe, the same each time, and there for a run that failed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.report import page as module
+from clustertune.report import plots
+from clustertune.report.page import build
+
+RECORDED = Path(__file__).parent / "recorded"
+HOSTILE = "<script>alert('x')</script>"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A copy of the recorded run, with the checkpoints that were kept."""
+    shutil.copytree(RECORDED, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-000008.a3").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the plots, where only the words matter: they are most of a page's time."""
+    for name in ("draw_lines", "draw_bars"):
+        monkeypatch.setattr(plots, name, lambda *_args, **_options: "<svg></svg>")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of the recorded run."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    shutil.copytree(RECORDED, run)
+    (run / "checkpoints" / "step-000008.a3").mkdir(parents=True)
+    return build(run).read_text(encoding="utf-8")
+
+
+class Text(HTMLParser):
+    """The words that a reader sees, and whether every element is closed."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.svgs = 0
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.svgs += tag == "svg"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open and data.strip():
+            self.words.append(" ".join(data.split()))
+            if self.open and self.open[-1] in ("h2", "h3"):
+                self.headings.append(self.words[-1])
+
+
+def read(run_dir: Path) -> tuple[str, Text]:
+    html = build(run_dir).read_text(encoding="utf-8")
+    return html, Text(html)
+
+
+def test_a_whole_run_shows_everything(whole: str) -> None:
+    page = Text(whole)
+    for heading in ("Training", "IFEval", "Stages", "Attempts", "Checkpoints", "Recipe", "Derived", "Environment"):
+        assert heading in page.headings
+    for plot in ("Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Step time", "Peak memory"):
+        assert plot in page.headings
+    assert page.svgs == 9
+    text = "\n".join(page.words)
+    for fact in (
+        "8.325 → 8.109",  # eval loss before and after
+        "217,088",  # trainable parameters
+        "step-000008.a3",
+        "0123456789abcdef0123456789abcdef01234567",
+        "gloo",
+        "prompt_level_strict_acc",
+        "16.67 %",
+        "6.30 %",  # its standard error
+        "Not the IFEval benchmark",
+        "lora.target_modules",
+        "base sft-lora",
+        "train.gradient_accumulation_steps",
+        "interrupted, saved, goes on with the same command, exit 75",
+        "1 min 18 s",  # all three tries of the training
+    ):
+        assert fact in text, fact
+    assert page.words.count("kept") == 1 and page.words.count("removed") == 4
+    assert len(whole) < 300_000
+
+
+def test_nothing_is_fetched_and_nothing_runs(whole: str) -> None:
+    outside = re.findall(r"""(?:src|href|url|@import)\s*[=(]?\s*["']?\s*((?:https?:)?//[^"') ]+)""", whole)
+    assert outside == []
+    assert "<script" not in whole and "<link" not in whole and "<img" not in whole
+    assert "@font-face" not in whole
+
+
+def test_light_and_dark_share_the_drawings(whole: str) -> None:
+    assert "prefers-color-scheme: dark" in whole
+    drawings = re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL)
+    assert len(drawings) == 9
+    for drawing in drawings:
+        assert "var(--first)" in drawing
+        assert not re.findall(r"#[0-9a-f]{6}", re.sub(r'href="#[^"]*"|url\(#[^)]*\)', "", drawing)), "a fixed colour"
+    for variable in set(re.findall(r"var\((--\w+)\)", whole)):
+        assert whole.count(f"{variable}:") >= 2, f"{variable} needs a value in both schemes"
+
+
+def test_drawings_are_xml_with_ids_of_their_own(whole: str) -> None:
+    seen: set[str] = set()
+    for drawing in re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL):
+        root = ElementTree.fromstring(drawing)  # noqa: S314  (our own output)
+        ids = {element.attrib["id"] for element in root.iter() if "id" in element.attrib}
+        assert root.attrib["aria-label"] and not ids & seen
+        seen |= ids
+        references = set(re.findall(r'(?:href="|url\()#([^")]+)', drawing))
+        assert references <= ids
+
+
+def test_same_run_same_bytes(run_dir: Path, tmp_path: Path) -> None:
+    first = build(run_dir).read_bytes()
+    assert build(run_dir, tmp_path / "elsewhere" / "page.html").read_bytes() == first
+    assert not list(run_dir.glob(".*tmp"))
+
+
+def edit(path: Path, change: Any) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def plant(run_dir: Path) -> None:
+    """The hostile text wherever a person or a model can put text."""
+
+    def change(run: dict[str, Any]) -> None:
+        run["recipe"]["name"] = run["recipe"]["recipe"]["model"]["name"] = HOSTILE
+        run["command"].append(HOSTILE)
+        run["host"]["name"] = HOSTILE
+        run["recipe"]["warnings"] = [HOSTILE]
+        run["recipe"]["architecture"][HOSTILE] = HOSTILE
+
+    edit(run_dir / "run.json", change)
+    edit(run_dir / "eval" / "ifeval.json", lambda d: d["dataset"].update(name=HOSTILE))
+    edit(run_dir / "eval" / "ifeval.json", lambda d: d["scores"].update({HOSTILE: 0.5}))
+    with (run_dir / "metrics.jsonl").open("a") as out:
+        out.write(json.dumps({"event": "checkpoint", "step": 1, "attempt": 1, "path": HOSTILE}) + "\n")
+        out.write(json.dumps({"event": "stage", "stage": HOSTILE, "status": "done", "seconds": 3}) + "\n")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_text_never_becomes_markup(run_dir: Path) -> None:
+    plant(run_dir)
+    html, page = read(run_dir)
+    assert "<script" not in html
+    assert page.words.count(HOSTILE) >= 5
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_without_escaping_the_text_would_become_markup(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jinja2
+
+    class Careless(jinja2.Environment):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**(options | {"autoescape": False}))
+
+    plant(run_dir)
+    monkeypatch.setattr(jinja2, "Environment", Careless)
+    assert "<script" in build(run_dir).read_text()
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("gone", ["metrics.jsonl", "eval", "stages", "adapter", "checkpoints"])
+def test_a_page_comes_without_any_one_part(gone: str, run_dir: Path) -> None:
+    path = run_dir / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _, page = read(run_dir)
+    assert "Recipe" in page.headings
+    assert ("IFEval" in page.headings) == (gone != "eval")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_has_only_begun(run_dir: Path) -> None:
+    for path in list(run_dir.iterdir()):
+        if path.name != "run.json":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _, page = read(run_dir)
+    assert "No step has been logged yet." in page.words and "unfinished" in page.words
+    (run_dir / "run.json").write_text("{}")
+    _, page = read(run_dir)
+    assert "run" in page.words and "run.json holds no recipe." in page.words
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("events", "badge"),
+    [
+        ([("stop", {"step": 3, "exit_code": 93, "attempt": 1})], "stopped: not finite"),
+        (
+            [("stop", {"step": 3, "exit_code": 75, "attempt": 1}), ("stage", {"stage": "train", "status": "failed"})],
+            "interrupted",
+        ),
+        ([("stop", {"step": 3, "exit_code": 0, "attempt": 1})], "trained"),
+        ([("stop", {"step": 3, "exit_code": 1, "attempt": 1})], "training failed, exit 1"),
+        ([("stage", {"stage": "merge", "status": "failed", "seconds": 2})], "merge failed"),
+        ([("stage", {"stage": "train", "status": "failed"})], "train failed"),
+        ([("stage", {"stage": "eval", "status": "done"})], "finished"),
+        ([("stage", {"stage": "eval", "status": "started"})], "unfinished"),
+    ],
+)
+def test_the_badge_says_how_it_ended(events: list[tuple[str, dict[str, Any]]], badge: str, run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "stages")
+    lines = [json.dumps({"event": name, **values}) for name, values in events]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines))
+    _, page = read(run_dir)
+    assert badge in page.words
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_expected_and_reached_stand_side_by_side(run_dir: Path) -> None:
+    def change(run: dict[str, Any]) -> None:
+        run["recipe"]["recipe"]["expect"] = {
+            "eval_loss": 8.0,
+            "steps": 8,
+            "trainable_parameters": 217088,
+            "ifeval": {"prompt_level_strict_acc": 0.7},
+        }
+
+    edit(run_dir / "run.json", change)
+    _, page = read(run_dir)
+    words = page.words[page.words.index("Expected and reached") :]
+    assert words[words.index("eval_loss") + 1 :][:3] == ["8", "8.1092", "+0.1092"]
+    assert words[words.index("trainable_parameters") + 1 :][:3] == ["217,088", "217,088", "+0"]
+    # Scores on other prompts are never put beside the benchmark's.
+    assert words[words.index("ifeval.prompt_level_strict_acc") + 1 :][:3] == ["0.7000", "-", "-"]
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None:
+    lines = [{"event": "step", "attempt": 1, "step": n, "loss": math.nan if n == 3 else 1.0 / n} for n in range(1, 6)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    html, page = read(run_dir)
+    assert "The loss is not finite at step 3." in page.words
+    assert "nan" not in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)[0].lower()
+    assert plots.draw_lines("x", [plots.Line("x", [1, 2], [math.nan, None])]) == ""
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_unreadable_documents_are_left_out_and_said(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "eval" / "ifeval.json").write_text("{")
+    (run_dir / "adapter" / "MANIFEST.json").write_bytes(b"\xff")
+    with (run_dir / "metrics.jsonl").open("a") as out:
+        out.write('{"event":"st')
+    _, page = read(run_dir)
+    assert "IFEval" not in page.headings
+    assert any("1 lines of metrics.jsonl" in words for words in page.words)
+    assert capsys.readouterr().err.count("left out of the report") == 2
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_odd_documents_do_not_stop_the_page(run_dir: Path) -> None:
+    edit(run_dir / "run.json", lambda d: d.update(host=[1], git="x", versions=None, distributed=3, command="x", created="y"))
+    edit(run_dir / "run.json", lambda d: d["recipe"].update(derived={"a": 1}, origins=[], architecture="x", warnings="w"))
+    (run_dir / "eval" / "ifeval.json").write_text(json.dumps({"scores": {"prompt_level_strict_acc": 0.5}, "stderr": 3}))
+    (run_dir / "stages" / "train.json").write_text("[]")
+    _, page = read(run_dir)
+    assert "50.00 %" in page.words
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run"):
+        build(tmp_path)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(UserError, match="holds no run"):
+        build(tmp_path)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_full_disk_is_said_and_leaves_the_old_page(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build(run_dir).read_bytes()
+
+    def full(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_durably", full)
+    with pytest.raises(UserError, match="No space left") as error:
+        build(run_dir)
+    assert error.value.code == ExitCode.STORAGE
+    assert (run_dir / "report.html").read_bytes() == before

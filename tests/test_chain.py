@@ -1,0 +1,195 @@
+"""The whole chain through the real command: two ranks sharded by FSDP on gloo, without network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import manifest
+from clustertune.checkpoint import store
+from clustertune.config.schema import IFEVAL_SCORES
+from clustertune.rundir import STAGES
+from tests.command import SHORT, Done, events, rank_pid, run, run_until
+
+RECIPE = "recipes/tiny-oasst2"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A run of the short chain from nothing, in a network namespace with loopback only."""
+    folder = tmp_path_factory.mktemp("runs") / "reference"
+    done = run("run", RECIPE, "--run-dir", folder, "--json", *SHORT, network=False)
+    assert done.code == 0, done.err
+    return folder, done
+
+
+def adapter_sha(folder: Path) -> str:
+    return hashlib.sha256((folder / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_document(finished: tuple[Path, Done]) -> None:
+    folder, done = finished
+    assert done.json["run_dir"] == str(folder)
+    assert list(done.json["stages"]) == list(STAGES)
+    assert all(stage["status"] == "done" and stage["seconds"] >= 0 for stage in done.json["stages"].values())
+    assert set(done.json["ifeval"]) == set(IFEVAL_SCORES)
+    for name, kind in (("data", "dataset"), ("adapter", "adapter"), ("merged", "merged"), ("eval", "evaluation")):
+        assert manifest.find_problems(folder / name, kind) == [] or name == "data"
+    assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_run_json_says_what_really_was(finished: tuple[Path, Done]) -> None:
+    body = json.loads((finished[0] / "run.json").read_text())
+    distributed = body["distributed"]
+    assert (distributed["type"], distributed["fsdp_version"], distributed["world_size"]) == ("FSDP", 2, 2)
+    assert distributed["mesh"] == {"dp_shard": 2} and distributed["backend"] == "gloo"
+    assert 0.45 < distributed["sharded_share"] < 0.6
+    assert distributed["packing"] == {"isolated": True, "attention": "sdpa"}
+    assert body["versions"]["torch"] and body["recipe"]["world_size"] == 2
+
+
+def test_the_metrics_are_complete(finished: tuple[Path, Done]) -> None:
+    steps = events(finished[0], "step")
+    assert [s["step"] for s in steps] == list(range(1, 9))
+    assert all(
+        s["loss"] > 0 and s["grad_norm"] > 0 and s["tokens_per_second"] > 0 and s["memory_bytes"] > 1 << 20 for s in steps
+    )
+    assert [e["step"] for e in events(finished[0], "eval")] == [0, 3, 6, 8]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_the_merged_model_is_peft_s(finished: tuple[Path, Done]) -> None:
+    """Byte for byte the default merge, and its logits those of base + adapter."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = finished[0]
+    base = next((folder / "model").iterdir())
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.bfloat16)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), folder / "adapter")
+    tokens = torch.arange(20, 60).view(1, -1)
+    with torch.no_grad():
+        distance = (merged(tokens).logits - adapted(tokens).logits).abs().max()
+        untouched = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)(tokens).logits
+        moved = (untouched - adapted(tokens).logits).abs().max()
+    assert distance < moved / 4
+    theirs = adapted.merge_and_unload().state_dict()
+    ours = merged.state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[k], ours[k]) for k in ours)
+
+
+def test_the_same_command_again_does_nothing_twice(finished: tuple[Path, Done]) -> None:
+    before = adapter_sha(finished[0])
+    again = run("run", RECIPE, "--run-dir", finished[0], "--json", *SHORT)
+    assert again.code == 0
+    status = {name: stage["status"] for name, stage in again.json["stages"].items()}
+    assert status == {**dict.fromkeys(STAGES, "reused"), "report": "done"}
+    assert len(list((finished[0] / "attempts").iterdir())) == 1 and adapter_sha(finished[0]) == before
+
+
+def test_another_recipe_in_the_same_folder_is_refused(finished: tuple[Path, Done]) -> None:
+    done = run("run", RECIPE, "--run-dir", finished[0], *SHORT, "lora.r=8")
+    assert done.code == 2 and "lora.r" in done.err and "another --run-dir" in done.err
+
+
+def test_from_a_stage_whose_forerunners_are_missing(tmp_path: Path) -> None:
+    done = run("run", RECIPE, "--run-dir", tmp_path / "run", "--from", "merge")
+    assert done.code == 2 and "not finished in this run: prepare, train, export" in done.err
+
+
+def test_checkpoint_verify(finished: tuple[Path, Done], tmp_path: Path) -> None:
+    newest, _ = store.newest_whole(finished[0] / "checkpoints")
+    assert newest is not None
+    assert run("checkpoint", "verify", newest.path, "--json").json["whole"] is True
+    copy = tmp_path / newest.path.name
+    shutil.copytree(newest.path, copy)
+    shard = next((copy / "pytorch_model_fsdp_0").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = run("checkpoint", "verify", copy, "--json")
+    assert done.code == 2 and done.json["whole"] is False and shard.name in done.json["problems"][0]
+
+
+def kill(run_dir: Path, rank: int, number: signal.Signals) -> Any:
+    return lambda _pid: os.kill(rank_pid(run_dir, rank), number)
+
+
+@pytest.mark.parametrize("accelerate", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
+def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(
+    finished: tuple[Path, Done], tmp_path: Path, accelerate: str
+) -> None:
+    """kill -9 of a rank, then a warning to the command, then the same command to the end."""
+    folder = tmp_path / "run"
+    settings = [*SHORT, f"accelerate={accelerate}"]
+    arguments = ["run", RECIPE, "--run-dir", folder, "--to", "export", *settings]
+
+    def stepped(attempt: int, step: int) -> Any:
+        return lambda: any(e["attempt"] == attempt and e["step"] >= step for e in events(folder, "step"))
+
+    killed = run_until(stepped(1, 3), kill(folder, 1, signal.SIGKILL), *arguments)
+    assert killed.code == 75 and "rank 1 ended without a word" in killed.err
+    warned = run_until(stepped(2, 1), lambda pid: os.kill(pid, signal.SIGUSR1), *arguments)
+    assert warned.code == 75 and "stopped as asked" in warned.err
+    stopped = events(folder, "checkpoint")[-1]
+    assert stopped["status"] == "saved" and stopped["step"] == events(folder, "stop")[-1]["step"]
+    assert run(*arguments).code == 0
+    if accelerate == "accelerate.yaml":
+        reference = finished[0]
+    else:
+        reference = tmp_path / "reference"
+        assert run("run", RECIPE, "--run-dir", reference, "--to", "export", *settings).code == 0
+        assert json.loads((reference / "run.json").read_text())["distributed"]["fsdp_version"] == 1
+    assert adapter_sha(folder) == adapter_sha(reference)
+
+
+def test_weights_that_are_not_finite_stop_before_the_first_step(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "run"
+    assert run("run", RECIPE, "--run-dir", folder, "--to", "prepare", *SHORT).code == 0
+    model = next((folder / "model").iterdir())
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    (model / manifest.MANIFEST).unlink()
+    manifest.seal(model, "model", {})
+    done = run("run", RECIPE, "--run-dir", folder, *SHORT)
+    assert done.code == 93 and "not finite at step 1" in done.err and "learning_rate" in done.err
+    assert store.list_checkpoints(folder / "checkpoints") == []
+    assert events(folder, "stop")[-1]["exit_code"] == 93
+
+
+def test_the_reference_recipe_runs_tiny(tmp_path: Path) -> None:
+    """Its own model class, its own distribution file, bf16 mixed precision; 16 ranks become 2."""
+    folder = tmp_path / "run"
+    done = run("run", "recipes/llama405b-oasst2", "--tiny", "--run-dir", folder, "--json", "train.max_steps=2")
+    assert done.code == 0, done.err
+    body = json.loads((folder / "run.json").read_text())
+    assert body["distributed"]["type"] == "FSDP" and body["distributed"]["dtypes"].keys() == {"bfloat16", "float32"}
+    assert body["recipe"]["train_args"]["bf16"] is True and body["recipe"]["tiny"] is True
+    adapter = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (32, 64)
+    assert sorted(adapter["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+def test_two_commands_in_one_run_folder(finished: tuple[Path, Done]) -> None:
+    from clustertune.rundir import RunDir
+
+    with RunDir(finished[0]).lock():
+        done = run("run", RECIPE, "--run-dir", finished[0], *SHORT)
+    assert done.code == 75 and f"process {os.getpid()}" in done.err
+
+
+def test_the_full_size_is_refused_here_with_the_way_out() -> None:
+    done = run("run", "recipes/llama405b-oasst2")
+    assert done.code == 2 and "asks for 16 GPUs" in done.err and "--tiny" in done.err

@@ -1,0 +1,151 @@
+"""What training refuses before its first step: EOS as padding, labels without EOS, a run that is not what was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.training import build, packing, sharding, tokens
+from clustertune.training.events import EventLog
+from tests.conftest import TINY_LLAMA
+
+
+class FakeTokenizer:
+    def __init__(self, pad: str | None, eos: str = "</s>", extra: tuple[str, ...] = ()) -> None:
+        self.pad_token, self.eos_token = pad, eos
+        self._vocabulary = {name: i for i, name in enumerate({eos, *extra, *([pad] if pad else [])})}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocabulary
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "wanted", "chosen"),
+    [
+        (FakeTokenizer("<own>"), None, "<own>"),
+        (FakeTokenizer(None, extra=("<|finetune_right_pad_id|>",)), None, "<|finetune_right_pad_id|>"),
+        (FakeTokenizer("</s>", extra=("<unk>",)), None, "<unk>"),
+        (FakeTokenizer("<own>", extra=("<two>",)), "<two>", "<two>"),
+    ],
+)
+def test_padding_is_never_eos(tokenizer: FakeTokenizer, wanted: str | None, chosen: str) -> None:
+    assert tokens.choose_pad_token(tokenizer, wanted) == chosen
+
+
+@pytest.mark.parametrize("wanted", ["</s>", "<absent>"])
+def test_a_padding_token_that_is_eos_or_absent_is_refused(wanted: str) -> None:
+    with pytest.raises(UserError, match=r"train\.pad_token"):
+        tokens.choose_pad_token(FakeTokenizer("<own>"), wanted)
+
+
+def test_a_tokenizer_with_nothing_but_eos_is_refused() -> None:
+    with pytest.raises(UserError, match="never learn to stop"):
+        tokens.choose_pad_token(FakeTokenizer("</s>"), None)
+
+
+def test_labels_without_eos_are_refused() -> None:
+    tokens.check_labels([{"input_ids": [1, 2, 9], "labels": [-100, 2, 9]}], {9})
+    with pytest.raises(UserError, match="never learn to stop"):
+        tokens.check_labels([{"input_ids": [1, 2, 9], "labels": [1, 2, -100]}], {9})
+    with pytest.raises(UserError, match="nothing to learn"):
+        tokens.check_labels([{"input_ids": [1, 9], "labels": [-100, -100]}], {9})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral"])
+def test_sdpa_keeps_packed_conversations_apart(model_type: str) -> None:
+    import torch
+
+    before = torch.get_rng_state()
+    assert packing.is_isolated({**TINY_LLAMA, "model_type": model_type}, "sdpa")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_attention_across_conversations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe itself: with positions that do not restart nothing tells the model where a conversation begins."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    real = DataCollatorForLanguageModeling.torch_call
+
+    def blind(self: Any, rows: Any) -> Any:
+        batch = real(self, rows)
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+
+    monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_call", blind)
+    assert not packing.is_isolated(TINY_LLAMA, "sdpa")
+
+
+def found(**changes: Any) -> sharding.Distribution:
+    values = {
+        "type": "FSDP",
+        "fsdp_version": 2,
+        "world_size": 2,
+        "mesh": {"dp_shard": 2},
+        "backend": "gloo",
+        "device": "cpu",
+        "sharded_share": 0.5,
+    }
+    return sharding.Distribution(**{**values, **changes})
+
+
+ASKED = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "MULTI_CPU", "fsdp_version": None, "sharded_share": 1.0}, "asks for FSDP"),
+        ({"type": "NO", "world_size": 1, "fsdp_version": None, "sharded_share": 1.0}, "1 ranks are connected"),
+        ({"fsdp_version": 1}, "FSDP1, the file asks for FSDP2"),
+        ({"sharded_share": 1.0}, "holds 100% of the parameters"),
+    ],
+)
+def test_a_silent_fallback_is_loud(changes: dict[str, Any], message: str) -> None:
+    sharding.check(found(), ASKED, 2)
+    with pytest.raises(UserError, match=message) as caught:
+        sharding.check(found(**changes), ASKED, 2)
+    assert caught.value.code is ExitCode.FAILED
+
+
+def test_hsdp_shards_inside_a_replica() -> None:
+    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), ASKED, 4)
+
+
+def test_a_gpu_takes_the_recipe_as_it_is_and_a_cpu_says_what_differs() -> None:
+    recipe = {"tf32": True, "bf16": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
+    on_gpu = build.fit_to_device(recipe, cuda=True)
+    assert recipe.items() <= on_gpu.values.items() and on_gpu.notes == []
+    assert on_gpu.values["logging_nan_inf_filter"] is False
+    on_cpu = build.fit_to_device(recipe, cuda=False)
+    assert "tf32" not in on_cpu.values and on_cpu.values["use_cpu"] is True and on_cpu.values["bf16"] is True
+    assert on_cpu.values["model_init_kwargs"]["attn_implementation"] == "sdpa" and len(on_cpu.notes) == 2
+
+
+def test_a_torn_line_of_a_killed_writer_stays_apart(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event":"step","step":1}\n{"event":"st')
+    log = EventLog(path, attempt=2)
+    log.write("start", step=1)
+    log.close()
+    lines = path.read_bytes().splitlines()
+    assert json.loads(lines[2])["event"] == "start" and json.loads(lines[2])["attempt"] == 2
+
+
+def test_wandb_is_offline_unless_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for key in [k for k in os.environ if k.startswith("WANDB_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        build.set_tracker_environment(tmp_path, "run", "project")
+        assert os.environ["WANDB_MODE"] == "offline" and os.environ["WANDB_RESUME"] == "allow"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ, "WANDB_API_KEY": "x"})
+        build.set_tracker_environment(tmp_path, "run", "project")
+        assert "WANDB_MODE" not in os.environ
