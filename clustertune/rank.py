@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,10 +46,18 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     (records / f"rank-{rank}.json").write_text(json.dumps(record) + "\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    if code not in (ExitCode.OK, ExitCode.AGAIN, ExitCode.STOP, ExitCode.STORAGE):
+    if code not in (ExitCode.OK, ExitCode.AGAIN):
         # Other ranks may wait in a collective for this one: leave without the interpreter's orderly end.
+        _finish_tracker(int(code))
         os._exit(code)
     return int(code)
+
+
+def _finish_tracker(code: int) -> None:
+    """Close W&B's offline file, which its exit handler would do."""
+    if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+        with contextlib.suppress(Exception):
+            wandb.finish(exit_code=code)
 
 
 def _redirect_output(log: Path, *, show: bool) -> TextIO:

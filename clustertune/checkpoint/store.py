@@ -121,11 +121,16 @@ class CheckpointStore:
         return (Path(chosen[0]), chosen[1]) if chosen else None
 
     def begin(self, step: int) -> Path:
-        """A new, empty folder for this step. Raises OSError; one that exists is never written into."""
+        """A new, empty folder for this step. One that exists is never written into: OSError, on every rank alike."""
         path = self.folder / (f"step-{step:06d}" if self.attempt == 1 else f"step-{step:06d}.a{self.attempt}")
+        failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
-            path.mkdir(parents=True)
-        self.ranks.barrier()
+            try:
+                path.mkdir(parents=True)
+            except OSError as error:
+                failure = (error.errno, error.strerror)
+        if failure := self.ranks.broadcast(failure):
+            raise OSError(*failure, str(path))
         return path
 
     def commit(self, path: Path, meta: Mapping[str, Any]) -> int:

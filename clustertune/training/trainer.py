@@ -143,6 +143,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             self.eval_skipped = True
             self._metrics["eval"].clear()
             self.model.train()
+            # Else the Trainer evaluates, and saves this step, once more at the end of the epoch.
+            self.control.should_evaluate = False
             self.control.should_save = True
             self.control.should_training_stop = True
             return {}
