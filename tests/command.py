@@ -51,7 +51,7 @@ def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO) -> Done:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
@@ -68,12 +68,12 @@ def run_until(condition: Callable[[], bool], act: Callable[[int], None], *argume
         stdin=subprocess.DEVNULL,
         text=True,
     ) as child:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while child.poll() is None and time.monotonic() < deadline and not condition():
             time.sleep(0.02)
         if child.poll() is None:
             act(child.pid)
-        out, err = child.communicate(timeout=200)
+        out, err = child.communicate(timeout=400)
     assert "Traceback" not in err, err
     return Done(child.returncode, out, err)
 

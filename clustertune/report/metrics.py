@@ -199,8 +199,9 @@ class _Reader:
 
 
 def _whole(value: Any) -> int:
-    """A step or attempt number. Raises TypeError or ValueError for anything else: the line is then unreadable."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+    """A step or attempt number. Raises ValueError for anything else: the line is then unreadable."""
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # inf and nan are not
+    if isinstance(value, bool) or not whole or value < 0:
         raise ValueError(f"{value!r} is no step")
     return int(value)
 
