@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -50,7 +51,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
         if before.get("fingerprint") != resolved.fingerprint():
             raise UserError(_differences(run, resolved))
         return run
-    if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
+    if path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
         raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
     import json
 
@@ -66,6 +67,11 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     path.mkdir(parents=True, exist_ok=True)
     manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
     return run
+
+
+def _is_ours(name: str) -> bool:
+    """A file that a command which was killed before it had written ``run.json`` leaves."""
+    return name == "lock" or (name.startswith(".run.json.") and name.endswith(".tmp"))
 
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
@@ -148,8 +154,17 @@ class Chain:
         }
         if stage in kinds:
             folder, kind = kinds[stage]
-            return not manifest.find_problems(folder, kind, hashes=False, allow_extra=True)
+            return not manifest.find_problems(folder, kind, hashes=False, allow_extra=True) and self._has_base(stage)
+        if stage == "train" and not (self.run.stage("export") and self._still_there("export")):
+            newest, _ = store.newest_whole(self.run.checkpoints)
+            return newest is not None and _is_final(newest)
         return (self.run.eval / "ifeval.json").is_file() if stage == "eval" else True
+
+    def _has_base(self, stage: str) -> bool:
+        """The model that the first stage makes itself is there; true of all other stages and models."""
+        if stage != "prepare" or self.resolved.recipe.model.weights != "random":
+            return True
+        return not manifest.find_problems(self.base_folder(), "model", hashes=False, allow_extra=True)
 
     def _run_stage(self, stage: str) -> None:
         say(f"{stage} ...")
@@ -168,7 +183,9 @@ class Chain:
             values = steps[stage]()
         except BaseException as error:
             code = int(error.code) if isinstance(error, UserError) else 1
-            log.write("stage", stage=stage, status="failed", seconds=round(time.perf_counter() - began, 3), exit_code=code)
+            seconds = round(time.perf_counter() - began, 3)
+            with contextlib.suppress(OSError):  # a full disk is often the reason itself
+                log.write("stage", stage=stage, status="failed", seconds=seconds, exit_code=code)
             raise
         seconds = time.perf_counter() - began
         log.write("stage", stage=stage, status="done", seconds=round(seconds, 3))
@@ -192,8 +209,10 @@ class Chain:
 
     def train(self) -> dict[str, Any]:
         """All ranks on this machine, resumed from the newest whole checkpoint."""
-        newest, _ = store.newest_whole(self.run.checkpoints)
-        if newest is None or not manifest.read_manifest(newest.path).meta.get("final"):
+        newest, broken = store.newest_whole(self.run.checkpoints)
+        if newest is None or not _is_final(newest):
+            for bad, problems in broken if self.quiet else []:  # the ranks' own words go to their logs only
+                say(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
             attempt = self.run.new_attempt()
             program = [
                 "train",
@@ -215,7 +234,13 @@ class Chain:
     def export(self) -> dict[str, Any]:
         from clustertune.adapter.export import export
 
-        return {"summary": export(store.find_checkpoint(self.run.path), self.run.adapter)}
+        path = store.find_checkpoint(self.run.path)
+        if (found := store.parse(path)) is None or not _is_final(found):
+            problem = Problem(
+                "is not the final checkpoint, and no whole one is", file=str(path), fix="--from train makes it again"
+            )
+            raise UserError(problem)
+        return {"summary": export(path, self.run.adapter)}
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge
@@ -247,6 +272,11 @@ class Chain:
         from clustertune.report.page import build
 
         return {"file": str(build(self.run.path, self.run.report))}
+
+
+def _is_final(checkpoint: store.Checkpoint) -> bool:
+    """The last step's: nothing is left to train. An older one must never be exported in its place."""
+    return bool(manifest.read_manifest(checkpoint.path).meta.get("final"))
 
 
 def conversation_texts(folder: Path) -> list[str]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
+import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clustertune.arguments import eval_folder, existing_folder, path_argument
 from clustertune.console import emit_json, say, show_error, stderr
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.front import run_command
 from clustertune.rundir import STAGES, RunDir
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+if TYPE_CHECKING:
+    from clustertune.config.resolved import Resolved
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
 app.add_typer(checkpoint_app, name="checkpoint")
 
@@ -32,16 +41,14 @@ class Stage(StrEnum):
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Settings that replace the recipe's.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Processes here; without it, the recipe's, or 2 where there is no GPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Where to write.")]
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="The folder to write.")]
 
 
-def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, here: bool) -> Any:
+def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, here: bool) -> Resolved:
     from clustertune.chain import visible_gpus
     from clustertune.config.resolve import resolve
 
@@ -61,7 +68,10 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
 def show(
     recipe: RecipeArgument, overrides: Overrides = None, tiny: Tiny = False, ranks: Ranks = None, as_json: AsJson = False
 ) -> None:
-    """Print a recipe as it resolves: each value with where it came from."""
+    """Print a recipe as it resolves.
+
+    Each value comes with where it came from: base, recipe, override, derived and from what, or default.
+    """
     from clustertune.config import show as view
 
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=False)
@@ -75,11 +85,17 @@ def show(
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    input_path: Annotated[Path | None, typer.Option("--input", help="A file or folder instead of the recipe's data.")] = None,
+    input_path: Annotated[
+        Path | None,
+        typer.Option("--input", metavar="PATH", parser=path_argument, help="A file or folder instead of the recipe's data."),
+    ] = None,
     out: OutOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a recipe's data into conversations on disk, and report every bad row."""
+    """Turn a recipe's data into conversations on disk.
+
+    Every bad row is reported with file and line, and counted.
+    """
     from clustertune.config.resolve import resolve
     from clustertune.data.prepare import prepare as run_prepare
 
@@ -90,10 +106,10 @@ def prepare(
         recipe_folder=Path(resolved.folder),
         seed=int(resolved.train_args.get("seed", 42)),
         out=folder,
-        input_path=input_path or resolved.input_path,
+        input_path=input_path,
     )
     if as_json:
-        emit_json(result)
+        emit_json({key: result[key] for key in ("dir", "train", "eval", "rejected")})
         return
     for split in ("train", "eval"):
         say(f"{split}: {result[split]['conversations']} conversations, {result[split]['messages']} messages")
@@ -108,33 +124,63 @@ def run(
     overrides: Overrides = None,
     tiny: Tiny = False,
     ranks: Ranks = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run's folder; without it runs/<recipe>/<fingerprint>.")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it runs/<recipe>/<fingerprint>."),
+    ] = None,
     first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = Stage.prepare,
     last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = Stage.report,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The whole chain on this machine: prepare, train, export, merge, eval, report."""
+    """Run the whole chain on this machine.
+
+    prepare, train, export, merge, eval, report: what is finished is not run again.
+    """
     from clustertune import chain
 
+    stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+    if not stages:
+        fix = f"the order is {', '.join(STAGES)}"
+        raise UserError(Problem(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix))
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=True)
+    path = run_dir or chain.default_run_dir(resolved, Path("runs"))
+    _check_before_anything_is_made(resolved, path, stages)
     for warning in resolved.warnings:
         say(f"warning: {warning}")
-    path = run_dir or chain.default_run_dir(resolved, Path("runs"))
-    if STAGES.index(first) > STAGES.index(last):
-        raise UserError(Problem(f"{first} comes after {last}", key="--from"))
     if dry_run:
-        from clustertune.launch.local import accelerate_command
-
-        say(f"run folder: {path}")
-        say(f"stages: {', '.join(STAGES[STAGES.index(first) : STAGES.index(last) + 1])}")
-        say("train: " + " ".join(accelerate_command(resolved, ["train", "--run-dir", str(path), "--attempt", "1"])))
+        _show_plan(resolved, path, stages, as_json)
         return
     with RunDir(path).lock():
         opened = chain.open_run(resolved, path, chain.command_line())
         links = chain.Chain(opened, resolved, quiet=as_json)
         links.go(first, last)
     _finish(opened, links, as_json)
+
+
+def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
+    if path.exists() and not path.is_dir():
+        raise UserError(Problem("is a file, a run needs a folder", file=str(path), fix="give another --run-dir"))
+    from clustertune.config.resolved import is_there
+
+    source = resolved.input_path
+    if source is not None and "prepare" in stages and RunDir(path).stage("prepare") is None and not is_there(source):
+        fix = "data.input=PATH names another file or folder"
+        raise UserError(Problem("no such file or folder", file=str(source), key="data.input", fix=fix))
+
+
+def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:
+    """What ``run`` would do: its folder, its stages, and the launcher's command."""
+    from clustertune.launch.local import accelerate_command
+
+    command = accelerate_command(resolved, ["train", "--run-dir", str(path.resolve()), "--attempt", "1"])
+    if as_json:
+        emit_json({"run_dir": str(path), "stages": list(stages), "train": command})
+        return
+    say(f"run folder: {path}")
+    say(f"stages: {', '.join(stages)}")
+    if "train" in stages:
+        say(f"train: {shlex.join(command)}")
 
 
 def _finish(opened: RunDir, links: Any, as_json: bool) -> None:
@@ -154,11 +200,11 @@ def _finish(opened: RunDir, links: Any, as_json: bool) -> None:
 
 @app.command()
 def train(
-    run_dir: Annotated[Path, typer.Option(help="A prepared run folder.")],
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A prepared run folder.")],
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt; every rank gets the same.")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Log only.")] = False,
 ) -> None:
-    """One rank of the training: what accelerate launch, torchrun and srun start."""
+    """Train as one rank: what accelerate launch starts."""
     from clustertune import rank
 
     RunDir(run_dir).read()
@@ -167,30 +213,35 @@ def train(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run folder, or one checkpoint.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", parser=path_argument, help="A run folder, or one checkpoint.")
+    ],
     out: OutOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the LoRA adapter of a sharded checkpoint as PEFT loads it."""
+    """Write the LoRA adapter out of a sharded checkpoint."""
     from clustertune.adapter.export import export as run_export
     from clustertune.checkpoint.store import find_checkpoint
 
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(existing_folder(source, "a run folder or a checkpoint"))
     target = out or (source / "adapter" if checkpoint != source else checkpoint.parent.parent / "adapter")
     _summarise(run_export(checkpoint, target), as_json)
 
 
 @app.command()
 def merge(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="The base model's folder.")],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter's folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    base: Annotated[Path, typer.Argument(metavar="BASE", parser=path_argument, help="The base model's folder.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", parser=path_argument, help="The adapter's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", parser=path_argument, help="The folder to make.")],
     shard_size: Annotated[str, typer.Option(help="Largest output shard, such as 5GB.")] = "5GB",
     workers: Annotated[int | None, typer.Option(min=1, help="Shards written side by side.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge an adapter into its base, streaming: memory does not grow with the model."""
+    """Merge an adapter into its base model.
+
+    Tensors are streamed: memory does not grow with the model.
+    """
     from clustertune.merge import merge as run_merge
     from clustertune.merge import plan
 
@@ -202,9 +253,14 @@ def merge(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A merged model's folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", parser=path_argument, help="A merged model's folder.")],
     data: Annotated[
-        Path | None, typer.Option(help="IFEval prompts, JSON lines; without it google/IFEval or the project's own.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path_argument,
+            help="IFEval prompts, JSON lines; without it google/IFEval or the project's own.",
+        ),
     ] = None,
     out: OutOption = None,
     max_gen_toks: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt at most.")] = 1280,
@@ -219,24 +275,29 @@ def evaluate(
     from clustertune.ifeval.evaluate import evaluate as run_evaluate
     from clustertune.ifeval.scores import render
 
+    existing_folder(model, "a merged model")
     settings = IFEval(max_gen_toks=max_gen_toks, batch_size=batch_size, limit=limit)
-    result = run_evaluate(model, out or Path("runs", "eval", model.resolve().name), settings=settings, data=data)
+    folder = out or eval_folder(Path("runs", "eval"), model, data, settings.model_dump(mode="json"))
+    result = run_evaluate(model, folder, settings=settings, data=data)
     if as_json:
-        emit_json(result)
+        emit_json({**result, "dir": str(folder)})
     else:
         render(result, stderr)
+        say(f"in {folder}")
 
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    out: OutOption = None,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", parser=path_argument, help="A run folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", parser=path_argument, help="The page; without it RUN/report.html.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the run's one-page report."""
     from clustertune.report.page import build
 
-    RunDir(run_dir).read()
+    RunDir(existing_folder(run_dir, "a run folder")).read()
     path = build(run_dir, out)
     if as_json:
         emit_json({"report": str(path)})
@@ -246,23 +307,49 @@ def report(
 
 @checkpoint_app.command("verify")
 def checkpoint_verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint folder, or a run.")], as_json: AsJson = False
+    path: Annotated[Path, typer.Argument(metavar="PATH", parser=path_argument, help="A checkpoint folder, or a run.")],
+    as_json: AsJson = False,
 ) -> None:
-    """Compare every file of a checkpoint with its manifest; reads no pickle."""
-    from clustertune.checkpoint.store import find_checkpoint, verify
+    """Compare a checkpoint's files with its manifest.
 
-    if not path.is_dir():
-        raise UserError(Problem("is no folder", file=str(path)))
-    checkpoint = find_checkpoint(path)
-    problems = verify(checkpoint)
-    if as_json:
-        emit_json({"checkpoint": str(checkpoint), "whole": not problems, "problems": [str(p) for p in problems]})
-    elif not problems:
-        say(f"{checkpoint}: whole")
+    Reads no pickle. Of a run, every checkpoint that has a manifest is compared; one without was never finished.
+    """
+    try:
+        checkpoint, problems, notes = _verify(existing_folder(path, "a checkpoint or a run folder"))
+    except UserError as error:
+        checkpoint, problems, notes = None, error.problems, []
+    for note in notes:
+        say(f"note: {note}")
     if problems:
-        if not as_json:
-            show_error(UserError(problems))
+        show_error(UserError(problems))
+    else:
+        say(f"{checkpoint}: whole")
+    if as_json:
+        newest = str(checkpoint) if checkpoint else None
+        emit_json({"checkpoint": newest, "whole": not problems, "problems": [str(p) for p in problems]})
+    if problems:
         raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _verify(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
+    """A checkpoint (the newest whole one of several), everything that is wrong, and what was left unfinished."""
+    from clustertune.checkpoint import store
+    from clustertune.manifest import MANIFEST
+
+    if (path / MANIFEST).exists() or store.parse(path):
+        return path, store.verify(path), []
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    problems, notes, newest = [], [], None
+    for checkpoint in store.list_checkpoints(folder):
+        if not (checkpoint.path / MANIFEST).exists():
+            notes.append(f"{checkpoint.path} has no manifest: it was never finished, and is not used")
+        elif found := store.verify(checkpoint.path):
+            problems += found
+        else:
+            newest = newest or checkpoint.path
+    if newest is None and not problems:
+        problems.append(Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"))
+    return newest, problems, notes
 
 
 def _summarise(summary: dict[str, Any], as_json: bool) -> None:
@@ -277,35 +364,6 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
         )
 
 
-@contextlib.contextmanager
-def _errors_for_people(as_json: bool) -> Iterator[None]:
-    """Everything that a user can cause ends in words and an exit code."""
-    import errno
-
-    try:
-        yield
-    except UserError as error:
-        show_error(error)
-        if as_json:
-            emit_json(error.as_dict())
-        raise SystemExit(int(error.code)) from None
-    except BrokenPipeError:
-        raise SystemExit(int(ExitCode.FAILED)) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO):
-            raise
-        known = storage_error(error, "the storage failed", Path(error.filename or "."))
-        show_error(known)
-        if as_json:
-            emit_json(known.as_dict())
-        raise SystemExit(int(ExitCode.STORAGE)) from None
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on where this one ended")
-        raise SystemExit(130) from None
-
-
 def main() -> int:
     """The entry point of ``clustertune`` and of ``python -m clustertune``."""
-    with _errors_for_people("--json" in sys.argv):
-        app(standalone_mode=True)
-    return 0
+    return run_command(app)

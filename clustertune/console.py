@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import sys
+import unicodedata
 from typing import Any
 
 from rich.console import Console
@@ -22,29 +26,72 @@ from clustertune.errors import ExitCode, UserError
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+MAX_PROBLEMS = 25
+"""Problems that are printed: one screen. ``--json`` gives all of them."""
+_MAX_TEXT = 600
+"""Characters of one message; a longer one loses its middle."""
+
+
 def say(message: str) -> None:
     """One line for a person, on stderr. Markup is not interpreted: paths may hold brackets."""
-    stderr.print(message, markup=False)
+    stderr.print(escape(message), markup=False)
+
+
+def escape(text: str, keep: str = "\n\t") -> str:
+    """``text`` without what steers a terminal or turns the reading direction: file names may hold anything but ``/``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or unicodedata.category(c) not in _STEERING else ascii(c)[1:-1] for c in text)
+
+
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode categories: control, format (bidirectional overrides), lone surrogate, line and paragraph separator."""
 
 
 def emit_json(document: Any) -> None:
-    """The one document of a ``--json`` command, on stdout."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    """The one document of a ``--json`` command, on stdout: strict JSON in ASCII, a number that is not finite as null.
+
+    Raises OSError where stdout cannot be written; nothing is written to it from then on.
+    """
+    text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as sink:  # noqa: PTH123
+            os.dup2(sink.fileno(), sys.stdout.fileno())
+        raise
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def show_error(error: UserError) -> None:
-    """Every problem of an error, one paragraph each."""
+    """The problems of an error, one paragraph each, as many as fit a screen."""
     label = "note" if error.code is ExitCode.AGAIN else "error"
-    for problem in error.problems:
-        where = ": ".join(part for part in (problem.file, problem.key) if part)
+    for problem in error.problems[:MAX_PROBLEMS]:
+        where = "".join(f"{_fit(escape(part, keep=''))}: " for part in (problem.file, problem.key) if part)
         stderr.print(
-            f"{label}: {where + ': ' if where else ''}{problem.message}",
+            f"{label}: {where}{_fit(escape(problem.message))}",
             markup=False,
-            style="red" if stderr.is_terminal else None,
+            style="red" if stderr.is_terminal and label == "error" else None,
         )
         if problem.fix:
-            stderr.print(f"       {problem.fix}", markup=False)
+            stderr.print(f"       {_fit(escape(problem.fix))}", markup=False)
+    if (more := len(error.problems) - MAX_PROBLEMS) > 0:
+        stderr.print(f"and {more} more; --json lists all", markup=False)
+
+
+def _fit(text: str) -> str:
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
 
 def count_progress() -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -58,13 +59,24 @@ class UserError(Exception):
         return {"exit_code": int(self.code), "problems": [asdict(p) for p in self.problems]}
 
 
-def storage_error(error: OSError, doing: str, path: Path) -> UserError:
-    """A full, read-only or failing disk (exit 73), said with the path and what was being done."""
-    return UserError(
-        Problem(
-            f"{doing}: {error.strerror or error}",
-            file=str(path),
-            fix="free space or mend the storage, then run the same command again",
-        ),
-        ExitCode.STORAGE,
-    )
+_NO_SUCH_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def storage_error(error: OSError, doing: str, path: str | Path) -> UserError:
+    """What the system said to a file operation, with the path, what was being done, and what to do.
+
+    A path that cannot be is the user's (exit 2); a full, read-only or failing disk is the storage's (exit 73).
+    """
+    again = "then run the same command again"
+    code = ExitCode.STORAGE
+    if error.errno in _NO_SUCH_PLACE:
+        code, fix = ExitCode.CONFIG, "give another path"
+    elif error.errno in _FULL:
+        fix = f"free space, {again}"
+    elif error.errno in _LOCKED:
+        fix = f"give another path, or change who may read and write it, {again}"
+    else:
+        fix = f"mend the storage, {again}"
+    return UserError(Problem(f"{doing}: {error.strerror or error}", file=str(path), fix=fix), code)

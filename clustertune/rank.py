@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -12,25 +13,32 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.config.resolved import Resolved
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.launch.local import LAUNCHER_PID
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
 from clustertune.training.stop import StopFlag
+from clustertune.training.storage import is_full, storage_cause
+
+RECORD_BYTES = 4096
+"""Reserved for a rank's record: one block of common file systems."""
 
 
 def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     """Train this rank's part of a prepared run. Returns the exit code; it and the reason are left in the attempt's folder."""
     stop = StopFlag()
     stop.install()
-    die_with_parent(signal.SIGTERM)
     rank = int(os.environ.get("RANK", "0"))
     run = RunDir(run_dir)
     records = run.attempt(attempt)
+    if not _bind_to_launcher(records / LAUNCHER_PID):
+        return int(ExitCode.AGAIN)
     records.mkdir(parents=True, exist_ok=True)
+    _reserve(records / f"rank-{rank}.json")
     (records / f"rank-{rank}.pid").write_text(f"{os.getpid()}\n")
     out = _redirect_output(records / f"rank-{rank}.log", show=rank == 0 and not quiet)
     code, problems = ExitCode.OK, []
@@ -39,18 +47,53 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     except UserError as error:
         code, problems = error.code, [asdict(p) for p in error.problems]
     except BaseException as error:
-        traceback.print_exc()
-        code = ExitCode.FAILED
-        problems = [asdict(Problem(f"{type(error).__name__}: {error}".splitlines()[0], file=str(records / f"rank-{rank}.log")))]
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        known = _explain(error, records / f"rank-{rank}.log")
+        code, problems = known.code, [asdict(p) for p in known.problems]
     record = {"rank": rank, "code": int(code), "time": time.time(), "problems": problems}
-    (records / f"rank-{rank}.json").write_text(json.dumps(record) + "\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for leave in (lambda: _fill(records / f"rank-{rank}.json", record), sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(OSError):
+            leave()
     if code not in (ExitCode.OK, ExitCode.AGAIN):
         # Other ranks may wait in a collective for this one: leave without the interpreter's orderly end.
         _finish_tracker(int(code))
         os._exit(code)
     return int(code)
+
+
+def _reserve(path: Path) -> None:
+    """Take the room of this rank's record: what a full disk did must be told on a full disk. Blanks are no record."""
+    path.write_bytes(b" " * RECORD_BYTES)
+
+
+def _fill(path: Path, record: Mapping[str, Any]) -> None:
+    """Write the record over the reserved blanks."""
+    with path.open("r+b") as out:
+        out.write(json.dumps(record).encode().ljust(RECORD_BYTES - 1) + b"\n")
+
+
+def _bind_to_launcher(pid_file: Path) -> bool:
+    """Die with the parent process. False where the launcher has ended already: a job without it waits half an hour for it."""
+    if not pid_file.exists():  # srun, torchrun and others: they look after their processes, and a save may still succeed
+        die_with_parent(signal.SIGTERM)
+        return True
+    # With the command or its launcher killed, its lock on the run folder is gone too: nobody may go on writing there.
+    die_with_parent(signal.SIGKILL)
+    return pid_file.read_text().strip() == str(os.getppid())
+
+
+def _explain(error: BaseException, log: Path) -> UserError:
+    """What ended this rank: the storage, where the system says so or has no room left, an interruption, or a fault."""
+    if isinstance(error, KeyboardInterrupt):
+        return UserError(Problem("interrupted", fix="run the same command again to go on"), ExitCode.AGAIN)
+    if (said := storage_cause(error)) is not None:
+        return storage_error(said, "training stopped", Path(said.filename or log.parent))
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    if is_full(log.parent):
+        problem = Problem(f"no space left: {first}", file=str(log), fix="free space, then run the same command again")
+        return UserError(problem, ExitCode.STORAGE)
+    return UserError(Problem(first, file=str(log)), ExitCode.FAILED)
 
 
 def _finish_tracker(code: int) -> None:
@@ -62,12 +105,28 @@ def _finish_tracker(code: int) -> None:
 
 def _redirect_output(log: Path, *, show: bool) -> TextIO:
     """Send all that libraries print to ``log``; return a stream to the launcher's stdout for what people should see."""
-    seen = os.fdopen(os.dup(1) if show else os.open(os.devnull, os.O_WRONLY), "w", buffering=1)
+    seen = _Forgiving(os.fdopen(os.dup(1) if show else os.open(os.devnull, os.O_WRONLY), "wb", 0))
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
     return seen
+
+
+class _Forgiving(io.TextIOWrapper):
+    """A text stream whose reader may go away (a closed terminal, ``| head``): training does not stop for its audience."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__(raw, encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def train(run: RunDir, attempt: int, stop: StopFlag, out: TextIO) -> ExitCode:

@@ -94,9 +94,16 @@ class RunDir:
         write_durably(self.run_json, json.dumps({**self.read(), **values}, indent=1) + "\n")
 
     def new_attempt(self) -> int:
-        """Take the next attempt number; two processes can never take the same one."""
+        """Take the next attempt number; two processes can never take the same one.
+
+        Checkpoints count too (``step-000020.a3``): someone who clears ``attempts/`` must not bring a number back.
+        """
         (self.path / "attempts").mkdir(exist_ok=True)
-        number = 1 + max((int(p.name) for p in (self.path / "attempts").iterdir() if p.name.isdigit()), default=0)
+        taken = [int(p.name) for p in (self.path / "attempts").iterdir() if p.name.isdigit()]
+        if self.checkpoints.is_dir():
+            suffixes = (p.name.partition(".a")[2] for p in self.checkpoints.iterdir())
+            taken += [int(suffix) if suffix.isdigit() else 1 for suffix in suffixes]
+        number = 1 + max(taken, default=0)
         while True:
             try:
                 self.attempt(number).mkdir()

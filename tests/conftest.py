@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import SHORT, Done, run
+
 REPO = Path(__file__).resolve().parent.parent
 
 TINY_LLAMA: dict[str, Any] = {
@@ -42,6 +44,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from clustertune.data.local_model import make_local_model
 
     return make_local_model(TINY_LLAMA, TEXTS, tmp_path_factory.mktemp("model") / "tiny-llama", seed=0)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A run of the short chain from nothing, in a network namespace with loopback only. Read only."""
+    folder = tmp_path_factory.mktemp("runs") / "reference"
+    done = run("run", "recipes/tiny-oasst2", "--run-dir", folder, "--json", *SHORT, network=False)
+    assert done.code == 0, done.err
+    return folder, done
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,15 +21,6 @@ from tests.command import SHORT, Done, events, rank_pid, run, run_until
 RECIPE = "recipes/tiny-oasst2"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    """A run of the short chain from nothing, in a network namespace with loopback only."""
-    folder = tmp_path_factory.mktemp("runs") / "reference"
-    done = run("run", RECIPE, "--run-dir", folder, "--json", *SHORT, network=False)
-    assert done.code == 0, done.err
-    return folder, done
-
-
 def adapter_sha(folder: Path) -> str:
     return hashlib.sha256((folder / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
 

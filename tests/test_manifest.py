@@ -64,6 +64,45 @@ def test_a_manifest_that_leaves_its_folder_is_refused(tmp_path: Path, name: str)
         manifest.read_manifest(tmp_path)
 
 
+def seal_fast(folder: Path, kind: str) -> None:
+    """A folder whose one file is recorded by XXH3-128, manifest written past the guard of ``seal``."""
+    folder.mkdir()
+    (folder / "f").write_bytes(b"weights")
+    record = manifest.hash_file(folder / "f", "xxh3_128")
+    body = {"format": 1, "kind": kind, "meta": {}, "files": {"f": record.as_json()}}
+    (folder / manifest.MANIFEST).write_text(json.dumps(body))
+
+
+def test_a_merged_model_may_carry_the_fast_digest(tmp_path: Path) -> None:
+    seal_fast(tmp_path / "m", "merged")
+    assert manifest.find_problems(tmp_path / "m", "merged") == []
+    assert json.loads((tmp_path / "m" / manifest.MANIFEST).read_text())["files"]["f"].keys() == {"size", "xxh3_128"}
+    (tmp_path / "m" / "f").write_bytes(b"weighty")
+    assert "differs from the manifest's XXH3-128" in str(manifest.find_problems(tmp_path / "m")[0])
+    with pytest.raises(ValueError, match="not by SHA-256"):
+        _ = manifest.read_manifest(tmp_path / "m").files["f"].sha256
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter", "dataset", "thing"])
+def test_everything_else_takes_sha256_only(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest that can be forged must not vouch for a pickle; without the guard it would."""
+    seal_fast(tmp_path / "c", kind)
+    with pytest.raises(UserError, match=r"unreadable manifest.*takes SHA-256 only"):
+        manifest.read_manifest(tmp_path / "c", kind)
+    with pytest.raises(AssertionError, match="SHA-256 only"):
+        manifest.seal(tmp_path / "c", kind, {}, {"f": manifest.hash_file(tmp_path / "c" / "f", "xxh3_128")})
+    monkeypatch.setattr(manifest, "_FAST_KINDS", {kind})
+    assert manifest.find_problems(tmp_path / "c", kind) == []
+
+
+@pytest.mark.parametrize("record", [{"size": 1}, {"size": 1, "md5": "0"}, {"size": 1, "sha256": "0", "xxh3_128": "0"}, [], 3])
+def test_a_record_has_one_digest_of_a_known_kind(tmp_path: Path, record: object) -> None:
+    body = {"format": 1, "kind": "merged", "meta": {}, "files": {"f": record}}
+    (tmp_path / manifest.MANIFEST).write_text(json.dumps(body))
+    with pytest.raises(UserError, match="unreadable manifest"):
+        manifest.read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"kind": "x", "files": {}, "meta": null}', "\x00"])
 def test_an_unreadable_manifest_is_no_traceback(tmp_path: Path, text: str) -> None:
     (tmp_path / manifest.MANIFEST).write_text(text)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.console import byte_progress, say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.lock import held
 from clustertune.manifest import MANIFEST, Manifest, find_problems, fsync_path, hash_file, read_manifest, seal
 
 if TYPE_CHECKING:
@@ -225,17 +224,15 @@ def _find_published(out: Path, checkpoint: Path, source_sha: str) -> Manifest | 
 def _staging(out: Path) -> Iterator[Path]:
     """A sibling folder of ``out`` that no reader takes for an adapter, for one export at a time, gone afterwards."""
     stage = out.resolve().with_name(f".{out.resolve().name}.exporting")
-    stage.mkdir(parents=True, exist_ok=True)
-    lock = stage / "lock"
-    with lock.open("w") as handle:
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(Problem("another export is writing there", file=str(out)), ExitCode.AGAIN) from None
+    with held(stage / "lock", "is exporting into it", shown=out, fix="wait for it, then run the same command again"):
         try:
             yield stage
         finally:
-            shutil.rmtree(stage, ignore_errors=True)
+            # The lock last: from then on the folder may be the next export's.
+            for name in (*ADAPTER_FILES, "lock"):
+                (stage / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                stage.rmdir()
 
 
 def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected) -> None:

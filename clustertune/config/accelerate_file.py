@@ -173,7 +173,7 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], add: Add
 
 
 def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mapping[str, Any], add: Add) -> None:
-    """What accelerate or the house refuses for two keys together."""
+    """What accelerate or clustertune refuses for two keys together."""
     kind = values.get("fsdp_state_dict_type")
     if str(kind).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
         add(("fsdp_config", "fsdp_state_dict_type"), f"{kind}: checkpoints are written sharded", "write SHARDED_STATE_DICT")

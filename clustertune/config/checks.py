@@ -52,9 +52,15 @@ def find_schema_problems(values: Mapping[str, Any], place: Place) -> list[Proble
             problems.append(_problem(place, ("model", "path"), text, "leave out one"))
     if isinstance(data, dict):
         problems += _demand_revision(data, "data", not data.get("input"), "a local input needs none", place)
-        if data.get("language") and data.get("format") in ("alpaca", "messages", "lima"):
+        other = data.get("format") in ("alpaca", "messages", "lima")
+        # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
+        if data.get("language") and other and _same_layer(place, ("data", "language"), ("data", "format")):
             problems.append(_problem(place, ("data", "language"), f"{data['format']} rows carry no language", "leave it out"))
     return problems
+
+
+def _same_layer(place: Place, one: KeyPath, other: KeyPath) -> bool:
+    return place(one).rsplit(":", 1)[0] == place(other).rsplit(":", 1)[0]
 
 
 def _demand_revision(section: Mapping[str, Any], name: str, hub: bool, otherwise: str, place: Place) -> list[Problem]:
@@ -151,7 +157,7 @@ class NativeSection:
     removed: Mapping[str, str]
     ranges: Mapping[str, Range]
     own: frozenset[str] = frozenset()
-    """Keys of the house in this section."""
+    """Keys of this section that the dataclass does not have."""
 
 
 def train_section() -> NativeSection:
@@ -212,7 +218,7 @@ def _check_field(
 
 
 def find_train_problems(train: Mapping[str, Any], place: Place) -> list[Problem]:
-    """What ``SFTConfig`` or the house refuses for the values of several keys together."""
+    """What ``SFTConfig`` or clustertune refuses for the values of several keys together."""
     problems = []
 
     def add(key: str, message: str, fix: str | None = None) -> None:

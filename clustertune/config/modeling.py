@@ -21,7 +21,7 @@ def config_fields(kind: str) -> frozenset[str]:
     names = {"model_type"}
     for node in classes(parse_module("transformers", f"models/{kind}/configuration_{kind}.py")).values():
         names |= {ast.unparse(item.target) for item in annotated(node)}
-    # Some keys of published files are no fields: Qwen3-MoE's head_dim is only read, by getattr(config, "head_dim", …).
+    # Some keys of published files are no fields: Qwen3-MoE's head_dim is only read, by getattr(config, "head_dim", ...).
     for call in ast.walk(parse_module("transformers", f"models/{kind}/modeling_{kind}.py")):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "getattr" and ast.unparse(call.args[0]).endswith("config"):
             names |= {str(call.args[1].value)} if isinstance(call.args[1], ast.Constant) else set()

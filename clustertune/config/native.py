@@ -135,7 +135,7 @@ def _read_field(package: str, relative: str, item: ast.AnnAssign) -> NativeField
 
 
 def _read_default(value: ast.expr | None) -> tuple[Any, tuple[str, ...]]:
-    """The default of ``= field(default=…, metadata={"choices": […]})`` or of a plain value."""
+    """The default of ``= field(default=..., metadata={"choices": [...]})`` or of a plain value."""
     if not (isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] == "field"):
         return (_literal(value) if value is not None else UNKNOWN), ()
     default: Any = UNKNOWN
@@ -217,7 +217,7 @@ def _literal_type(value: Any) -> Any:
 
 
 def _plain_type(node: ast.expr) -> tuple[Any, str] | None:
-    """``int``, ``list[str]``, ``dict[str, Any]``…: the pydantic type and words; None for other classes."""
+    """``int``, ``list[str]``, ``dict[str, Any]`` and the like: the pydantic type and words; None for other classes."""
     if isinstance(node, ast.Name):
         return _PLAIN.get(node.id)
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):

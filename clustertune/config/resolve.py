@@ -12,7 +12,7 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
 from clustertune.config import checks, derive
 from clustertune.config.load import COMMAND_LINE, Layer, Layers, find_folder, read_layers
-from clustertune.config.resolved import Derived, Resolved
+from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, Recipe
 from clustertune.config.tiny import tiny_layer
 from clustertune.config.yamlfile import Document, KeyPath, read_text, read_yaml
@@ -113,7 +113,18 @@ class _Work:
         self._check_train(distribution, accelerate_shown)
         self._check_lora()
 
+    def _check_beneath_tiny(self) -> None:
+        """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit matters to nobody then."""
+        self.problems += checks.find_schema_problems(self.values, self.place)
+        given = self.values.get("train")
+        if isinstance(given, dict):
+            self.problems += checks.check_native(checks.train_section(), given, self.place)[1]
+            batch = {"global_batch_size": given.get("global_batch_size"), "per_device_train_batch_size": 1}
+            if self.complete:
+                self.problems += derive.accumulation(batch, 1, 1, self.place)[1]
+
     def _lay_tiny(self) -> None:
+        self._check_beneath_tiny()
         document = Document("--tiny", tiny_layer(self.values, self.layers.folder, self.dp))
         at = len(self.layers.layers) - (self.layers.layers[-1].origin == "override")
         self.layers.layers.insert(at, Layer("tiny", document))
@@ -215,7 +226,7 @@ def _warnings(resolved: Resolved) -> list[str]:
     """What is allowed and probably not meant."""
     found = []
     path = resolved.input_path
-    if path is not None and not path.exists():
+    if path is not None and not is_there(path):
         found.append(f"data.input {resolved.recipe.data.input} is not there on this machine")
     kind = resolved.accelerate.get("distributed_type")
     if kind in {"NO", "MULTI_GPU"} and resolved.world_size > 1:

@@ -14,6 +14,22 @@ _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica"
 """Training arguments that change what is said or kept, not what is computed."""
 
 
+def is_there(path: Path) -> bool:
+    """Whether a path can be found: a name that is too long, or behind a closed folder, is not there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def expand_home(given: str | Path) -> Path:
+    """A path with ``~`` and ``~user`` put in; as it stands where there is no such user."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        return Path(given)
+
+
 @dataclass(frozen=True)
 class Derived:
     """A value that no file states: ``reason`` is the formula with its numbers."""
@@ -62,8 +78,9 @@ class Resolved:
         """``data.input``: as it stands where absolute, below the recipe folder where it exists there, else from here."""
         if self.recipe.data.input is None:
             return None
-        beside = Path(self.folder, self.recipe.data.input)
-        return beside.resolve() if beside.exists() else Path(self.recipe.data.input).absolute()
+        given = expand_home(self.recipe.data.input)
+        beside = Path(self.folder, given)
+        return beside.resolve() if is_there(beside) else given.absolute()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; :meth:`from_dict` gives an equal object back."""

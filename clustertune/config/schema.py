@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-"""The house's rule for every name that becomes a path, a job name or an argument."""
+"""The form of every name that becomes a path, a job name or an argument."""
 
 
 def refuse_bool(value: Any) -> Any:

@@ -47,8 +47,7 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     if out.exists() and not out.is_dir():
         raise UserError(Problem("is no folder", file=str(out), fix="choose another --out"))
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with publish.locked(out):
+        with publish.opened(out):
             meta = _whole(out, key)
             reused = meta is not None
             if meta is None:

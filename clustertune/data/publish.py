@@ -28,6 +28,20 @@ def staged(folder: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """The folder, made where it is missing and :func:`locked`; one that was made and stays empty goes again."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(folder):
+            yield
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # it holds the dataset
+                folder.rmdir()
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One writer at a time, where the file system can lock a directory (NFS cannot; the manifest's hashes then tell)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -34,7 +34,7 @@ _BOM = b"\xef\xbb\xbf"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 _REPORT_EVERY = 512
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Reading never fails so: these come from the file of rejected rows, which is written meanwhile."""
+"""Errors that only writing gives: they come from the file of rejected rows, which is written while the input is read."""
 
 
 def is_data_file(path: Path) -> bool:

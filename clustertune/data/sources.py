@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from clustertune.config.resolved import expand_home, is_there
 from clustertune.config.schema import Data
 from clustertune.console import byte_progress
 from clustertune.data.rejects import Place, Rejects
@@ -185,16 +186,16 @@ def _has_splits(splits: set[str | None], shown: str) -> bool:
 def find_source(data: Data, recipe_folder: Path, input_path: Path | None) -> Source:
     """What ``--input`` says, else ``data.input``, else the Hub. Raises UserError where a path does not exist."""
     if input_path is not None:
-        return LocalFiles(_existing([input_path.expanduser()], "--input"))
+        return LocalFiles(_existing([expand_home(input_path)], "--input"))
     if data.input is not None:
-        path = Path(data.input).expanduser()
+        path = expand_home(data.input)
         return LocalFiles(_existing([recipe_folder / path, path], "data.input"))
     return Hub(data.name, data.revision)
 
 
 def _existing(candidates: list[Path], key: str) -> Path:
     for path in candidates:
-        if path.exists():
+        if is_there(path):
             return path
     tried = ", ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
     raise UserError(Problem(f"no such file or folder (looked for {tried})", key=key))

@@ -248,7 +248,7 @@ def _seed(seeds: tasks.Seeds) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Nothing of another's is touched or sealed in."""
+    """Raise UserError where ``out`` holds files that are no evaluation's: they would be touched, and named in its manifest."""
     if out.exists() and not out.is_dir():
         raise UserError(Problem("is not a folder", file=str(out), fix="choose another folder for the evaluation"))
     if out.is_dir():

@@ -8,34 +8,19 @@ the unit, always of the same prompts, so that a resumed run gives the very answe
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.lock import held
 
 
-@contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold(folder: Path) -> contextlib.AbstractContextManager[None]:
     """One evaluation at a time in a folder. Raises UserError (exit 75) where another process has it."""
-    with (folder / ".lock.tmp").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                Problem("another evaluation is writing here", file=str(folder), fix="wait for it, or choose another folder"),
-                ExitCode.AGAIN,
-            ) from None
-        except OSError as error:
-            # Lustre mounted without -o flock says ENOSYS, some NFS servers ENOLCK: better unlocked than not at all.
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
-        yield
+    return held(folder / ".lock.tmp", "is evaluating here", shown=folder, fix="wait for it, or choose another folder")
 
 
 class GenerationLog:

@@ -55,7 +55,7 @@ def _judge(folder: Path, reports: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[Any]]:
-    """Within: transformers' loading reports are kept (5.23 hands them to nobody unless the caller unpacks a tuple)."""
+    """Gather transformers' loading reports while the context lasts: 5.23 gives them only to callers that ask for a tuple."""
     from transformers import modeling_utils
 
     reports: list[Any] = []

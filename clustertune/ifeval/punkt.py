@@ -43,9 +43,17 @@ def locate_site_copy() -> Path | None:
     import nltk
 
     for entry in nltk.data.path:
-        if (Path(entry) / FOLDER).is_dir():
+        if _is_folder(Path(entry) / FOLDER):
             return Path(entry)
     return None
+
+
+def _is_folder(path: Path) -> bool:
+    """NLTK looks in the home folder too, which another user's process (a container's, a job's) may not enter."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def train(texts: Iterable[str], folder: Path) -> None:
@@ -120,7 +128,7 @@ def _refuse(*args: Any, **_kwargs: Any) -> None:
 
 @contextmanager
 def installed(root: Path) -> Iterator[None]:
-    """Within: NLTK looks in ``root`` first, keeps no tokenizer of another folder, and cannot download. Undone after."""
+    """While the context lasts, NLTK looks in ``root`` first, keeps no tokenizer of another folder, and cannot download."""
     import nltk
     from nltk import tokenize
 

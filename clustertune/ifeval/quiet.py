@@ -16,7 +16,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Libraries' bars and notes away, and their counting; what prints goes to stderr, for stdout is for one JSON document."""
+    """Silence the libraries' bars, notes and download counts; their prints go to stderr: stdout is for one JSON document."""
     import datasets
     import lm_eval.api.task as contexts
     import transformers

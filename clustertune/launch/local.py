@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +18,12 @@ from typing import Any
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem
 from clustertune.process import STOP_SIGNALS, die_with_parent
+from clustertune.training.storage import is_full
 
+LAUNCHER_PID = "launcher.pid"
+"""In an attempt's folder: the parent that its ranks must have. A rank that finds another one is an orphan, and ends."""
+_RANK_KILLED = re.compile(r"exitcode\s*: -9\b")
+"""How torch's launcher reports a rank that was killed, here before it could open its log."""
 MISSING_RECORD = "ended without a word: killed (out of memory, kill -9, or a node fault)"
 
 
@@ -56,6 +63,9 @@ class Outcome:
 def run_ranks(command: Sequence[str], attempt_dir: Path, world_size: int, *, quiet: bool) -> Outcome:
     """Run the launcher, pass stop signals on to every rank, and judge the attempt by the ranks' own records.
 
+    An attempt that was asked to stop ends with ``AGAIN`` at the best, even where the stop came before its first rank or
+    after its last step: what follows training must not start.
+
     The launcher's own words go to ``launcher.log``: what it prints when a rank fails is a traceback of its own code.
     """
     attempt_dir.mkdir(parents=True, exist_ok=True)
@@ -71,40 +81,48 @@ def run_ranks(command: Sequence[str], attempt_dir: Path, world_size: int, *, qui
             preexec_fn=_in_launcher,  # noqa: PLW1509 - no thread is running here yet, and it calls libc only
             env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
-    previous = {number: signal.signal(number, _forward(child, attempt_dir)) for number in STOP_SIGNALS}
+    asked: list[int] = []
+    previous = {number: signal.signal(number, _forward(child, attempt_dir, asked)) for number in STOP_SIGNALS}
     try:
-        child.wait()
+        (attempt_dir / LAUNCHER_PID).write_text(f"{child.pid}\n")
+        ended = child.wait()
+    except OSError:
+        child.kill()
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return judge(attempt_dir, world_size)
+    return judge(attempt_dir, world_size, asked=bool(asked), killed=ended == -signal.SIGKILL)
 
 
 def _in_launcher() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGKILL)
 
 
-def _forward(child: subprocess.Popen[bytes], attempt_dir: Path) -> Any:
-    """A handler that asks every rank to save and stop; asked again, it ends them at once."""
-    asked: list[int] = []
+def _forward(child: subprocess.Popen[bytes], attempt_dir: Path, asked: list[int]) -> Any:
+    """A handler that asks every rank to save and stop; an impatient Ctrl-C or ``kill``, given twice, ends them at once."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        # Slurm warns with SIGUSR1 and ends with SIGTERM: another signal is no reason to break off the save of the first.
+        impatient = number in asked and number != signal.SIGUSR1
         asked.append(number)
         pids = [int(text) for path in attempt_dir.glob("rank-*.pid") if (text := path.read_text().strip())]
+        if impatient or not pids:
+            child.kill()  # the ranks die with it
+            return
         for pid in pids:
-            try:
-                os.kill(pid, signal.SIGUSR1 if len(asked) == 1 else signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if len(asked) > 1 or not pids:
-            child.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
 
     return handle
 
 
-def judge(attempt_dir: Path, world_size: int) -> Outcome:
-    """The code and reason of an attempt: a rank that left no record died first; else the earliest record that is not 0."""
+def judge(attempt_dir: Path, world_size: int, *, asked: bool = False, killed: bool = False) -> Outcome:
+    """The code and reason of an attempt: a rank that left no record died first; else the earliest record that is not 0.
+
+    ``asked``: it was asked to stop, which explains ranks that say nothing. ``killed``: the launcher was, with ``kill -9``.
+    """
     records: dict[int, dict[str, Any]] = {}
     for path in attempt_dir.glob("rank-*.json"):
         try:
@@ -118,19 +136,27 @@ def judge(attempt_dir: Path, world_size: int) -> Outcome:
         if code in codes:
             return Outcome(code, _problems(r for r in records.values() if r["code"] == code))
     silent = sorted(set(range(world_size)) - set(records))
-    if silent and not (attempt_dir / "rank-0.log").exists():
-        last = _last_line(attempt_dir / "launcher.log")
-        return Outcome(
-            ExitCode.FAILED, [Problem(f"the launcher started no rank: {last}", file=str(attempt_dir / "launcher.log"))]
-        )
+    if asked and (silent or codes <= {ExitCode.OK, ExitCode.AGAIN}):
+        return Outcome(ExitCode.AGAIN, [])
     if silent:
-        names = ", ".join(f"rank {rank}" for rank in silent)
-        fix = "the same command goes on from the newest whole checkpoint"
-        return Outcome(ExitCode.AGAIN, [Problem(f"{names} {MISSING_RECORD}", file=str(attempt_dir), fix=fix)])
+        return _without_records(attempt_dir, silent, killed=killed)
     failed = sorted((r for r in records.values() if r["code"] not in (0, ExitCode.AGAIN)), key=lambda r: float(r["time"]))
     if failed:
         return Outcome(ExitCode(failed[0]["code"]), _problems(failed[:1], prefix=f"rank {failed[0]['rank']} failed first: "))
     return Outcome(ExitCode.AGAIN if ExitCode.AGAIN in codes else ExitCode.OK, [])
+
+
+def _without_records(attempt_dir: Path, silent: Sequence[int], *, killed: bool) -> Outcome:
+    """What became of ranks that left no record."""
+    again = "the same command goes on from the newest whole checkpoint"
+    if is_full(attempt_dir):
+        problem = Problem("no space left for what the ranks write", file=str(attempt_dir), fix=f"free space, then {again}")
+        return Outcome(ExitCode.STORAGE, [problem])
+    log = attempt_dir / "launcher.log"
+    if not (attempt_dir / "rank-0.log").exists() and not killed and not _RANK_KILLED.search(_read(log)):
+        return Outcome(ExitCode.FAILED, [Problem(f"the launcher started no rank: {_last_line(log)}", file=str(log))])
+    names = ", ".join(f"rank {rank}" for rank in silent)
+    return Outcome(ExitCode.AGAIN, [Problem(f"{names} {MISSING_RECORD}", file=str(attempt_dir), fix=again)])
 
 
 def _problems(records: Any, prefix: str = "") -> list[Problem]:
@@ -142,8 +168,12 @@ def _problems(records: Any, prefix: str = "") -> list[Problem]:
 
 
 def _last_line(path: Path) -> str:
-    try:
-        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
+    lines = [line for line in _read(path).splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -15,7 +15,7 @@ from clustertune.merge.kernel import block_elements
 from clustertune.merge.lora import Adapter, read_adapter
 from clustertune.merge.shards import Shard, parse_size, plan_shards
 from clustertune.merge.stage import Journal, staging_folder
-from clustertune.merge.streams import RING
+from clustertune.merge.streams import BUFFERS, CHUNK
 from clustertune.merge.target import companion_files, finished_manifest, output_names, place_problems, space_error
 
 FORMAT = 1
@@ -59,19 +59,25 @@ class Job:
         places = [(name, folder / name) for name in journal.shards for folder in (self.staging, self.out)]
         return sum(p.stat().st_size for name, p in places if p.exists() and p.stat().st_size == sizes.get(name))
 
+    def missing_bytes(self) -> int:
+        """Bytes that still have to be found on the disk. A file that a killed merge left unfinished gives its room back."""
+        unfinished = sum(p.stat().st_blocks * 512 for p in self.staging.glob("*.part"))
+        return self.size - self.staged_bytes() - unfinished
+
     def worker_bytes(self) -> int:
-        """Upper bound of one worker's buffers: A; the update, the sum and B of a block; the ring of output buffers."""
+        """Upper bound of one worker's buffers: A; the update, the sum and B of a block; a raw one; what waits to be hashed."""
         largest = 0
         for name, update in self.adapter.updates.items():
             rows, columns = self.base.tensors[name].shape
             block, rank = block_elements(rows, columns), update.a.shape[0]
             block_rows = block // max(1, columns)
-            largest = max(largest, 4 * (rank * columns + (2 + RING) * block + 2 * block_rows * rank))
+            factors = 4 * (rank * columns + 2 * block + 2 * block_rows * rank)
+            largest = max(largest, factors + CHUNK + BUFFERS * max(CHUNK, 4 * block))
         return max(largest, 32 << 20)
 
     def limit_workers(self, wanted: int) -> int:
-        """At most ``wanted``, as many as there are files and as fit into ``WORKING_MEMORY``; at least one."""
-        return max(1, min(wanted, len(self.shards), WORKING_MEMORY // self.worker_bytes()))
+        """At most ``wanted``, as many as fit into ``WORKING_MEMORY``; at least one."""
+        return max(1, min(wanted, WORKING_MEMORY // self.worker_bytes()))
 
 
 def _digest(job: dict[str, Any]) -> str:
@@ -131,7 +137,7 @@ def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> Job:
 
 def check_space(job: Job) -> None:
     """Raises UserError (exit 73) where what is still to be written does not fit."""
-    if error := space_error(job.out, job.size - job.staged_bytes()):
+    if error := space_error(job.out, job.missing_bytes()):
         raise error
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.manifest import FileRecord, fsync_path, write_durably
+from clustertune.manifest import FileRecord, fsync_path, parse_record, write_durably
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """flock(2) on filesystems mounted without locks (Lustre without ``flock``); then two merges at once are the user's care."""
@@ -30,7 +30,7 @@ def staging_folder(out: Path) -> Path:
 class Journal:
     """What of an output is done: per line one event, durable before the next step begins.
 
-    First line ``{"inputs": id}``; then ``{"shard", "size", "sha256"}`` per finished shard; ``{"publish": [names]}`` once
+    First line ``{"inputs": id}``; then ``{"shard", "size", "xxh3_128"}`` per finished shard; ``{"publish": [names]}`` once
     files begin to move into the output.
     """
 
@@ -61,19 +61,19 @@ class Journal:
         elif "publish" in event:
             self.published = [str(name) for name in event["publish"]]
         else:
-            self.shards[str(event["shard"])] = FileRecord(int(event["size"]), str(event["sha256"]))
+            self.shards[str(event["shard"])] = parse_record(event)
 
     def rewrite(self) -> None:
         """Write all of it anew, so that nothing is appended after a torn line."""
         events: list[dict[str, Any]] = [{"inputs": self.inputs}]
-        events += [{"shard": name, "size": r.size, "sha256": r.sha256} for name, r in self.shards.items()]
+        events += [{"shard": name, **record.as_json()} for name, record in self.shards.items()]
         events += [{"publish": self.published}] if self.published else []
         write_durably(self.path, "".join(json.dumps(event) + "\n" for event in events))
 
     def add_shard(self, name: str, record: FileRecord) -> None:
         """Note a shard that is on the device. Callers from several threads serialise."""
         self.shards[name] = record
-        self._append({"shard": name, "size": record.size, "sha256": record.sha256})
+        self._append({"shard": name, **record.as_json()})
 
     def begin_publish(self, names: list[str]) -> None:
         """Note that files named ``names`` in the output are ours from now on."""

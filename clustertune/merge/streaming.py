@@ -1,162 +1,27 @@
 """Merge a LoRA adapter into its base, shard by shard, through buffers whose size does not depend on the model.
 
-Each output file is read, changed, hashed and written in one pass by one of a few threads (hashing, matrix products and
-system calls all release the interpreter's lock). Files are finished one by one in a staging folder, and moved singly into
-the output when all are there: a directory rename can move half of a folder on a mergerfs pool.
+Each output file is read, changed, written and hashed in one pass by a few threads (matrix products, system calls and hashing
+all release the interpreter's lock). Files are finished one by one in a staging folder, and moved singly into the output when
+all are there: a directory rename can move half of a folder on a mergerfs pool.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import FileRecord, hash_file
-from clustertune.merge.header import Tensor
 from clustertune.merge.job import Job, check_space, prepare
-from clustertune.merge.kernel import Scratch, add_update, as_tensor, row_blocks, torch_dtype
-from clustertune.merge.lora import Update
+from clustertune.merge.pipeline import write_shards
 from clustertune.merge.publish import publish
-from clustertune.merge.shards import Shard
 from clustertune.merge.stage import Journal, clear, locked
-from clustertune.merge.streams import CHUNK, Output, Source, durable_output
 from clustertune.merge.target import finished_manifest, free_bytes, remove_published, remove_temporary
-
-
-class _Stopped(Exception):
-    """Another worker failed; not an error of its own."""
-
-
-class _Worker:
-    """One thread's state while it writes output files."""
-
-    def __init__(self, job: Job, stop: threading.Event, advance: Callable[[int], None]) -> None:
-        self.job, self.stop, self.advance = job, stop, advance
-        self.source, self.scratch = Source(), Scratch()
-
-    def write_shard(self, shard: Shard) -> FileRecord:
-        """Write one output file into staging. Raises UserError (exit 73) where the storage fails."""
-        adapter = self.job.adapter
-        try:
-            with durable_output(self.job.staging / shard.name) as output:
-                header = output.buffer(len(shard.header))
-                header[:] = shard.header
-                output.write(header)
-                for tensor in shard.tensors:
-                    if update := adapter.updates.get(tensor.name):
-                        self._merge(tensor, update, output)
-                    elif replacement := adapter.replaced.get(tensor.name):
-                        self._replace(tensor, replacement, output)
-                    else:
-                        self._copy(tensor, output)
-            return output.record()
-        finally:
-            self.source.close()
-
-    def _step(self, size: int) -> None:
-        self.advance(size)
-        if self.stop.is_set():
-            raise _Stopped
-
-    def _copy(self, tensor: Tensor, output: Output) -> None:
-        for start in range(0, tensor.size, CHUNK):
-            view = output.buffer(min(CHUNK, tensor.size - start))
-            self.source.read(tensor.file, view, tensor.offset + start)
-            output.copy(self.source.fd(tensor.file), tensor.offset + start, view)
-            self._step(len(view))
-
-    def _load(self, name: str, tensor: Tensor, first: int, last: int) -> Any:
-        """Rows ``first`` to ``last`` of a factor in float32, in pieces, so that no second copy of it is ever held."""
-        columns = tensor.shape[1]
-        width = columns * torch_dtype(tensor.dtype).itemsize
-        matrix = self.scratch.floats(name, last - first, columns)
-        step = max(1, CHUNK // max(1, width))
-        for start in range(first, last, step):
-            end = min(last, start + step)
-            view = self.scratch.bytes((end - start) * width)
-            self.source.read(tensor.file, view, tensor.offset + start * width)
-            matrix[start - first : end - first].copy_(as_tensor(view, tensor.dtype, end - start, columns))
-        return matrix
-
-    def _merge(self, tensor: Tensor, update: Update, output: Output) -> None:
-        if not tensor.size:
-            return
-        rows, columns = tensor.shape
-        width = columns * torch_dtype(tensor.dtype).itemsize
-        a = self._load("a", update.a, 0, update.a.shape[0])
-        for start, end in row_blocks(rows, columns):
-            b = self._load("b", update.b, start, end)
-            view = output.buffer((end - start) * width)
-            self.source.read(update.weight.file, view, update.weight.offset + start * width)
-            add_update(as_tensor(view, tensor.dtype, end - start, columns), a, b, update.scaling, self.scratch)
-            output.write(view)
-            self._step(len(view))
-
-    def _replace(self, tensor: Tensor, replacement: Tensor, output: Output) -> None:
-        """The saved module's values in the base's dtype, as PEFT's ``ModulesToSaveWrapper`` keeps them."""
-        if replacement.dtype == tensor.dtype:
-            self._copy(replacement, output)
-            return
-        width, target = torch_dtype(replacement.dtype).itemsize, torch_dtype(tensor.dtype)
-        for start in range(0, replacement.size, CHUNK):
-            count = min(CHUNK, replacement.size - start) // width
-            raw = self.scratch.bytes(count * width)
-            self.source.read(replacement.file, raw, replacement.offset + start)
-            view = output.buffer(count * target.itemsize)
-            as_tensor(view, tensor.dtype, 1, count).copy_(as_tensor(raw, replacement.dtype, 1, count))
-            output.write(view)
-            self._step(len(view))
-
-
-@contextmanager
-def _single_threaded_torch() -> Iterator[None]:
-    """One thread per product: the workers are the parallelism, and the products' bits do not depend on it."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _write_all(job: Job, journal: Journal, todo: list[Shard], workers: int) -> None:
-    stop, guard, local = threading.Event(), threading.Lock(), threading.local()
-    failures: list[BaseException] = []
-    with byte_progress() as bar, _single_threaded_torch(), ThreadPoolExecutor(workers) as pool:
-        task = bar.add_task("merging", total=sum(t.size for s in todo for t in s.tensors))
-
-        def write(shard: Shard) -> None:
-            if not hasattr(local, "worker"):
-                local.worker = _Worker(job, stop, lambda size: bar.advance(task, size))
-            try:
-                if stop.is_set():
-                    return
-                record = local.worker.write_shard(shard)
-                with guard:
-                    journal.add_shard(shard.name, record)
-            except _Stopped:
-                pass
-            except BaseException as error:
-                failures.append(error)
-                stop.set()
-
-        try:
-            for future in [pool.submit(write, shard) for shard in todo]:
-                future.result()
-        except BaseException:
-            stop.set()
-            raise
-    if failures:
-        raise failures[0]
 
 
 def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: int) -> list[str]:
@@ -164,7 +29,10 @@ def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: i
 
     def whole(name: str) -> bool:
         try:
-            return places[name].stat().st_size == records[name].size and hash_file(places[name]) == records[name]
+            return (
+                places[name].stat().st_size == records[name].size
+                and hash_file(places[name], records[name].algorithm) == records[name]
+            )
         except OSError:
             return False
 
@@ -244,7 +112,9 @@ def _merge_locked(job: Job, workers: int, started: float) -> dict[str, Any]:
             return _summary(job, "already merged", started, len(job.shards))
         journal = _resume(job, workers)
         todo = [s for s in job.shards if s.name not in journal.shards]
-        _write_all(job, journal, todo, job.limit_workers(workers))
+        with byte_progress() as bar:
+            task = bar.add_task("merging", total=sum(t.size for s in todo for t in s.tensors))
+            write_shards(job, journal, todo, job.limit_workers(workers), partial(bar.advance, task))
         publish(job, journal)
     return _summary(job, "merged", started, len(job.shards) - len(todo))
 
@@ -268,7 +138,7 @@ def plan(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB")
         "bytes": job.size,
         "staged_bytes": staged,
         "free_bytes": free_bytes(out),
-        "fits": bool(job.finished) or free_bytes(out) >= job.size - staged,
+        "fits": bool(job.finished) or free_bytes(out) >= job.missing_bytes(),
         "warnings": job.adapter.warnings,
     }
 

@@ -16,7 +16,7 @@ class EventLog:
     """Append events to ``metrics.jsonl``; each line is whole or, after a crash, a torn last line that readers skip."""
 
     def __init__(self, path: Path, attempt: int) -> None:
-        self._attempt = attempt
+        self._attempt, self._path = attempt, path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         if self._file.tell():
@@ -27,8 +27,11 @@ class EventLog:
     def write(self, event: str, **values: Any) -> None:
         """One event, flushed to the file (not to the device: :meth:`sync` does that)."""
         line = {"event": event, "time": round(time.time(), 3), "attempt": self._attempt, **values}
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:  # a write, other than an open, does not say to which file
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def sync(self) -> None:
         """Flush to the device."""

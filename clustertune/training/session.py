@@ -190,18 +190,21 @@ class Session:
         self.tell(f"resume from {checkpoint.name}" if checkpoint else "train from the base model")
         code, reason = ExitCode.FAILED, "an error: see the rank's log"
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            finished = trainer.state.global_step >= trainer.state.max_steps
+            if not trainer.agree():  # asked while the model was loaded: there is nothing new to save
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            finished = 0 < trainer.state.max_steps <= trainer.state.global_step
             code = ExitCode.OK if finished else ExitCode.AGAIN
             reason = "finished" if finished else f"asked to stop ({self.stop.signal_name or 'another rank was'})"
             if not finished:
-                self.tell(f"stopped at step {trainer.state.global_step} as asked; the same command goes on from there")
+                self.tell(
+                    f"stopped at step {max(start, trainer.state.global_step)} as asked; the same command goes on from there"
+                )
         except UserError as error:
             code, reason = error.code, error.problems[0].message
             raise
         finally:
             if self.log:
-                self.log.write("stop", step=trainer.state.global_step, exit_code=int(code), reason=reason)
+                self.log.write("stop", step=max(start, trainer.state.global_step), exit_code=int(code), reason=reason)
                 self.log.close()
             if self.console:
                 self.console.close()

@@ -23,6 +23,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.training import fsdp1
 from clustertune.training.collectives import Group
 from clustertune.training.stop import StopFlag
+from clustertune.training.storage import free_bytes, is_full, storage_cause
 
 
 class Store(Protocol):
@@ -57,10 +58,12 @@ def untouched_random_state() -> Any:
     A DataLoader draws its base seed from torch's global generator each time it is iterated.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class Trainer(SFTTrainer):  # type: ignore[misc]
@@ -166,32 +169,36 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             "eval_skipped": self.eval_skipped,
             "state_digests": self.group.gather(state_digest(self.model, self.optimizer)),
         }
-        failure: str | None = None
-        folder: Path | None = None
+        folder = Path(self.args.output_dir)
         try:
             folder = self.store.begin(step)
             self._write_state(folder)
-        except (OSError, RuntimeError, torch.distributed.checkpoint.CheckpointException) as error:
-            failure = f"rank {self.group.rank}: {error}"
-        failures = [f for f in self.group.gather(failure) if f]
-        size = 0
-        if not failures and folder is not None:
-            try:
-                size = self.store.commit(folder, meta)
-            except OSError as error:
-                failures = [str(error)]
-        if failures or folder is None:
-            raise UserError(
-                Problem(
-                    f"the checkpoint of step {step} was not saved: {failures[0].splitlines()[0]}",
-                    file=str(folder or self.args.output_dir),
-                    fix="free space or mend the storage, then run the same command again: it goes on from the last whole one",
-                ),
-                ExitCode.STORAGE,
-            )
+            size = self.store.commit(folder, meta)
+        except (Exception, torch.distributed.checkpoint.CheckpointException) as error:  # the latter is no Exception
+            # A lost peer fails a save too: only what the storage did is the storage's.
+            if not (isinstance(error, OSError) or storage_cause(error) or is_full(folder)):
+                raise
+            # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
+            # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
+            raise self._not_saved(step, folder, error) from error
         self.on_checkpoint(Saved(step, folder, size, time.perf_counter() - began, bool(meta["final"])))
         for path in self.store.prune():
             self.on_removed(path)
+
+    def _not_saved(self, step: int, folder: Path, error: BaseException) -> UserError:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        need = 3 * sum(p.numel() * p.element_size() for p in trained)  # the parameters and AdamW's two moments
+        what = str(storage_cause(error) or error).splitlines()[0]
+        free = free_bytes(folder)
+        room = f" ({free / 1e6:.1f} MB free, it needs about {need / 1e6:.1f} MB)" if free is not None else ""
+        return UserError(
+            Problem(
+                f"the checkpoint of step {step} was not saved: rank {self.group.rank}: {what}{room}",
+                file=str(folder),
+                fix="free space or mend the storage, then run the same command again: it goes on from the last whole one",
+            ),
+            ExitCode.STORAGE,
+        )
 
     def _check_parameters(self) -> None:
         finite = all(bool(torch.isfinite(_local(p)).all()) for p in self.model.parameters() if p.requires_grad)

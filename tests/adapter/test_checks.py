@@ -19,7 +19,7 @@ from clustertune.adapter import shards
 from clustertune.adapter.expected import normalise
 from clustertune.adapter.export import export
 from clustertune.errors import ExitCode, UserError
-from clustertune.manifest import MANIFEST, FileRecord, hash_file
+from clustertune.manifest import MANIFEST, FileRecord, hash_file, parse_record
 from tests.adapter.conftest import LORA, Maker, make_tensors, seal_checkpoint
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -137,7 +137,7 @@ def test_without_the_hash_a_swapped_shard_would_pass(
     recorded = json.loads((first / MANIFEST).read_text())["files"][shard]
 
     def believe(path: Path) -> FileRecord:
-        return FileRecord(**recorded) if path.name == "__0_0.distcp" else hash_file(path)
+        return parse_record(recorded) if path.name == "__0_0.distcp" else hash_file(path)
 
     monkeypatch.setattr(module, "hash_file", believe)
     assert export(first, tmp_path / "out")["step"] == 2

@@ -171,7 +171,7 @@ def test_second_export_at_the_same_time_is_told_to_come_again(make_checkpoint: M
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as other:
         assert other.stdin and other.stdout and other.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="another export") as busy:
+        with pytest.raises(UserError, match=f"process {other.pid} on .* is exporting into it") as busy:
             export(checkpoint, out)
         other.stdin.close()
     assert busy.value.code == ExitCode.AGAIN

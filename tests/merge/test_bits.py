@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.merge import kernel, merge, streaming
+from clustertune.merge import kernel, merge, pieces
 from clustertune.merge.kernel import MIN_ROWS, Scratch, add_update, row_blocks
 from tests.merge.conftest import load_all, peft_merged, same_bytes, save_adapter, save_llama
 
@@ -66,7 +66,9 @@ def test_the_bytes_are_those_of_peft(
     base = bases[base_dtype]
     adapter = save_adapter(tmp_path / "adapter", base, adapter_dtype, **settings)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", 40 * 72)  # several blocks for most tensors of so small a model
-    done = merge(base, adapter, tmp_path / "out", shard_size="90KB")
+    monkeypatch.setattr(pieces, "CHUNK", 15_000)  # and several pieces
+    monkeypatch.setattr(pieces, "STEP", 999)
+    done = merge(base, adapter, tmp_path / "out", shard_size="90KB", workers=3)
     expected, found, before = peft_merged(base, adapter), load_all(tmp_path / "out"), load_all(base)
     assert set(found) == set(expected)
     assert [n for n in expected if not same_bytes(found[n], expected[n])] == []
@@ -94,7 +96,7 @@ def test_one_rounding_and_not_two(base: Path, adapter: Path, tmp_path: Path, mon
         weight += ((b @ a) * scaling).to(weight.dtype)
 
     expected, safe = peft_merged(base, adapter), peft_merged(base, adapter, safe_merge=True)
-    monkeypatch.setattr(streaming, "add_update", twice)
+    monkeypatch.setattr(pieces, "add_update", twice)
     merge(base, adapter, tmp_path / "out")
     found = load_all(tmp_path / "out")
     assert all(same_bytes(found[n], safe[n]) for n in safe)

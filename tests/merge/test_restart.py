@@ -17,8 +17,9 @@ import torch
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import job, merge, streaming, target
+from clustertune.merge import job, merge, pipeline, streaming, target
 from clustertune.merge.stage import Journal, locked, staging_folder
+from clustertune.merge.streams import Output
 from tests.merge.conftest import file_hashes, save_adapter, save_llama
 
 SIZE, COARSE = "60KB", "150KB"
@@ -134,15 +135,14 @@ class FailAfter:
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.written = count, list[str]()
-        original = streaming._Worker.write_shard
 
-        def write(worker: Any, shard: Any) -> Any:
+        def make(path: Path, size: int) -> Output:
             if len(self.written) == self.count:
                 raise Crash
-            self.written.append(shard.name)
-            return original(worker, shard)
+            self.written.append(path.name)
+            return Output(path, size)
 
-        monkeypatch.setattr(streaming._Worker, "write_shard", write)
+        monkeypatch.setattr(pipeline, "Output", make)
 
 
 def interrupt(base: Path, adapter: Path, out: Path, after: int) -> list[str]:
@@ -162,6 +162,17 @@ def test_goes_on_after_every_shard(base: Path, adapter: Path, tmp_path: Path, re
         done = merge(base, adapter, out, shard_size=SIZE)
         assert (done["reused_shards"], done["shards"]) == (after, count)
         assert file_hashes(out) == reference
+
+
+def test_an_unfinished_file_is_not_counted_twice(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed merge has taken the room of a whole file: that room is free again for the next one."""
+    out, whole = tmp_path / "out", job.prepare(base, adapter, tmp_path / "out", SIZE).missing_bytes()
+    interrupt(base, adapter, out, 0)
+    (staging_folder(out) / "model-00001-of-00006.safetensors.part").write_bytes(bytes(40_960))
+    monkeypatch.setattr(target, "free_bytes", lambda _: whole - 40_960)
+    assert merge(base, adapter, out, shard_size=SIZE)["state"] == "merged"
 
 
 def test_a_torn_journal_costs_one_shard(base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str]) -> None:
@@ -271,18 +282,18 @@ def test_an_input_that_changes_meanwhile(
     own_base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The output could be a mixture: it is not published, and the next run starts over."""
-    original = streaming._write_all
+    original = streaming.write_shards
 
     def write_and_touch(*args: Any) -> None:
         original(*args)
         os.utime(sorted(own_base.glob("*.safetensors"))[0], (1, 1))
 
-    monkeypatch.setattr(streaming, "_write_all", write_and_touch)
+    monkeypatch.setattr(streaming, "write_shards", write_and_touch)
     with pytest.raises(UserError, match="changed while") as caught:
         merge(own_base, adapter, tmp_path / "out", shard_size=SIZE)
     assert caught.value.code == ExitCode.AGAIN
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(streaming, "_write_all", original)
+    monkeypatch.setattr(streaming, "write_shards", original)
     assert merge(own_base, adapter, tmp_path / "out", shard_size=SIZE)["reused_shards"] == 0
 
 
@@ -314,10 +325,12 @@ def test_journal_round_trip(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.inputs = "i"
     journal.rewrite()
-    journal.add_shard("a", manifest.FileRecord(3, "f"))
+    records = {"a": manifest.FileRecord(3, "f", "xxh3_128"), "b": manifest.FileRecord(4, "0")}
+    for name, record in records.items():
+        journal.add_shard(name, record)
     journal.begin_publish(["a", "b"])
     again = Journal(tmp_path).load()
-    assert (again.inputs, again.shards, again.published) == ("i", {"a": manifest.FileRecord(3, "f")}, ["a", "b"])
+    assert (again.inputs, again.shards, again.published) == ("i", records, ["a", "b"])
     assert target.KIND == "merged"
 
 

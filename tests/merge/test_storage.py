@@ -1,22 +1,31 @@
-"""Disks that are full or fail, filesystems that refuse the kernel's copy, and memory that stays bounded."""
+"""Disks that are full or fail, files that several threads write, and memory that stays bounded."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import hashlib
+import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
+from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import bench_model, merge, streaming, streams
+from clustertune.merge import bench_model, merge, pieces, streaming, streams
 from clustertune.merge.base import Base
 from clustertune.merge.header import Tensor, build_header, byte_size
 from clustertune.merge.job import WORKING_MEMORY, Job
@@ -24,7 +33,7 @@ from clustertune.merge.lora import Adapter, Update
 from clustertune.merge.lora_config import read_settings
 from clustertune.merge.shards import Shard
 from clustertune.merge.stage import staging_folder
-from clustertune.merge.streams import Output, durable_output
+from clustertune.merge.streams import Output
 from tests.merge.conftest import file_hashes, load_all
 
 FULL_DISK = """
@@ -57,7 +66,7 @@ def test_a_file_that_may_not_grow(base: Path, adapter: Path, tmp_path: Path, rep
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
-@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "mkdir"])
 def test_storage_that_fails(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
@@ -65,7 +74,7 @@ def test_storage_that_fails(
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
-        if count[0] >= (2 if call in ("write", "fsync") else 1):
+        if count[0] >= (2 if call in ("pwrite", "fsync") else 1):
             raise OSError(code, os.strerror(code))
         return original(*args, **kwargs)
 
@@ -146,44 +155,102 @@ def test_a_base_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         streams.Source().read(tmp_path / "x", memoryview(bytearray(9)), 0)
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, 0])
-def test_without_the_kernels_copy(
+@given(cuts=st.sets(st.integers(1, 4999), max_size=12), seed=st.integers(0, 2**32))
+def test_pieces_in_any_order_make_one_digest(tmp_path_factory: pytest.TempPathFactory, cuts: set[int], seed: int) -> None:
+    """Written and added in any order, a file has the digest of its bytes; exactly the last call says that it is complete."""
+    content, bounds = random.Random(seed).randbytes(5000), [0, *sorted(cuts), 5000]
+    path, released = tmp_path_factory.mktemp("output") / "out", list[int]()
+    output, pieces_left = Output(path, len(content)), list(itertools.pairwise(bounds))
+    random.Random(seed).shuffle(pieces_left)
+    complete = []
+    for start, end in pieces_left:
+        output.write(memoryview(content)[start:end], start)
+        complete.append(output.add(memoryview(content)[start:end], start, partial(released.append, start)))
+    record = output.finish()
+    assert path.read_bytes() == content
+    assert record == manifest.FileRecord(5000, xxhash.xxh3_128_hexdigest(content), "xxh3_128")
+    assert complete == [False] * len(cuts) + [True]
+    assert released == bounds[:-1]
+
+
+def test_a_file_has_no_name_before_it_is_complete(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out", 4)
+    output.write(memoryview(b"1234"), 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.part"]
+    assert output.add(memoryview(b"1234"), 0, lambda: None)
+    output.finish()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+class Refusing:
+    """The C library with an fallocate(2) that answers ``code``."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def fallocate(self, *_: Any) -> int:
+        ctypes.set_errno(self.code)
+        return -1
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOSPC, errno.EIO])
+def test_a_filesystem_without_fallocate_or_without_room(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Refused, or (0) nothing copied at all: the bytes go through the buffer instead, and no further attempt is made."""
+    """What the filesystem cannot do is done without; a full or failing disk is told before a byte is written."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing(code))
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            merge(base, adapter, tmp_path / "out")
+        else:
+            with pytest.raises(UserError, match=os.strerror(code)) as caught:
+                merge(base, adapter, tmp_path / "out")
+            assert caught.value.code == ExitCode.STORAGE
+            assert not (tmp_path / "out").exists()
+    merge(base, adapter, tmp_path / "out")
     merge(base, adapter, tmp_path / "reference")
-    calls = []
-
-    def refuse(*_: Any) -> int:
-        calls.append(1)
-        if code:
-            raise OSError(code, os.strerror(code))
-        return 0
-
-    monkeypatch.setattr(Output, "kernel_copy", True)
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    merge(base, adapter, tmp_path / "out", workers=1)
-    assert len(calls) == 1
     assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "reference")
 
 
-def test_a_kernels_copy_that_stops_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = os.copy_file_range
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_threads_share_a_file(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """One output file in many small pieces, made by so many threads: the same bytes, and no more buffers than agreed."""
+    merge(base, adapter, tmp_path / "reference")
+    made, original = set[int](), pieces.Worker.make
 
-    def short(src: int, dst: int, count: int, offset: int) -> int:
-        return original(src, dst, min(count, 1000), offset)
+    def make(worker: pieces.Worker, *args: Any) -> None:
+        made.add(threading.get_ident())
+        time.sleep(0.001 * random.random())
+        original(worker, *args)
 
-    content = os.urandom(10_500)
-    (tmp_path / "in").write_bytes(content)
-    monkeypatch.setattr(os, "copy_file_range", short)
-    with (tmp_path / "in").open("rb") as src, durable_output(tmp_path / "out") as output:
-        for start in range(0, len(content), 4000):
-            view = output.buffer(min(4000, len(content) - start))
-            view[:] = content[start : start + 4000]
-            output.copy(src.fileno(), start, view)
-    assert (tmp_path / "out").read_bytes() == content
-    assert output.record().size == len(content)
-    assert output.record().sha256 == hashlib.sha256(content).hexdigest()
+    monkeypatch.setattr(pieces, "CHUNK", 3000)
+    monkeypatch.setattr(pieces.Worker, "make", make)
+    merge(base, adapter, tmp_path / "out", workers=workers)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert len(made) == workers
+    assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "reference")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nth", [1, 2, 3, 40])
+def test_a_thread_that_fails_keeps_nobody_waiting(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """The others wait for buffers that hang behind the failed piece; they are let go, and the error is told."""
+    original, count = pieces.Worker.make, itertools.count(1)
+
+    def make(worker: pieces.Worker, *args: Any) -> None:
+        if next(count) == nth:
+            time.sleep(0.3)
+            raise RuntimeError("a thread failed")
+        original(worker, *args)
+
+    monkeypatch.setattr(pieces, "CHUNK", 3000)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a thread failed"):
+        patch.setattr(pieces.Worker, "make", make)
+        merge(base, adapter, tmp_path / "out", workers=3)
+    assert not (tmp_path / "out").exists()
+    merge(base, adapter, tmp_path / "out", workers=3)
 
 
 PEAK = """

@@ -1,0 +1,54 @@
+"""What the command line checks of a path before any room sees it, and the folder that an evaluation gets by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+
+_MAX_NAME = 255
+"""Bytes of one name and of a whole path below: what Linux takes (limits.h)."""
+_MAX_PATH = 4095
+
+
+def path_argument(value: str | Path) -> Path:
+    """The path that an argument names. Raises UserError where it cannot be one, or is an option that lost its value."""
+    text = str(value)
+    problem = fix = None
+    if not text:
+        problem = "an empty path"
+    elif text.startswith("-"):
+        problem, fix = f"{text!r} is where a path must stand", f"write ./{text} if that is its name"
+    elif any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text):
+        problem, fix = f"{text!r} holds a line break, a control character or bytes that are not UTF-8", "rename it"
+    elif len(text.encode()) > _MAX_PATH or any(len(part.encode()) > _MAX_NAME for part in Path(text).parts):
+        problem = f"{text!r} is longer than a path can be"
+    if problem:
+        raise UserError(Problem(problem, file="command line", fix=fix))
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise UserError(Problem(f"{text!r}: there is no such user here", file="command line", fix="write ./~...")) from None
+
+
+def existing_folder(path: Path, what: str) -> Path:
+    """``path``, which must be a folder. ``what`` names the kind that is wanted. Raises UserError."""
+    if path.is_dir():
+        return path
+    message = "is a file, not a folder" if path.exists() else "no such folder"
+    raise UserError(Problem(message, file=str(path), fix=f"give the folder of {what}"))
+
+
+def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[str, Any]) -> Path:
+    """``<parent>-<name>-<12 hex>`` of a model: the same command finds its result, two models of one name never share it."""
+    place = model.resolve()
+    identity = [str(place), str(data.resolve()) if data else None, dict(settings)]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    words = (re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].strip("._") for part in (place.parent.name, place.name))
+    return below / "-".join([*(word for word in words if word), digest])

@@ -1,0 +1,108 @@
+"""Around every command: whatever ends it becomes words on stderr, one JSON document if asked for, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import traceback
+from types import FrameType
+
+import typer
+
+from clustertune.console import emit_json, say, show_error
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+
+INTERRUPTED = 130
+"""What shells give for a command that Ctrl-C ended: 128 + SIGINT."""
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How safetensors and tokenizers, which are written in Rust, word an OSError inside of exceptions of their own."""
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGUSR1: the scheduler wants the machine back. No handler of errors on the way may swallow it."""
+
+
+def run_command(app: typer.Typer) -> int:
+    """Run the command of this process. Returns its exit code; nothing a user can cause leaves a traceback."""
+    _open_standard_files()
+    as_json = "--json" in sys.argv[1:]
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
+    try:
+        code = app(standalone_mode=False)
+    except BrokenPipeError:  # the reader has seen enough
+        return int(ExitCode.FAILED)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        known = explain(error)
+        if as_json:
+            with contextlib.suppress(OSError):
+                emit_json(known.as_dict())
+        return int(known.code)
+    if code == INTERRUPTED:  # typer takes the KeyboardInterrupt
+        known = UserError(Problem("interrupted", fix="the same command goes on where this one ended"), ExitCode.AGAIN)
+        show_error(known)
+        if as_json:
+            emit_json({**known.as_dict(), "exit_code": code})
+    return int(code or 0)
+
+
+def explain(error: BaseException) -> UserError:
+    """Say on stderr what ended the command; the same as the error that ``--json`` describes."""
+    known: UserError
+    if isinstance(error, typer.TyperException):
+        return _usage(error)
+    if isinstance(error, UserError):
+        known = error
+    elif isinstance(error, Stopped):
+        problem = Problem(f"stopped by {error}", fix="run the same command again: it goes on where this one ended")
+        known = UserError(problem, ExitCode.AGAIN)
+    elif isinstance(error, OSError) and error.errno is not None:
+        known = storage_error(error, "cannot be used", error.filename or "stdout")
+    elif of_rust := _OS_ERROR.search(str(error)):
+        number = int(of_rust[1])
+        known = storage_error(OSError(number, os.strerror(number)), type(error).__name__, ".")
+    else:
+        traceback.print_exception(error)
+        text = (str(error).splitlines() or [""])[0]
+        known = UserError(Problem(f"{type(error).__name__}: {text}", fix="this is a fault of clustertune"), ExitCode.FAILED)
+    show_error(known)
+    return known
+
+
+def _usage(error: typer.TyperException) -> UserError:
+    """What typer says of the arguments, in the form of all other errors."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "clustertune"
+    text = error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
+    if not getattr(error, "message", ""):
+        text = "an argument is missing"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        say(text)
+        return UserError(Problem(f"{command}: a command is missing"), ExitCode.CONFIG)
+    usage = context.get_usage().removeprefix("Usage: ") if context else command
+    known = UserError(Problem(text, file="command line", fix=f"usage: {usage}; --help explains"), ExitCode.CONFIG)
+    show_error(known)
+    return known
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise Stopped(signal.Signals(number).name)
+
+
+def _open_standard_files() -> None:
+    """A closed stdin, stdout or stderr (``>&-``) would be handed to the next file that is opened, and be written into."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)

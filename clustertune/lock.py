@@ -1,0 +1,63 @@
+"""One writer at a time: an flock on a file, and words that name the process which has it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from clustertune.errors import ExitCode, Problem, UserError
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""flock(2) on file systems mounted without locks (Lustre without ``flock``, some NFS servers): better unlocked than not at
+all; two writers at once are then the user's care."""
+
+
+@contextlib.contextmanager
+def held(path: Path, doing: str, *, shown: Path, fix: str) -> Iterator[None]:
+    """Hold the file ``path``, which is made (mode 0666 less umask) where it is absent, with its folder.
+
+    The kernel drops the lock with the last process that has the file open; the holder may remove the file before.
+    Raises UserError (exit 75) where another process has it: ``shown: process 7 on node3 DOING -> fix``. Raises OSError where
+    the file cannot be made.
+    """
+    fd = _take(path, doing, shown, fix)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _take(path: Path, doing: str, shown: Path, fix: str) -> int:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # the holder before has just removed the folder
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            raise UserError(Problem(f"{holder} {doing}", file=str(shown), fix=fix), ExitCode.AGAIN) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(fd)
+                raise
+        if _is_at(path, fd):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+            return fd
+        os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether an open file still lies at ``path``: a lock on one that its holder has removed holds nobody off."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False

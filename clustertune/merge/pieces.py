@@ -1,0 +1,163 @@
+"""Output files cut into pieces, so that all threads work on one file, and what one thread does with a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.errors import storage_error
+from clustertune.merge.header import BITS, Tensor
+from clustertune.merge.kernel import Scratch, add_update, as_tensor, row_blocks, torch_dtype
+from clustertune.merge.lora import Adapter, Update
+from clustertune.merge.shards import Shard
+from clustertune.merge.streams import CHUNK, STEP, Output, Source
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Bytes that stand in ``tensor``'s file as they are, from byte ``start`` of the tensor on."""
+
+    tensor: Tensor
+    start: int
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Elements of a saved module, from ``start`` on, in another dtype."""
+
+    tensor: Tensor
+    dtype: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Row blocks of a tensor that takes an update."""
+
+    tensor: Tensor
+    update: Update
+    blocks: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``size`` bytes of an output file from ``offset`` on. A header's bytes are their own content."""
+
+    offset: int
+    size: int
+    content: bytes | Copied | Converted | Merged
+
+
+def _width(dtype: str) -> int:
+    return BITS[dtype] // 8
+
+
+def _cut_merged(tensor: Tensor, update: Update) -> Iterator[tuple[int, Merged]]:
+    rows, columns = tensor.shape
+    width, blocks = columns * _width(tensor.dtype), list[tuple[int, int]]()
+    for block in row_blocks(rows, columns):
+        if blocks and (block[1] - blocks[0][0]) * width > CHUNK:
+            yield (blocks[-1][1] - blocks[0][0]) * width, Merged(tensor, update, blocks)
+            blocks = []
+        blocks.append(block)
+    yield (blocks[-1][1] - blocks[0][0]) * width, Merged(tensor, update, blocks)
+
+
+def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, Copied | Converted | Merged]]:
+    update, replacement = adapter.updates.get(tensor.name), adapter.replaced.get(tensor.name)
+    if update:
+        yield from _cut_merged(tensor, update)
+    elif replacement and replacement.dtype != tensor.dtype:
+        width, step = _width(tensor.dtype), CHUNK // max(_width(tensor.dtype), _width(replacement.dtype))
+        for start in range(0, tensor.size // width, step):
+            yield min(step * width, tensor.size - start * width), Converted(replacement, tensor.dtype, start)
+    else:
+        for start in range(0, tensor.size, CHUNK):
+            yield min(CHUNK, tensor.size - start), Copied(replacement or tensor, start)
+
+
+def cut(shard: Shard, adapter: Adapter) -> Iterator[Piece]:
+    """All pieces of one output file in the order of their bytes, none empty, each of about ``CHUNK`` bytes at most.
+
+    A tensor whose single row block is larger (see :func:`~clustertune.merge.kernel.row_blocks`) is the exception.
+    """
+    yield Piece(0, len(shard.header), shard.header)
+    position = len(shard.header)
+    for tensor in shard.tensors:
+        if tensor.size:
+            for size, content in _cut_tensor(tensor, adapter):
+                yield Piece(position, size, content)
+                position += size
+
+
+class Worker:
+    """One thread's buffers while it makes pieces. Reading raises UserError (exit 73), so does writing."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.scratch = source, Scratch()
+        self._loaded: Tensor | None = None
+
+    def make(self, piece: Piece, view: memoryview, output: Output) -> None:
+        """Fill ``view`` with the piece's bytes and write them to ``output``; they stay in ``view`` to be hashed."""
+        match piece.content:
+            case Copied():
+                self._copy(piece, piece.content, view, output)
+            case Merged():
+                self._merge(piece, piece.content, view, output)
+            case Converted():
+                self._convert(piece, piece.content, view, output)
+            case header:
+                view[:] = header
+                self._write(view, piece.offset, output)
+
+    def _write(self, view: memoryview, offset: int, output: Output) -> None:
+        try:
+            output.write(view, offset)
+        except OSError as error:
+            raise storage_error(error, "writing", output.path) from error
+
+    def _copy(self, piece: Piece, copied: Copied, view: memoryview, output: Output) -> None:
+        file, offset = copied.tensor.file, copied.tensor.offset + copied.start
+        self.source.announce(file, offset, piece.size)
+        for start in range(0, piece.size, STEP):
+            part = view[start : start + STEP]
+            self.source.read(file, part, offset + start)
+            self._write(part, piece.offset + start, output)
+
+    def _load(self, name: str, tensor: Tensor, first: int, last: int) -> Any:
+        """Rows ``first`` to ``last`` of a factor in float32, in pieces, so that no second copy of it is ever held."""
+        columns = tensor.shape[1]
+        width = columns * torch_dtype(tensor.dtype).itemsize
+        matrix = self.scratch.floats(name, last - first, columns)
+        step = max(1, CHUNK // max(1, width))
+        for start in range(first, last, step):
+            end = min(last, start + step)
+            view = self.scratch.bytes((end - start) * width)
+            self.source.read(tensor.file, view, tensor.offset + start * width)
+            matrix[start - first : end - first].copy_(as_tensor(view, tensor.dtype, end - start, columns))
+        return matrix
+
+    def _merge(self, piece: Piece, merged: Merged, view: memoryview, output: Output) -> None:
+        tensor, update, weight = merged.tensor, merged.update, merged.update.weight
+        columns, first = tensor.shape[1], merged.blocks[0][0]
+        width = columns * torch_dtype(tensor.dtype).itemsize
+        self.source.announce(weight.file, weight.offset + first * width, piece.size)
+        rank = update.a.shape[0]
+        a = self.scratch.floats("a", rank, columns) if self._loaded is update.a else self._load("a", update.a, 0, rank)
+        self._loaded = update.a
+        for start, end in merged.blocks:
+            b = self._load("b", update.b, start, end)
+            part = view[(start - first) * width : (end - first) * width]
+            self.source.read(weight.file, part, weight.offset + start * width)
+            add_update(as_tensor(part, tensor.dtype, end - start, columns), a, b, update.scaling, self.scratch)
+            self._write(part, piece.offset + (start - first) * width, output)
+
+    def _convert(self, piece: Piece, converted: Converted, view: memoryview, output: Output) -> None:
+        """The saved module's values in the base's dtype, as PEFT's ``ModulesToSaveWrapper`` keeps them."""
+        tensor, width = converted.tensor, torch_dtype(converted.tensor.dtype).itemsize
+        count = piece.size // torch_dtype(converted.dtype).itemsize
+        raw = self.scratch.bytes(count * width)
+        self.source.read(tensor.file, raw, tensor.offset + converted.start * width)
+        as_tensor(view, converted.dtype, 1, count).copy_(as_tensor(raw, tensor.dtype, 1, count))
+        self._write(view, piece.offset, output)

@@ -1,0 +1,52 @@
+"""Was it the storage? Libraries wrap what the system said to a file operation, and a rank that lost its peer fails alike."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from pathlib import Path
+
+ERRNOS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+}
+"""What a full, read-only, failing or vanished file system answers."""
+NO_ROOM = 1 << 20
+"""Bytes free below which a failure without a word of the system is put down to the disk."""
+
+
+def storage_cause(error: BaseException) -> OSError | None:
+    """What the file system said, found in ``error`` or in what it wraps (a DCP error holds each rank's own)."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, OSError) and found.errno in ERRNOS:
+            return found
+        by_rank = getattr(found, "failures", None)
+        waiting += [found.__cause__, found.__context__]
+        waiting += [failure[0] for failure in by_rank.values()] if isinstance(by_rank, dict) else []
+    return None
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes free where ``path`` lies; None where that cannot be asked."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(path).free
+    return None
+
+
+def is_full(path: Path) -> bool:
+    """Less than :data:`NO_ROOM` bytes are free where ``path`` lies."""
+    free = free_bytes(path)
+    return free is not None and free < NO_ROOM

@@ -1,0 +1,61 @@
+"""What the chain takes for done, and what a killed command may leave where the next one begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clustertune import chain, manifest
+from clustertune.errors import UserError
+from clustertune.rundir import RunDir
+
+
+def checkpoint(run: RunDir, step: int, final: bool) -> Path:
+    folder = run.checkpoints / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "shard").write_bytes(b"data")
+    manifest.seal(folder, "checkpoint", {"step": step, "final": final})
+    return folder
+
+
+def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    links = chain.Chain(run, SimpleNamespace())  # type: ignore[arg-type]
+    checkpoint(run, 2, final=False)
+    last = checkpoint(run, 4, final=True)
+    run.finish_stage("train", 1.0)
+    assert links._still_there("train")
+    (last / "shard").write_bytes(b"dat4")
+    assert not links._still_there("train")
+    with pytest.raises(UserError, match="is not the final checkpoint"):
+        links.export()
+    # With the adapter whole, the checkpoints are needed no more.
+    run.adapter.mkdir()
+    manifest.seal(run.adapter, "adapter", {})
+    run.finish_stage("export", 1.0)
+    assert links._still_there("train")
+
+
+@pytest.mark.parametrize(("name", "ours"), [("lock", True), (".run.json.77.tmp", True), ("thesis.tex", False)])
+def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, ours: bool) -> None:
+    (tmp_path / name).touch()
+    resolved: Any = SimpleNamespace(as_dict=dict, fingerprint=lambda: "f")
+    if ours:
+        assert chain.open_run(resolved, tmp_path, ["clustertune"]).run_json.exists()
+    else:
+        with pytest.raises(UserError, match="something else than a run"):
+            chain.open_run(resolved, tmp_path, ["clustertune"])
+
+
+def test_an_attempt_number_never_comes_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.new_attempt() == 1
+    assert run.new_attempt() == 2
+    for name in ("step-000002", "step-000004.a5"):
+        (run.checkpoints / name).mkdir(parents=True)
+    for folder in (run.path / "attempts").iterdir():
+        folder.rmdir()
+    assert run.new_attempt() == 6

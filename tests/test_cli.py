@@ -1,0 +1,331 @@
+"""The command line as machines and people meet it: words, exit codes, one JSON document, nothing made by a refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune import arguments, cli, console, front, manifest
+from clustertune.errors import ExitCode, Problem, UserError
+from tests.command import REPO, run
+
+TINY = REPO / "recipes" / "tiny-oasst2"
+LONG = "x" * 300
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """The command in this process, in an empty folder. Returns code, stdout and stderr."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def start(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["clustertune", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            code = cli.main()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return start
+
+
+def strict(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "state").write_bytes(b"0123")
+    manifest.seal(path, "checkpoint", {"step": step})
+    return path
+
+
+REFUSED = [
+    (), ("bogus",), ("run",), ("run", TINY, "--bogus"), ("run", TINY, "--ranks", "0"), ("run", TINY, "--ranks", "x"),
+    ("run", TINY, "--from", "merge", "--to", "train"), ("run", TINY, "--from", "bogus"), ("run", TINY, "--run-dir", ""),
+    ("run", TINY, "--run-dir", "/dev/null"), ("run", TINY, "--run-dir", "/dev/null/x"), ("run", TINY, "--run-dir", LONG),
+    ("run", TINY, "data.input=/nowhere"), ("run", TINY, f"data.input={LONG}"), ("run", TINY, "train"),
+    ("run", TINY, "bogus.key=1"), ("show", LONG), ("show", "\udcff"), ("show", "a\nb"), ("show", TINY, "train.é=1"),
+    ("prepare", TINY, "--out", ""), ("prepare", TINY, "--out", "/dev/null/x"), ("prepare", TINY, "--out", LONG),
+    ("prepare", TINY, "--out", "-x"), ("prepare", TINY, "--input", "~nobody-here/x"), ("prepare", TINY, "--input", LONG),
+    ("prepare", TINY, "data.input=~nobody-here/x"), ("prepare", TINY, f"data.input={LONG}"),
+    ("prepare", TINY, "--out", "a\nb"), ("prepare", TINY, "--out", "\udcff"),
+    *((command, path) for command in ("export", "eval", "report") for path in ("nowhere", "/dev/null", "/etc", "", LONG)),
+    ("merge", "nowhere", "nowhere", "out"), ("merge", "/dev/null", "/etc", "out"), ("merge", "/etc", "/etc", ""),
+    ("merge", "/etc", "/etc", "out", "--shard-size", "-1GB"), ("train", "--run-dir", "nowhere", "--attempt", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=range(len(REFUSED)))
+def test_what_is_wrong_is_said_and_nothing_is_made(call: Call, arguments: tuple[object, ...]) -> None:
+    code, out, err = call(*arguments)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert 0 < len(err.splitlines()) < 30
+    assert list(Path().iterdir()) == []
+    code, out, _ = call(*arguments, "--json")
+    if arguments[:1] not in ((), ("train",)):
+        assert code == 2 and strict(out)["exit_code"] == 2 and strict(out)["problems"]
+    assert list(Path().iterdir()) == []
+
+
+def test_a_hundred_spoiled_recipes(call: Call, tmp_path: Path) -> None:
+    """Keys misspelt and values of another kind, one to forty at once: exit 2, one screen, nothing on disk."""
+    source = random.Random(5)
+    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
+    recipe = tmp_path / "recipes" / "tiny-oasst2" / "recipe.yaml"
+    lines = recipe.read_text().splitlines()
+    capped = 0
+    for number in range(100):
+        text = list(lines)
+        for _ in range(source.choice([1, 1, 2, 5])):
+            at = source.choice([i for i, line in enumerate(text) if ":" in line])
+            key, _, value = text[at].partition(":")
+            text[at] = source.choice([f"{key}x:{value}", f"{key}: [", f"{key}: {{zz: 1}}", f"{key}\u202e:{value}"])
+        if number % 4 == 0:
+            text = [*lines, "more:", *(f"  key{i}: 1" for i in range(3)), *(f"bad{i}: 1" for i in range(40))]
+        recipe.write_text("\n".join(text))
+        code, out, err = call("run", recipe.parent, "--tiny" if number % 2 else "--json")
+        assert code == 2 and "Traceback" not in err and "recipe.yaml" in err, err
+        assert len(err.splitlines()) <= 2 * console.MAX_PROBLEMS + 1 and max(map(len, err.splitlines())) < 1000
+        assert "\u202e" not in err
+        capped += "more" in err.splitlines()[-1]
+        assert list(Path().iterdir()) == []
+        assert number % 2 or len(strict(out)["problems"]) >= 1
+    assert capped >= 25
+
+
+@pytest.mark.parametrize(
+    "override", ["train.eval_steps={a: 1}", "train.max_length=x", "train.global_batch_size=0", "data.format=csv", "expect.x=1"]
+)
+def test_tiny_hides_no_mistake(call: Call, override: str, tmp_path: Path) -> None:
+    """--tiny replaces these values; the recipe is wrong all the same."""
+    key, _, value = override.partition("=")
+    section, name = key.split(".")
+    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
+    recipe = tmp_path / "recipes" / "tiny-oasst2" / "recipe.yaml"
+    body = yaml.safe_load(recipe.read_text())
+    body.setdefault(section, {})[name] = yaml.safe_load(value)
+    recipe.write_text(yaml.safe_dump(body))
+    code, _, err = call("show", recipe.parent, "--tiny")
+    assert code == 2 and key in err
+
+
+def test_without_the_cap_a_screen_overflows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    error = UserError([Problem(f"wrong {i}") for i in range(90)])
+    console.show_error(error)
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 25 and "and 65 more; --json lists all" in shown
+    monkeypatch.setattr(console, "MAX_PROBLEMS", 1000)
+    console.show_error(error)
+    assert capsys.readouterr().err.count("error:") == 90
+
+
+def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show_error(UserError(Problem("bad \x1b[2J" + "y" * 5000, file="a\nerror: b\u202e", fix="x\x07")))
+    console.say("new \x1b]0;title\x07 [bold]é[/bold]")
+    shown = capsys.readouterr().err
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown) and "a\\nerror: b\\u202e" in shown and "[bold]é[/bold]" in shown
+    assert max(map(len, shown.splitlines())) < 700
+
+
+def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    console.emit_json({"a": float("nan"), "b": [float("inf"), (1.5,)], "c": "é\udcff"})
+    out = capsys.readouterr().out
+    assert out.isascii() and strict(out) == {"a": None, "b": [None, [1.5]], "c": "é\udcff"}
+
+
+def test_prepare_in_the_agreed_shape(call: Call, tmp_path: Path) -> None:
+    code, out, _ = call("prepare", TINY, "--out", tmp_path / "data", "--json")
+    found = strict(out)
+    assert (
+        code == 0
+        and list(found) == ["dir", "train", "eval", "rejected"]
+        and set(found["train"])
+        == {
+            "conversations",
+            "messages",
+        }
+    )
+    lines = [json.loads(line) for name in ("train", "eval") for line in (tmp_path / "data" / f"{name}.jsonl").open()]
+    assert len(lines) == found["train"]["conversations"] + found["eval"]["conversations"]
+    assert all(set(line) == {"messages", "source"} and line["source"]["tree"] for line in lines)
+
+
+def test_another_format_over_a_recipe_that_names_a_language(call: Call, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"instruction": f"q{i}", "input": "", "output": f"a{i}"} for i in range(30)]))
+    code, out, err = call("prepare", TINY, "--input", rows, "data.format=alpaca", "--out", tmp_path / "one", "--json")
+    assert code == 0 and "data.language is for oasst-tree" in err, err
+    first = strict(out)
+    code, out, _ = call("prepare", TINY, f"data.input={rows}", "data.format=alpaca", "--out", tmp_path / "two", "--json")
+    assert code == 0 and strict(out)["train"] == first["train"]
+    code, _, err = call("show", TINY, "data.format=alpaca", "data.language=en")
+    assert code == 2 and "alpaca rows carry no language" in err
+
+
+def test_a_refused_input_leaves_no_empty_folder(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"x": 1}\n')
+    assert call("prepare", TINY, "--input", tmp_path / "bad.jsonl", "--out", tmp_path / "new")[0] == 2
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    assert call("prepare", TINY, "--input", tmp_path / "bad.jsonl", "--out", tmp_path / "mine")[0] == 2
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_the_home_folder_in_data_input(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(TINY / "conversations.jsonl", tmp_path / "c.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert call("prepare", TINY, "data.input=~/c.jsonl", "--out", tmp_path / "data")[0] == 0
+
+
+def test_dry_run(call: Call) -> None:
+    code, out, _ = call("run", TINY, "--dry-run", "--json", "--to", "train")
+    assert code == 0 and strict(out)["stages"] == ["prepare", "train"] and "--num_processes" in strict(out)["train"]
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty", "unnamed", "no manifest", "other"])
+def test_verify_what_is_no_checkpoint(call: Call, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ("step-000003" if kind == "no manifest" else "x")
+    if kind == "file":
+        path.write_text("x")
+    elif kind != "missing":
+        path.mkdir()
+    if kind == "unnamed":
+        (path / "file").write_text("x")
+    if kind == "other":
+        manifest.seal(path, "adapter", {})
+    code, out, err = call("checkpoint", "verify", path, "--json")
+    assert code == 2 and strict(out)["whole"] is False and len(strict(out)["problems"]) == 1
+    assert str(path) in err and "Traceback" not in err
+
+
+def test_verify_a_run(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    old, new = checkpoint(folder, 2), checkpoint(folder, 4)
+    (folder / "step-000006").mkdir()
+    code, out, err = call("checkpoint", "verify", tmp_path / "run", "--json")
+    assert code == 0 and strict(out) == {"checkpoint": str(new), "whole": True, "problems": []}
+    assert "step-000006 has no manifest" in err
+    (new / "state").write_bytes(b"0133")
+    code, out, err = call("checkpoint", "verify", tmp_path / "run", "--json")
+    assert code == 2 and strict(out)["whole"] is False and strict(out)["checkpoint"] == str(old)
+    assert strict(out)["problems"] == [f"{new}/state: content differs from the manifest's SHA-256"]
+    assert call("checkpoint", "verify", old, "--json")[0] == 0
+
+
+def test_the_folder_of_an_evaluation(tmp_path: Path) -> None:
+    def folder(model: str, data: str | None = None, **settings: int) -> Path:
+        return arguments.eval_folder(Path("runs/eval"), tmp_path / model, Path(data) if data else None, settings)
+
+    assert folder("a/merged") == folder("a/../a/merged") and folder("a/merged").name.startswith("a-merged-")
+    assert folder("x/a/merged").name[:9] == folder("y/a/merged").name[:9] and folder("x/a/merged") != folder("y/a/merged")
+    assert len({folder("m"), folder("m", "d"), folder("m", "e"), folder("m", limit=1), folder("m", limit=2)}) == 5
+    odd = folder("$(id);/" + "y" * 250).name
+    assert len(odd) < 100 and not set(odd) & set("$();/ ")
+
+
+def test_eval_without_out_finds_its_result_again(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+
+    def pretend(model: Path, out: Path, **_: Any) -> dict[str, Any]:
+        seen.append(out)
+        return {"scores": {"x": float("nan")}}
+
+    monkeypatch.setattr("clustertune.ifeval.evaluate.evaluate", pretend)
+    for parent in ("one", "two"):
+        (tmp_path / parent / "merged").mkdir(parents=True)
+    for parent in ("one", "two", "one"):
+        code, out, _ = call("eval", tmp_path / parent / "merged", "--json")
+        assert code == 0 and strict(out) == {"scores": {"x": None}, "dir": str(seen[-1])}
+    assert seen[0] == seen[2] != seen[1] and seen[0].parent == Path("runs/eval")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (OSError(28, "No space left on device", "/x"), 73, "free space"),
+        (OSError(30, "Read-only file system", "/x"), 73, "give another path"),
+        (PermissionError(13, "Permission denied", "/x"), 73, "who may read"),
+        (OSError(5, "Input/output error", "/x"), 73, "mend the storage"),
+        (FileNotFoundError(2, "No such file or directory", "/x"), 2, "give another path"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), 73, "free space"),
+        (front.Stopped("SIGTERM"), 75, "same command again"),
+        (KeyboardInterrupt(), 130, "goes on"),
+        (ValueError("odd"), 1, "fault of clustertune"),
+        (UserError("not finite", ExitCode.STOP), 93, "not finite"),
+    ],
+)
+def test_each_end_has_its_code(
+    call: Call, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("clustertune.config.resolve.resolve", fail)
+    found, out, err = call("show", TINY, "--json")
+    assert found == code and words in err and strict(out)["exit_code"] == code
+    assert ("Traceback" in err) is (code == 1)
+
+
+def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} -m clustertune"
+    return subprocess.run(
+        ["bash", "-c", line.replace("CT", command)],
+        capture_output=True, text=True, cwd=REPO, timeout=60, check=False, env={**os.environ, **env},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (f"CT show {TINY} --json | head -1; exit ${{PIPESTATUS[1]}}", 0),
+        (f"CT show {TINY} --json >/dev/full", 73),
+        ("CT show nowhere --json >/dev/full", 2),
+        (f"CT show {TINY} --json >&-", 0),
+        (f"CT show {TINY} --json 2>&-", 0),
+        (f"env -u HOME NO_COLOR=1 COLUMNS=60 LC_ALL=C CT show {TINY}", 0),
+    ],
+)
+def test_odd_surroundings(line: str, code: int) -> None:
+    done = shell(line)
+    assert done.returncode == code and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_stop_outside_of_training_is_answered_with_75(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "clustertune", "prepare", str(TINY), "--input", str(tmp_path / "rows.jsonl"), "--json"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with child, (tmp_path / "rows.jsonl").open("w"):  # open returns as soon as the command reads
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 75 and strict(out)["exit_code"] == 75 and "SIGTERM" in err and "Traceback" not in err
+
+
+def test_the_real_command_prints_no_traceback_for_usage() -> None:
+    done = run("run", TINY, "--ranks", "0", "--json")
+    assert done.code == 2 and "--ranks" in done.json["problems"][0]["message"]

@@ -1,0 +1,355 @@
+"""The rules of the tree as tests: where code may stand, how large it grows, what it may not call, what no file may say."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests import tree
+
+ORDER = (
+    ("errors",),
+    ("console", "lock", "manifest", "process"),
+    ("config",),
+    ("rundir",),
+    ("launch",),
+    ("data",),
+    ("training",),
+    ("checkpoint",),
+    ("adapter",),
+    ("merge",),
+    ("ifeval",),
+    ("report",),
+    ("chain", "rank", "summary"),
+    ("arguments", "front"),
+    ("cli",),
+    ("__main__",),
+)
+"""The packages and modules of ``clustertune/``, each importing only from the left; those of one place not from each other."""
+
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+SHOWN_SIGNS = "\N{PLUS-MINUS SIGN}\N{RIGHTWARDS ARROW}\N{MIDDLE DOT}"
+"""Signs of the report and the score table, which code may hold."""
+
+SHELL = re.compile(r"#!.*\b(ba|da|k|z)?sh\b")
+LINTED = re.compile(r"(\.sh|\.sbatch)$|^\.ci/run$")
+"""The files that ``make lint`` gives to shellcheck."""
+
+
+# --- imports -----------------------------------------------------------------------------------------------------------
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(module: str, source: str, modules: frozenset[str]) -> Iterator[str]:
+    """The modules of the package that one imports, also inside functions and for types only."""
+    package = module if f"{module}." in {m[: len(module) + 1] for m in modules} else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] == "clustertune")
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (start, node.module) if part)
+            if base.split(".")[0] == "clustertune":
+                yield from (f"{base}.{n.name}" if f"{base}.{n.name}" in modules else base for n in node.names)
+
+
+def import_faults(package: Mapping[str, str]) -> list[str]:
+    """Imports to the right, rooms without a place, and circles of modules; ``package`` is path -> source."""
+    by_module = {module_name(path): source for path, source in package.items()}
+    modules = frozenset(by_module)
+    place = {name: at for at, names in enumerate(ORDER) for name in names}
+    graph = {module: set(imports(module, source, modules)) - {module} for module, source in by_module.items()}
+    faults = []
+    for module, found in sorted(graph.items()):
+        room = module.split(".")[1] if "." in module else ""
+        if room and room not in place:
+            faults.append(f"{module}: {room} has no place in ORDER")
+            continue
+        for other in sorted(found):
+            target = other.split(".")[1] if "." in other else ""
+            if target and target != room and (not room or place.get(target, len(ORDER)) >= place[room]):
+                faults.append(f"{module} imports {other}, which does not lie to its left")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        faults.append("circle: " + " -> ".join(error.args[1]))
+    return faults
+
+
+def test_rooms_import_only_to_their_left() -> None:
+    """Else a room cannot be read, tested or replaced without those that use it, and an import breaks by its order."""
+    package = tree.sources("clustertune/")
+    assert len(package) > 50
+    assert import_faults(package) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "fault"),
+    [
+        ("clustertune/data/x.py", "from clustertune.merge import merge", "does not lie to its left"),
+        ("clustertune/data/x.py", "def f():\n    from clustertune import chain", "does not lie to its left"),
+        ("clustertune/data/x.py", "import clustertune.report.page", "does not lie to its left"),
+        ("clustertune/data/x.py", "from ..report import page", "does not lie to its left"),
+        ("clustertune/manifest.py", "from clustertune.console import say", "does not lie to its left"),
+        ("clustertune/__init__.py", "from clustertune.errors import UserError", "does not lie to its left"),
+        ("clustertune/attic/x.py", "", "has no place"),
+        ("clustertune/data/x.py", "from clustertune.data import y", "circle"),
+        ("clustertune/data/x.py", "def f():\n    from .y import g", "circle"),
+    ],
+)
+def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
+    """A rule that finds nothing may be a rule that looks at nothing."""
+    package = {
+        **dict.fromkeys(["clustertune/chain.py", "clustertune/merge/__init__.py", "clustertune/report/page.py"], ""),
+        "clustertune/data/y.py": "from clustertune.data import x",
+    }
+    assert import_faults({**package, "clustertune/data/x.py": ""}) == []
+    assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
+
+
+# --- size --------------------------------------------------------------------------------------------------------------
+
+
+def size_faults(path: str, source: str) -> list[str]:
+    lines = source.count("\n")
+    faults = [f"{path}: {lines} lines"] if lines > MAX_FILE else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            faults += [f"{path}:{node.lineno}: {node.name} has {length} lines"] if length > MAX_FUNCTION else []
+    return faults
+
+
+def test_files_and_functions_stay_small() -> None:
+    """What grows beyond has two jobs, and nobody reads it in one sitting before changing it."""
+    assert [fault for path, source in tree.sources("clustertune/").items() for fault in size_faults(path, source)] == []
+
+
+def test_a_planted_giant_is_found() -> None:
+    """The limits themselves still fit; one line more does not."""
+    assert size_faults("x.py", "def f():\n" + "    pass\n" * 59 + "x = 1\n" * 340) == []
+    assert len(size_faults("x.py", "class C:\n    def f(self):\n" + "        pass\n" * 60)) == 1
+    assert len(size_faults("x.py", "x = 1\n" * 401)) == 1
+
+
+# --- calls that are not made ---------------------------------------------------------------------------------------------
+
+FORBIDDEN = {
+    r"(pickle|_pickle|dill|cloudpickle|marshal)\.(load|loads|Unpickler)|joblib\.load|shelve\.open|pandas\.read_pickle": (
+        "runs whatever stands in the file"
+    ),
+    r"yaml\.((unsafe_|full_)?load(_all)?|Loader|UnsafeLoader|FullLoader)": "can build Python objects: safe_load",
+    r"eval|exec|__import__|builtins\.(eval|exec)": "runs text as code",
+    r"os\.(system|popen)|subprocess\.(getoutput|getstatusoutput)": "goes through a shell",
+    r"print": "stdout is for one JSON document: console.say",
+}
+STARTERS = re.compile(r"subprocess\.(run|Popen|call|check_call|check_output)")
+ONLY_FALSE = {"shell": "a shell", "trust_remote_code": "code of a model repository", "allow_pickle": "a pickle"}
+UNPICKLER = "clustertune/adapter/shards.py"
+
+
+def _full_names(module: ast.Module) -> dict[str, str]:
+    """What each imported name stands for."""
+    names = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            names |= {name.asname: name.name for name in node.names if name.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+    return names
+
+
+def _is_text(node: ast.expr | None) -> bool:
+    """Whether an expression is plainly a string: a literal, an f-string, a sum of them, ``.join`` or ``.format``."""
+    if isinstance(node, ast.BinOp):
+        return _is_text(node.left) or _is_text(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("join", "format") and _is_text(node.func.value)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _call_faults(node: ast.Call, name: str) -> Iterator[str]:
+    for pattern, reason in FORBIDDEN.items():
+        if re.fullmatch(pattern, name):
+            yield f"{name} {reason}"
+    keywords = {word.arg: word.value for word in node.keywords}
+    for key, what in ONLY_FALSE.items():
+        if key in keywords and not (isinstance(keywords[key], ast.Constant) and keywords[key].value is False):  # type: ignore[attr-defined]
+            yield f"{key} lets in {what}"
+    if name == "torch.load":
+        weights_only = keywords.get("weights_only")
+        if not (isinstance(weights_only, ast.Constant) and weights_only.value is True):
+            yield "torch.load without weights_only=True unpickles"
+    if STARTERS.fullmatch(name) and _is_text(node.args[0] if node.args else keywords.get("args")):
+        yield f"{name} takes a list of arguments, not a string"
+
+
+def call_faults(path: str, source: str) -> list[str]:
+    """Calls of a Python file that run data as code, go through a shell, or write on stdout."""
+    module = ast.parse(source)
+    names = _full_names(module)
+    faults = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call):
+            first, dot, rest = ast.unparse(node.func).partition(".")
+            faults += [f"{path}:{node.lineno}: {fault}" for fault in _call_faults(node, names.get(first, first) + dot + rest)]
+        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Unpickler") for base in node.bases):
+            restricts = any(isinstance(item, ast.FunctionDef) and item.name == "find_class" for item in node.body)
+            faults += [] if path == UNPICKLER and restricts else [f"{path}:{node.lineno}: an unpickler of its own"]
+    return faults
+
+
+def test_no_data_is_run_as_code() -> None:
+    """A model, an adapter or a checkpoint comes from somebody else: one pickle or one shell string runs what he wrote."""
+    shipped = {path: source for path, source in tree.sources().items() if not path.startswith("tests/")}
+    assert [fault for path, source in shipped.items() for fault in call_faults(path, source)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle\npickle.load(f)",
+        "from pickle import loads as read\nread(data)",
+        "import pickle\npickle.Unpickler(f).load()",
+        "import pickle\nclass U(pickle.Unpickler): pass",
+        "import torch\ntorch.load(path)",
+        "import torch\ntorch.load(path, weights_only=False)",
+        "from torch import load\nload(path)",
+        "import yaml\nyaml.load(text, Loader=yaml.Loader)",
+        "import yaml as y\ny.unsafe_load(text)",
+        "eval('1')",
+        "exec(text)",
+        "import os\nos.system('ls')",
+        "import subprocess as sp\nsp.run(['ls'], shell=True)",
+        "import subprocess\nsubprocess.run('ls')",
+        "import subprocess\nsubprocess.Popen(args=f'ls {x}')",
+        "import subprocess\nsubprocess.check_output(' '.join(words))",
+        "AutoModel.from_pretrained(x, trust_remote_code=Tr" + "ue)",
+        "AutoModel.from_pretrained(x, trust_remote_code=flag)",
+        "import numpy\nnumpy.load(f, allow_pickle=True)",
+        "def f():\n    print('x')",
+    ],
+)
+def test_a_planted_call_is_found(source: str) -> None:
+    """Each by the name under which it was imported."""
+    assert len(call_faults("clustertune/x.py", source)) == 1
+
+
+def test_calls_that_only_look_alike_pass() -> None:
+    """A rule that cries at the wrong call is switched off."""
+    source = """
+import subprocess, torch, yaml
+subprocess.run(["git", *words], check=False)
+torch.load(path, weights_only=True)
+yaml.safe_load(text)
+console.print("x")
+model.eval()
+re.exec
+AutoTokenizer.from_pretrained(x, trust_remote_code=False)
+"""
+    assert call_faults("clustertune/x.py", source) == []
+
+
+# --- what no file may say ----------------------------------------------------------------------------------------------
+
+SAID = {
+    # Spelt in pieces, so that this file passes its own rule.
+    r"(?<![\w.])/" + r"(work|opt|home|root|mnt/c|Users)/\w": "a path of one machine",
+    r"https?://[^\s)>\"']*(pypi|pythonhosted|download\.pytorch\.org|/simple\b|artifactory|nexus)": "a package index",
+    r"(?<!\w)(TO" + r"DO|FIX" + r"ME|XX" + r"X)(?!\w)": "work that is left",
+    "NotImplemented" + "Error": "code that is not there",
+    r"(?i)trust_remote_code\s*[:=]\s*tr" + "ue": "code of a model repository is run",
+}
+
+
+def said_faults(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}: {what}"
+        for pattern, what in SAID.items()
+        for match in re.finditer(pattern, text)
+    ]
+
+
+def test_no_file_names_a_machine_or_leaves_work() -> None:
+    """A path or an index of one machine fails on every other one; a stub is found by the first user who needs it."""
+    assert [f for path, text in tree.texts().items() for f in said_faults(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: /wor" + "k/x",
+        "cd /ho" + "me/me",
+        "--index-url https://download.pyt" + "orch.org/whl/cpu",
+        "pip install -i https://mirror.example/sim" + "ple x",
+        "# TO" + "DO: later",
+        "raise NotImplemented" + "Error",
+        "trust_remote_code: tr" + "ue",
+    ],
+)
+def test_a_planted_word_is_found(text: str) -> None:
+    """Also where it stands in the middle of a line."""
+    assert len(said_faults("x", f"a\nb {text}")) == 1
+
+
+def odd_characters(path: str, text: str) -> list[str]:
+    """Characters that a person cannot tell from others, does not see, or cannot type."""
+    allowed = SHOWN_SIGNS if path.startswith("clustertune/") else ""
+    faults = []
+    for number, line in enumerate(text.split("\n"), 1):
+        for char in sorted(set(line)):
+            plain = char.isascii() and (char.isprintable() or char == "\t")
+            # Tests give names and texts of other languages to the code.
+            letter = path.startswith("tests/") and unicodedata.category(char) in ("Ll", "Lu", "Lo")
+            if not plain and char not in allowed and not letter and not (path.startswith("tests/") and char in SHOWN_SIGNS):
+                faults.append(f"{path}:{number}: U+{ord(char):04X} {unicodedata.name(char, '')}")
+    return faults
+
+
+def test_code_and_documents_are_plain_text() -> None:
+    """A no-break space or a curly quote that was pasted into a command looks right and fails; a bidi mark hides code."""
+    assert [fault for path, text in tree.code().items() for fault in odd_characters(path, text)] == []
+
+
+@pytest.mark.parametrize("char", ["\u00a0", "\u200b", "\u202e", "\u2019", "\u2014", "\ufeff", "\r", "\u0435"])
+def test_a_planted_character_is_found(char: str) -> None:
+    """No-break and zero-width space, a bidi mark, quote, dash, BOM, carriage return, a Cyrillic e."""
+    assert len(odd_characters("clustertune/x.py", f"a = 1\nb{char} = 2")) == 1
+
+
+# --- shell -------------------------------------------------------------------------------------------------------------
+
+
+def shell_faults(path: str, text: str) -> list[str]:
+    """What is wrong with a shell file; nothing for any other file."""
+    if not (LINTED.search(path) or SHELL.match(text)):
+        return []
+    faults = [] if LINTED.search(path) else [f"{path}: make lint does not give it to shellcheck"]
+    commands = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if not commands or commands[0].strip() != "set -euo pipefail":
+        faults.append(f"{path}: does not begin with set -euo pipefail")
+    return faults
+
+
+def test_shell_files_stop_at_the_first_error() -> None:
+    """Without it a failed step is passed over, and the job goes on with half of what it needs."""
+    assert [fault for path, text in tree.texts().items() for fault in shell_faults(path, text)] == []
+    lint = tree.texts()["Makefile"].partition("\nlint:")[2].partition("\n\n")[0]
+    assert "'*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck" in lint, "LINTED here says what make lint checks"
+
+
+def test_a_planted_script_is_found() -> None:
+    """By its ending or by its first line."""
+    good = "#!/usr/bin/env bash\n# why\nset -euo pipefail\ntrue\n"
+    assert shell_faults("launch/x.sbatch", good) == [] == shell_faults("a.py", "#!/usr/bin/env python3\n")
+    assert len(shell_faults("launch/x.sh", "#!/bin/bash\ntrue\nset -euo pipefail\n")) == 1
+    assert len(shell_faults("bin/start", good)) == 1

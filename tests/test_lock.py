@@ -1,0 +1,100 @@
+"""One writer at a time, also where folders come and go under the lock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clustertune import lock
+from clustertune.errors import ExitCode, UserError
+from clustertune.lock import held
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def take(path: Path) -> None:
+    with held(path, "works here", shown=path.parent, fix="wait for it"):
+        pass
+
+
+def test_the_second_is_told_who_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "stage" / "lock"
+    with held(path, "works here", shown=tmp_path, fix="wait for it"):
+        with pytest.raises(UserError) as caught:
+            take(path)
+        assert caught.value.code is ExitCode.AGAIN
+        (problem,) = caught.value.problems
+        assert problem.message == f"process {os.getpid()} on {os.uname().nodename} works here"
+        assert (problem.file, problem.fix) == (str(path.parent), "wait for it")
+    take(path)
+
+
+def test_a_killed_holder_holds_nobody_off(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    program = "import sys, time; from pathlib import Path; from clustertune.lock import held\n"
+    program += "with held(Path(sys.argv[1]), '', shown=Path(), fix=''): print('held', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPO)}) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"process {other.pid} on"):
+            take(path)
+        other.kill()
+        other.wait()
+        take(path)
+
+
+def remove_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The holder before removes its folder when the next one has opened the lock and does not have it yet."""
+    real, done = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        if not done:
+            done.append(shutil.rmtree(folder))
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_a_lock_that_was_removed_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stage" / "lock"
+    remove_once(monkeypatch, path.parent)
+    with held(path, "works here", shown=path, fix=""):
+        assert path.is_file()
+        with pytest.raises(UserError):
+            take(path)
+
+
+def test_without_the_second_look_two_would_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stage" / "lock"
+    remove_once(monkeypatch, path.parent)
+    monkeypatch.setattr(lock, "_is_at", lambda *_: True)
+    with held(path, "works here", shown=path, fix=""):
+        take(path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_used_unlocked(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with held(tmp_path / "lock", "works here", shown=tmp_path, fix=""):
+        take(tmp_path / "lock")
+
+
+def test_a_failing_disk_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        take(tmp_path / "lock")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

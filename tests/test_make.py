@@ -1,0 +1,58 @@
+"""The Makefile: its list of targets, and that no value a user gives is ever run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+NAMES = ("RECIPE", "MODEL", "IFEVAL_DATA", "RUN")
+HOSTILE = (
+    "$(shell touch PWNED)", "a\n$(shell touch PWNED)", "'; touch PWNED; '", "`touch PWNED`", "$$(touch PWNED)",
+    "a'$(shell touch PWNED)'", "x\ntouch PWNED", "a b", "a#b", "-x", "$(info $(shell touch PWNED))", "é", '"',
+)  # fmt: skip
+
+
+def make(*arguments: str, makefile: Path = REPO / "Makefile", **env: str) -> subprocess.CompletedProcess[str]:
+    """``make -n``: nothing of a target is run, what the Makefile expands is."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", "-f", str(makefile), *arguments],
+        cwd=REPO, env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_alone_it_lists_every_target() -> None:
+    done = make()
+    targets = re.findall(r"^([a-z][a-z-]*):.*## ", (REPO / "Makefile").read_text(), re.MULTILINE)
+    assert done.returncode == 0 and re.findall(r"^  make (\S+)", done.stdout, re.MULTILINE) == targets
+    assert {"demo", "test", "eval-ifeval", "help"} <= set(targets)
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_value_is_refused_and_not_run(name: str, value: str, tmp_path: Path) -> None:
+    value = value.replace("PWNED", str(tmp_path / "pwned"))
+    for done in (make("-n", "help", f"{name}={value}"), make("-n", "eval-ifeval", **{name: value})):
+        assert done.returncode == 2 and f"{name} must be a plain path" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_guard_it_runs(tmp_path: Path) -> None:
+    text = (REPO / "Makefile").read_text()
+    assert "$(value RECIPE)'" in text and "$(call plain,RECIPE)" in text
+    unguarded = re.sub(r"^\$\(call plain,RECIPE\).*$", "", text, flags=re.MULTILINE).replace("$(value RECIPE)", "$(RECIPE)")
+    (tmp_path / "Makefile").write_text(unguarded)
+    make("-n", "show", f"RECIPE=$(shell touch {tmp_path}/pwned)", makefile=tmp_path / "Makefile")
+    assert (tmp_path / "pwned").exists()
+
+
+def test_values_reach_the_command_as_one_argument() -> None:
+    done = make("-n", "-o", "setup", "-o", ".venv/ready", "eval-ifeval", "MODEL=/m/x=1%@:+", "IFEVAL_DATA=d.jsonl")
+    assert done.returncode == 0 and "model='/m/x=1%@:+'; data='d.jsonl'" in done.stdout
+    assert 'eval "$model" ${data:+--data "$data"}' in done.stdout

@@ -1,0 +1,166 @@
+"""Each version stands once, in ``containers/versions.env``, and what is installed is what stands there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests import tree
+
+HOME = "containers/versions.env"
+LINE = re.compile(r"(PY|DEV)_([A-Z0-9_]+)=([0-9][^\s#]*)")
+
+EVIDENCE = re.compile(r"docs/results/|recipes/[^/]+/README\.md$|.*/recorded/")
+"""Where a version is part of a measurement: it must not move with the pin."""
+
+COMES_WITH = {"pyarrow": "datasets, which names the versions that it reads and writes"}
+"""Packages that are imported here and pinned by the one that brings them."""
+
+
+def normal(name: str) -> str:
+    """A package's name as indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(text: str) -> dict[str, str]:
+    """Package name -> version. Fails on any line that make, the shell and this would read differently, and on a double."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line)
+        assert match, f"no KEY=VERSION, blank line or comment: {line!r}"
+        name = normal(match[2])
+        assert name not in found, f"{name} is pinned twice"
+        found[name] = match[3]
+    return found
+
+
+PINS = read_pins(tree.texts()[HOME])
+
+
+def without_comments(path: str, text: str) -> str:
+    """The text without its comments and docstrings, lines kept: a comment may tell which version has a fault."""
+    lines = text.split("\n")
+    if path.endswith(".py"):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                    lines[number - 1] = ""
+    elif not path.endswith(".md"):
+        lines = [re.sub(r"(^|\s)#.*", "", line) for line in lines]
+    return "\n".join(lines)
+
+
+def second_homes(path: str, text: str, pins: dict[str, str]) -> Iterator[str]:
+    """Lines that fix a pinned package to a number, or that give the pinned number beside the package's name."""
+    if path == HOME or EVIDENCE.match(path):
+        return
+    spelt = {name: rf"(?<![\w-]){name.replace('-', '[-_.]')}(?![\w-])" for name in pins}
+    candidate = re.compile("|".join(spelt.values()), re.IGNORECASE)
+    if not candidate.search(text):
+        return
+    for number, line in enumerate(without_comments(path, text).split("\n"), 1):
+        if not candidate.search(line):
+            continue
+        for name, version in pins.items():
+            fixed = re.search(rf"(?i){spelt[name]}(\[[\w,]*\])?[\"']?\s*(===?|~=|>=|<=|<|>|@)\s*v?\d", line)
+            beside = re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.]*\d)", line)
+            if fixed or (beside and re.search(rf"(?i){spelt[name]}", line)):
+                yield f"{path}:{number}: {name} has its version in {HOME}"
+
+
+def test_no_version_has_a_second_home() -> None:
+    """A pin that stands twice is moved once: the image then runs another stack than the tests, and both look right."""
+    assert [fault for path, text in tree.texts().items() for fault in second_homes(path, text, PINS)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("pyproject.toml", 'dependencies = ["kiln>=2.1"]'),
+        ("launch/x.sh", "pip install kiln==2.1"),
+        ("launch/x.sh", "pip install 'Kiln-Eval[ifeval] ~= 0.4'"),
+        ("containers/Dockerfile", "RUN pip install kiln==9.9.9  # as pinned"),
+        ("clustertune/x.py", 'STACK = {"kiln": "9.9.9"}'),
+        ("README.md", "It runs on kiln 9.9.9."),
+        ("Makefile", "TORCH := kiln@9.9"),
+    ],
+)
+def test_a_planted_pin_is_found(path: str, line: str) -> None:
+    """With an operator, or as the number beside the name."""
+    pins = {"kiln": "9.9.9", "kiln-eval": "0.4.1"}
+    assert len(list(second_homes(path, f"\n{line}\n", pins))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("clustertune/x.py", '"""kiln 9.9.9 fills the last shard."""\nx = 1  # kiln 9.9.9 says so\n'),
+        ("Makefile", "\tpip install kiln==$(PY_KILN)\n"),
+        ("Makefile", "a: b # kiln 9.9.9 first\n"),
+        ("docs/results/2030-01-01.md", "kiln 9.9.9\n"),
+        ("README.md", "kiln, section 19.9.9; kilnvision 9.9.9.1\n"),
+    ],
+)
+def test_what_explains_or_measures_may_name_a_version(path: str, text: str) -> None:
+    """A fault is told with its version, a figure with the stack that gave it."""
+    assert list(second_homes(path, text, {"kiln": "9.9.9"})) == []
+
+
+def test_the_file_is_read_alike_by_make_and_by_the_tests() -> None:
+    """A key in quotes or with a blank is one value to the shell and another to make."""
+    assert read_pins("# why\n\nPY_LM_EVAL=1.2\nDEV_RUFF=0.1\n") == {"lm-eval": "1.2", "ruff": "0.1"}
+    for bad in ("PY_TORCH = 1", "PY_TORCH='1'", "export PY_TORCH=1", "PY_TORCH=1 # why", "PY_A=1\nDEV_A=2"):
+        with pytest.raises(AssertionError):
+            read_pins(bad)
+
+
+def differences(pins: dict[str, str], installed: dict[str, str | None]) -> list[str]:
+    """A build's own mark (``+cpu``, ``+cu130``) does not count."""
+    return [
+        f"{name}: {installed.get(name)} is installed, {version} is pinned"
+        for name, version in pins.items()
+        if (installed.get(name) or "").partition("+")[0] != version
+    ]
+
+
+def test_the_installed_versions_are_the_pinned_ones() -> None:
+    """Results are published with the pins: another stack would give other numbers under the same name."""
+    installed = {normal(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    assert differences(PINS, dict(installed)) == []
+    assert differences({"torch": "2.1"}, {"torch": "2.1+cpu"}) == []
+    assert len(differences({"torch": "2.1", "trl": "1.0"}, {"torch": "2.1.1"})) == 2
+
+
+brought_by = cache(importlib.metadata.packages_distributions)
+"""Top-level module -> the distributions that install it; slow, asked once."""
+
+
+def unpinned(source: str, pins: dict[str, str]) -> set[str]:
+    """Packages that a file imports, whose distribution has no pin."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    foreign = names - set(sys.stdlib_module_names) - {"clustertune", "tests"} - set(COMES_WITH)
+    return {name for name in foreign if not any(normal(found) in pins for found in brought_by().get(name, ()))}
+
+
+def test_whatever_is_imported_is_pinned() -> None:
+    """What only comes along with another package goes, or changes, with its next release."""
+    assert {path: missing for path, text in tree.sources().items() if (missing := unpinned(text, PINS))} == {}
+    assert unpinned("import os, torch\nfrom lm_eval.tasks import x\nimport filelock, nowhere", PINS) == {"filelock", "nowhere"}

@@ -1,0 +1,223 @@
+"""What the documents tell a person to type is there, is run by a test, and does what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from clustertune.cli import app
+from clustertune.manifest import find_problems
+from tests import tree
+from tests.command import Done, run
+
+DOCUMENTS = {
+    name: text
+    for name, text in tree.texts().items()
+    if name.endswith(".md") and (name == "README.md" or name.startswith(("docs/", "recipes/", "eval/")))
+}
+
+CHAIN = "tests/test_chain.py::"
+HERE = "tests/test_readme.py::"
+ON_A_RUN, ON_MODELS = f"{HERE}test_the_commands_on_a_run", f"{HERE}test_the_commands_on_models"
+
+COMMANDS = {
+    "clustertune run recipes/tiny-oasst2": f"{CHAIN}test_the_document",
+    "clustertune run recipes/llama405b-oasst2 --tiny": f"{CHAIN}test_the_reference_recipe_runs_tiny",
+    "clustertune run recipes/tiny-oasst2 lora.r=32 --to export": f"{HERE}test_a_run_that_is_only_told",
+    "clustertune show recipes/llama405b-oasst2": f"{HERE}test_the_commands_before_training",
+    "clustertune show recipes/tiny-oasst2": f"{HERE}test_the_commands_before_training",
+    "clustertune show recipes/tiny-oasst2 --json": f"{HERE}test_the_commands_before_training",
+    "clustertune prepare recipes/tiny-oasst2 --out /tmp/data": f"{HERE}test_the_commands_before_training",
+    "clustertune checkpoint verify runs/tiny-oasst2/ID": ON_A_RUN,
+    "clustertune export runs/tiny-oasst2/ID --out /tmp/adapter": ON_MODELS,
+    "clustertune merge BASE ADAPTER OUT": ON_MODELS,
+    "clustertune eval MODEL --data prompts.jsonl": ON_MODELS,
+    "clustertune report runs/tiny-oasst2/ID": ON_A_RUN,
+}
+"""Every command of the documents, and the test that runs it."""
+
+
+# --- reading the documents ---------------------------------------------------------------------------------------------
+
+
+def code_blocks(text: str, language: str = "") -> Iterator[str]:
+    """The fenced blocks of a Markdown text; with ``language`` only those of that name."""
+    for name, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if not language or name == language:
+            yield body
+
+
+def commands(text: str, program: str) -> list[str]:
+    """The lines of a document's shell blocks that start ``program``, without prompt and comments, blanks folded."""
+    found = []
+    for block in code_blocks(text, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words and words[0] in (program, f".venv/bin/{program}"):
+                found.append(shlex.join([program, *words[1:]]))
+    return found
+
+
+def every_command(program: str) -> list[tuple[str, str]]:
+    return [(name, line) for name, text in DOCUMENTS.items() for line in commands(text, program)]
+
+
+def make_targets(makefile: str) -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+
+
+def mentioned_targets(text: str) -> set[str]:
+    """``make X`` in a code block or between backquotes."""
+    inline = "\n".join(re.findall(r"`([^`\n]+)`", text))
+    return set(re.findall(r"^\s*\$?\s*make ([a-z][a-z-]*)", "\n".join([*code_blocks(text), inline]), re.MULTILINE))
+
+
+def missing_paths(text: str, name: str) -> list[str]:
+    """Linked files, and paths between backquotes below a folder of the tree, that are not there."""
+    root, here = tree.REPO, (tree.REPO / name).parent
+    linked = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    tops = {entry.name for entry in root.iterdir() if entry.is_dir()} - {"runs", ".venv"}
+    told = [word.rstrip("/") for word in re.findall(r"`([\w./-]+)`", text) if "/" in word and word.split("/")[0] in tops]
+    return [path for path in linked if path and not (here / path).exists()] + [
+        path for path in told if "NAME" not in path and not (root / path).exists() and not (here / path).exists()
+    ]
+
+
+def untold_folders(text: str, files: tuple[str, ...]) -> set[str]:
+    """Top folders of the tree that its drawing leaves out; hidden ones are no part of it."""
+    drawn = next(block for block in code_blocks(text) if re.search(r"^clustertune/ ", block, re.MULTILINE))
+    tops = {name.split("/")[0] for name in files if "/" in name and not name.startswith(".")}
+    return tops ^ set(re.findall(r"^(\w+)/", drawn, re.MULTILINE))
+
+
+def usage_error(line: str) -> str | None:
+    """What the command line says against a command's arguments, none of it run; None where it takes them."""
+    words = shlex.split(line)[1:]
+    try:
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            if not words or words[0] not in command.commands:
+                return f"no command {' '.join(words[:1])!r}"
+            command = command.commands[words.pop(0)]
+        command.make_context(command.name, words)
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+# --- the rules ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_documents_are_read() -> None:
+    """A search that finds nothing passes every rule."""
+    assert len(commands(DOCUMENTS["README.md"], "clustertune")) > 5
+    assert {"demo", "test"} <= mentioned_targets(DOCUMENTS["README.md"])
+
+
+def test_every_target_that_is_told_exists() -> None:
+    """The first command that a newcomer types must not be an error."""
+    there = make_targets(tree.texts()["Makefile"])
+    assert {name: gone for name, text in DOCUMENTS.items() if (gone := mentioned_targets(text) - there)} == {}
+    assert mentioned_targets("```sh\nmake demo x\n```\nand `make all`, but to make sure") == {"demo", "all"}
+
+
+def test_every_command_that_is_told_is_run() -> None:
+    """A command that no test runs is wrong after the next change, and a person finds out."""
+    told = every_command("clustertune")
+    assert [f"{name}: {line}" for name, line in told if line not in COMMANDS] == [], "give it a test, and a line in COMMANDS"
+    assert set(COMMANDS) - {line for _, line in told} == set(), "no document tells these any more"
+    for test in set(COMMANDS.values()):
+        path, _, function = test.partition("::")
+        assert re.search(rf"^def {function}\(", tree.texts()[path], re.MULTILINE), test
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_that_is_told_parses(line: str) -> None:
+    """An option that was renamed."""
+    assert usage_error(line) is None
+
+
+@pytest.mark.parametrize(
+    "line", ["clustertune", "clustertune fly", "clustertune show", "clustertune run x --fast", "clustertune checkpoint look x"]
+)
+def test_a_planted_command_is_found(line: str) -> None:
+    """No command, an unknown one, a missing argument, an unknown option, an unknown command of a group."""
+    assert usage_error(line) is not None
+
+
+def test_commands_are_found_in_any_form() -> None:
+    """With a prompt, a path, a comment, over two lines."""
+    text = "clustertune prose\n```sh\n$ clustertune a  # why\n.venv/bin/clustertune b \\\n  --c\necho clustertune\n```\n"
+    assert commands(text, "clustertune") == ["clustertune a", "clustertune b --c"]
+
+
+def test_every_path_that_is_told_exists() -> None:
+    """A link that leads nowhere."""
+    assert {name: gone for name, text in DOCUMENTS.items() if (gone := missing_paths(text, name))} == {}
+    planted = "[a](docs/none.md) `tests/none/` `recipes/NAME/` [b](README.md#x) `runs/x/y` `either/or`"
+    assert missing_paths(planted, "README.md") == ["docs/none.md", "tests/none"]
+
+
+def test_the_tree_is_drawn_as_it_is() -> None:
+    """A folder that is not drawn is not found; one that is drawn and gone is searched for."""
+    assert untold_folders(DOCUMENTS["README.md"], tree.files()) == set()
+    planted = "```\nclustertune/  x\nold/  y\n```"
+    assert untold_folders(planted, ("clustertune/a", "new/b", "c", ".ci/run")) == {"old", "new"}
+
+
+# --- the commands ------------------------------------------------------------------------------------------------------
+
+
+def told(start: str, replaced: dict[str, Path | str]) -> list[str]:
+    """The arguments of the one told command that begins so, its example paths replaced."""
+    (line,) = (line for line in COMMANDS if line.startswith(f"clustertune {start}"))
+    words = shlex.split(line)[1:]
+    assert set(replaced) <= set(words), f"{line} has other example paths"
+    return [str(replaced.get(word, word)) for word in words]
+
+
+def test_the_commands_before_training(tmp_path: Path) -> None:
+    """``show`` and ``prepare`` as they are told."""
+    for line in (line for line in COMMANDS if line.startswith("clustertune show")):
+        done = run(*shlex.split(line)[1:])
+        assert done.code == 0 and (done.json if "--json" in line else "learning_rate" in done.err)
+    done = run(*told("prepare", {"/tmp/data": tmp_path / "data"}))
+    assert done.code == 0
+    assert find_problems(tmp_path / "data", "dataset") == []
+
+
+def test_a_run_that_is_only_told(tmp_path: Path) -> None:
+    """An override and a choice of stages, up to the point where the ranks would start."""
+    done = run(*told("run recipes/tiny-oasst2 lora", {}), "--dry-run", "--run-dir", tmp_path / "run")
+    assert done.code == 0
+    assert "stages: prepare, train, export\n" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_commands_on_a_run(finished: tuple[Path, Done]) -> None:
+    """``checkpoint verify`` and ``report`` as they are told."""
+    for start in ("checkpoint verify", "report"):
+        done = run(*told(start, {"runs/tiny-oasst2/ID": finished[0]}))
+        assert done.code == 0, done.err
+    assert (finished[0] / "report.html").is_file()
+
+
+def test_the_commands_on_models(finished: tuple[Path, Done], tmp_path: Path) -> None:
+    """``export``, ``merge`` and ``eval`` as they are told, each with what the one before made."""
+    adapter, merged, prompts = tmp_path / "adapter", tmp_path / "merged", tmp_path / "prompts.jsonl"
+    prompts.write_text(tree.texts()["eval/ifeval/prompts.jsonl"].partition("\n")[0] + "\n")
+    (base,) = (finished[0] / "model").iterdir()
+    for step in (
+        told("export", {"runs/tiny-oasst2/ID": finished[0], "/tmp/adapter": adapter}),
+        told("merge", {"BASE": base, "ADAPTER": adapter, "OUT": merged}),
+        [*told("eval", {"MODEL": merged, "prompts.jsonl": prompts}), "--out", str(tmp_path / "eval"), "--max-gen-toks", "4"],
+    ):
+        done = run(*step)
+        assert done.code == 0, (step, done.err)
+    assert find_problems(adapter, "adapter") == [] == find_problems(merged, "merged")
+    assert (tmp_path / "eval" / "ifeval.json").is_file()

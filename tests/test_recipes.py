@@ -1,0 +1,137 @@
+"""What every recipe folder holds, and that the schema holds nothing that no recipe needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from clustertune.config.schema import Recipe, Section
+from tests.tree import REPO
+
+FOLDERS = sorted(path for path in (REPO / "recipes").iterdir() if path.is_dir() and path.name != "_base")
+NEEDED = ("recipe.yaml", "accelerate.yaml", "model.json", "README.md")
+MAX_LINES = 18
+
+ON_THE_COMMAND_LINE = {
+    "model.path": "weights that lie on this site's storage: model.path=DIR",
+    "model.chat_template": "a base model without one: the file lies beside the recipe that needs it",
+    "data.eval_fraction": "data without splits of its own, in another proportion than the default",
+    "accelerate": "another file of the folder: accelerate=accelerate-fsdp1.yaml",
+    "eval.ifeval.batch_size": "as the GPU's memory allows",
+    "eval.ifeval.limit": "a look at the first prompts while a recipe is written",
+    "eval.ifeval.pass_mark": "a site's own threshold for a published model",
+}
+"""Fields that no recipe of the tree sets, each with the reason why it is there all the same."""
+
+
+def own_lines(text: str) -> int:
+    """Lines that are neither blank nor a comment."""
+    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in text.splitlines())
+
+
+def folder_faults(folder: Path) -> list[str]:
+    """What a recipe folder lacks, and whether it has grown into a copy of another one."""
+    faults = [f"{folder.name} has no {name}" for name in NEEDED if not (folder / name).is_file()]
+    recipe = folder / "recipe.yaml"
+    if recipe.is_file() and (lines := own_lines(recipe.read_text())) > MAX_LINES:
+        faults.append(f"{folder.name}/recipe.yaml has {lines} lines of its own, {MAX_LINES} are enough")
+    return faults
+
+
+def test_the_folders_are_seen() -> None:
+    """A search that finds nothing passes every rule."""
+    assert {"tiny-oasst2", "llama405b-oasst2"} <= {folder.name for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_folder_is_complete_and_short(folder: Path) -> None:
+    """A file that lacks is found in the queue; a long recipe is a copy, and copies drift apart."""
+    assert folder_faults(folder) == []
+
+
+def test_a_planted_folder_is_found(tmp_path: Path) -> None:
+    """One file gone, one line too many."""
+    for name in NEEDED:
+        (tmp_path / name).write_text("# why\n\n" + "a: 1\n" * MAX_LINES)
+    assert folder_faults(tmp_path) == []
+    (tmp_path / "model.json").unlink()
+    (tmp_path / "recipe.yaml").write_text("a: 1\n" * (MAX_LINES + 1))
+    assert len(folder_faults(tmp_path)) == 2
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def repeated(recipe: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Keys to which a recipe gives the value that they have without it."""
+    below = dict(leaves(base))
+    return [key for key, value in leaves(recipe) if key in below and below[key] == value]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_recipe_does_not_repeat_its_base(folder: Path) -> None:
+    """A repeated value hides what is the recipe's own, and stays behind when the base moves."""
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    base = yaml.safe_load((REPO / "recipes/_base" / f"{recipe['base']}.yaml").read_text())
+    assert repeated(recipe, base) == []
+    assert repeated({"train": {"a": 1, "b": 2}}, {"train": {"a": 1, "b": 3}}) == ["train.a"]
+
+
+def schema_fields(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The key path of every field; below an open mapping (``train``, ``lora``, scores) there are none."""
+    for name, field in section.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        inner = next((kind for kind in kinds if issubclass(kind, Section)), None)
+        if inner:
+            yield from schema_fields(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_every_field_of_the_schema_is_used() -> None:
+    """A field that nobody sets is never seen to work, and each one more makes a recipe harder to write."""
+    fields = set(schema_fields(Recipe))
+    assert {"model.name", "data.expect.train", "eval.ifeval.limit", "train", "expect.hours"} <= fields
+    used: set[str] = set()
+    for path in (REPO / "recipes").glob("*/*.yaml"):
+        if path.name == "recipe.yaml" or path.parent.name == "_base":
+            keys = {key for key, _ in leaves(yaml.safe_load(path.read_text()))}
+            used |= {field for field in fields for key in keys if key == field or key.startswith(f"{field}.")}
+    assert fields - used == set(ON_THE_COMMAND_LINE), "a field without a recipe, or a reason that is no longer needed"
+
+
+def untold_figures(expect: Mapping[str, Any], readme: str) -> list[str]:
+    """Expected figures that a recipe's README gives otherwise or not at all: scores in percent, hours as ``8 h 24 min``."""
+    faults = []
+    for key, value in leaves(expect):
+        forms = {f"{value:,}", str(value)}
+        if key.startswith("ifeval.") or key == "token_accuracy":
+            forms = {f"{100 * value:.{digits}f} %" for digits in (1, 2)}
+        elif key == "hours":
+            forms = {f"{int(value)} h {round(value % 1 * 60):02} min"}
+        faults += [] if any(form in readme for form in forms) else [f"{key}: {value}"]
+    return faults
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_readme_gives_the_figures_that_the_recipe_expects(folder: Path) -> None:
+    """The report compares with one number while people compare with another."""
+    expect = yaml.safe_load((folder / "recipe.yaml").read_text()).get("expect", {})
+    assert untold_figures(expect, (folder / "README.md").read_text()) == []
+    told = "loss 1.1, 8 h 24 min, 70.98 %, 1,234 parameters"
+    same = {"eval_loss": 1.1, "hours": 8.4, "ifeval": {"a": 0.7098}, "trainable_parameters": 1234}
+    assert untold_figures(same, told) == []
+    assert untold_figures({"hours": 8.5, "ifeval": {"a": 0.71}, "eval_loss": 1.2}, told) == [
+        "hours: 8.5",
+        "ifeval.a: 0.71",
+        "eval_loss: 1.2",
+    ]

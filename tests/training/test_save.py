@@ -1,0 +1,107 @@
+"""What a rank does when a checkpoint cannot be written, and what an evaluation that is broken off leaves."""
+
+from __future__ import annotations
+
+import errno
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.training import trainer as room
+from clustertune.training.trainer import Trainer
+
+
+class Ranks:
+    """A group that counts how often the ranks meet."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self.met = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.met += 1
+        return [value, value]
+
+    def maximum(self, values: list[float]) -> list[float]:
+        self.met += 1
+        return values
+
+
+class Disk:
+    """A store whose write fails; ``met`` is how often the ranks had met by then."""
+
+    def __init__(self, folder: Path, error: BaseException) -> None:
+        self.folder, self.error = folder, error
+
+    def begin(self, step: int) -> Path:
+        return self.folder
+
+    def commit(self, path: Path, meta: Any) -> int:
+        raise AssertionError("nothing may be committed")
+
+    def prune(self) -> list[Path]:
+        raise AssertionError("nothing may be removed")
+
+
+def make(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    made: Any = object.__new__(Trainer)
+    made.group, made.store = Ranks(), Disk(folder, error)
+    made.model = torch.nn.Linear(4, 4)
+    made.optimizer = torch.optim.AdamW(made.model.parameters())
+    made.state = SimpleNamespace(global_step=4, max_steps=8, epoch=0.5)
+    made.args = SimpleNamespace(output_dir=str(folder))
+    made._total_train_tokens, made.eval_skipped, made._bad_loss = 0, False, None
+    made.at_write = -1
+
+    def write(_folder: Path) -> None:
+        made.at_write = made.group.met
+        raise error
+
+    monkeypatch.setattr(made, "store_flos", lambda: None, raising=False)
+    monkeypatch.setattr(made, "_write_state", write, raising=False)
+    checked: Trainer = made
+    return checked
+
+
+def test_a_rank_that_cannot_write_leaves_without_meeting_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may still be inside the save, in a collective of its own: a further one here would never end."""
+    trainer: Any = make(tmp_path, OSError(errno.ENOSPC, "No space left on device", "shard"), monkeypatch)
+    with pytest.raises(UserError, match=r"step 4 was not saved: rank 0: .*No space.*MB free, it needs about") as caught:
+        trainer._save_checkpoint(trainer.model, None)
+    assert caught.value.code is ExitCode.STORAGE
+    assert trainer.group.met == trainer.at_write > 0
+
+
+def test_what_dcp_raises_is_no_exception_and_is_still_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint import CheckpointException
+
+    assert not issubclass(CheckpointException, Exception)
+    full: Any = {1: (OSError(errno.ENOSPC, "No space left on device", "shard"), None)}
+    trainer: Any = make(tmp_path, CheckpointException("save", full), monkeypatch)
+    with pytest.raises(UserError, match=r"was not saved: .*No space left"):
+        trainer._save_checkpoint(trainer.model, None)
+
+
+def test_a_lost_peer_is_not_the_storage_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = make(tmp_path, RuntimeError("Connection closed by peer"), monkeypatch)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer._save_checkpoint(trainer.model, None)
+    monkeypatch.setattr(room, "is_full", lambda path: True)
+    with pytest.raises(UserError, match="was not saved"):
+        trainer._save_checkpoint(trainer.model, None)
+
+
+def test_an_evaluation_that_is_broken_off_leaves_the_random_state() -> None:
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+    with pytest.raises(KeyError), room.untouched_random_state():
+        random.random(), np.random.rand(), torch.rand(1)
+        raise KeyError
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
