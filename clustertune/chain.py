@@ -158,7 +158,15 @@ class Chain:
         if stage == "train" and not (self.run.stage("export") and self._still_there("export")):
             newest, _ = store.newest_whole(self.run.checkpoints)
             return newest is not None and _is_final(newest)
-        return (self.run.eval / "ifeval.json").is_file() if stage == "eval" else True
+        return self._eval_holds() if stage == "eval" else True
+
+    def _eval_holds(self) -> bool:
+        """The evaluation there is of the settings asked for and passes the marks asked for; neither changes the run-id."""
+        from clustertune.ifeval.scores import judge
+
+        record, wanted = self.run.stage("eval") or {}, self.resolved.recipe.eval.ifeval
+        same = record.get("settings") == wanted.model_dump(exclude={"pass_mark"})
+        return same and (self.run.eval / "ifeval.json").is_file() and bool(judge(record["scores"], wanted.pass_mark)["passed"])
 
     def _has_base(self, stage: str) -> bool:
         """The model that the first stage makes itself is there; true of all other stages and models."""
@@ -263,10 +271,13 @@ class Chain:
         from clustertune.ifeval.scores import require_pass
 
         recipe = self.resolved.recipe
+        settings = recipe.eval.ifeval.model_dump(exclude={"pass_mark"})
+        if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
+            self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
         # Random weights are never worth the benchmark's 541 prompts.
         result = evaluate(self.run.merged, self.run.eval, settings=recipe.eval.ifeval, benchmark=recipe.model.weights == "hub")
         require_pass(result)
-        return {"scores": result["scores"]}
+        return {"scores": result["scores"], "settings": settings}
 
     def report(self) -> dict[str, Any]:
         from clustertune.report.page import build

@@ -234,7 +234,7 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", parser=path_argument, help="The adapter's folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", parser=path_argument, help="The folder to make.")],
     shard_size: Annotated[str, typer.Option(help="Largest output shard, such as 5GB.")] = "5GB",
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards written side by side.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written.")] = False,
     as_json: AsJson = False,
 ) -> None:

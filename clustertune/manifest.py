@@ -5,7 +5,7 @@ A manifest, and not a renamed directory, is the commit: on a mergerfs pool a dir
 brick only and still return 0.
 
 Digests are SHA-256, with one exception: the weights of a merged model are safetensors (no code in them), gigabytes each and
-made faster than SHA-256 runs on a core without instructions for it (0.4 GB/s on a Xeon of 2.5 GHz, XXH3-128: 8 GB/s). Their
+made faster than SHA-256 runs on a core without instructions for it (0.4 GB/s on a Xeon of 2.5 GHz, XXH3-128: over 3). Their
 records carry XXH3-128, which finds every kind of damage but not a forger. A checkpoint holds pickles, where a forged file is
 foreign code: there any other digest than SHA-256 makes the manifest unreadable.
 """
@@ -66,7 +66,7 @@ class FileRecord:
         return self.digest
 
     def as_json(self) -> dict[str, Any]:
-        """``{"size": …, "sha256": …}`` or ``{"size": …, "xxh3_128": …}``."""
+        """``{"size": ..., "sha256": ...}`` or ``{"size": ..., "xxh3_128": ...}``."""
         return {"size": self.size, self.algorithm: self.digest}
 
 

@@ -21,8 +21,8 @@ from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.local import LAUNCHER_PID
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
+from clustertune.storage import is_full, storage_cause
 from clustertune.training.stop import StopFlag
-from clustertune.training.storage import is_full, storage_cause
 
 RECORD_BYTES = 4096
 """Reserved for a rank's record: one block of common file systems."""

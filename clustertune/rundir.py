@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune import lock
 from clustertune.config.resolved import Resolved
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import Problem, UserError
 from clustertune.manifest import write_durably
 
 STAGES = ("prepare", "train", "export", "merge", "eval", "report")
@@ -126,28 +125,10 @@ class RunDir:
         write_durably(self.path / "stages" / f"{name}.json", json.dumps(record, indent=1) + "\n")
         return record
 
-    def reopen_stage(self, name: str) -> None:
-        """Forget that a stage is done."""
-        (self.path / "stages" / f"{name}.json").unlink(missing_ok=True)
-
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One writer at a time. The kernel drops the lock with the last process that holds the file open."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-                raise UserError(
-                    Problem(
-                        f"{owner} works in this run folder", file=str(self.path), fix="wait for it, or give another --run-dir"
-                    ),
-                    ExitCode.AGAIN,
-                ) from None
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        """One writer at a time. Raises UserError (exit 75) naming the process that works here."""
+        with lock.held(
+            self.path / "lock", "works in this run folder", shown=self.path, fix="wait for it, or give another --run-dir"
+        ):
             yield
-        finally:
-            os.close(fd)

@@ -189,3 +189,16 @@ def test_two_commands_in_one_run_folder(finished: tuple[Path, Done]) -> None:
 def test_the_full_size_is_refused_here_with_the_way_out() -> None:
     done = run("run", "recipes/llama405b-oasst2")
     assert done.code == 2 and "asks for 16 GPUs" in done.err and "--tiny" in done.err
+
+
+def test_other_marks_and_settings_of_the_evaluation_need_no_training(finished: tuple[Path, Done], tmp_path: Path) -> None:
+    """A mark that is missed fails the stage; other decoding is evaluated anew, beside what was there."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    missed = run("run", RECIPE, "--run-dir", folder, *SHORT, "eval.ifeval.pass_mark.prompt_level_strict_acc=0.99")
+    assert missed.code == 1 and "pass mark is 0.99" in missed.err
+    other = run("run", RECIPE, "--run-dir", folder, "--json", *SHORT, "eval.ifeval.max_gen_toks=4", "eval.ifeval.limit=3")
+    assert other.code == 0, other.err
+    assert [name for name, stage in other.json["stages"].items() if stage["status"] == "done"] == ["eval", "report"]
+    assert json.loads((folder / "eval" / "ifeval.json").read_text())["dataset"]["prompts"] == 3
+    assert len(list(folder.glob("eval-*/ifeval.json"))) == 1

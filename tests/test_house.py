@@ -14,7 +14,7 @@ from tests import tree
 
 ORDER = (
     ("errors",),
-    ("console", "lock", "manifest", "process"),
+    ("console", "lock", "manifest", "process", "storage"),
     ("config",),
     ("rundir",),
     ("launch",),

@@ -18,7 +18,7 @@ from typing import Any
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem
 from clustertune.process import STOP_SIGNALS, die_with_parent
-from clustertune.training.storage import is_full
+from clustertune.storage import is_full
 
 LAUNCHER_PID = "launcher.pid"
 """In an attempt's folder: the parent that its ranks must have. A rank that finds another one is an orphan, and ends."""

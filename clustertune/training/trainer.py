@@ -20,10 +20,10 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTTrainer
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import fsdp1
 from clustertune.training.collectives import Group
 from clustertune.training.stop import StopFlag
-from clustertune.training.storage import free_bytes, is_full, storage_cause
 
 
 class Store(Protocol):

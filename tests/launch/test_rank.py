@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from clustertune import rank
+from clustertune import rank, storage
 from clustertune.errors import ExitCode
 from clustertune.launch import local
 from clustertune.launch.local import LAUNCHER_PID
-from clustertune.training import storage
 from tests.command import REPO
 
 ORPHAN = """

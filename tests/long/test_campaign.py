@@ -133,7 +133,7 @@ def flip(path: Path, other: Path) -> None:
 
 
 def cut(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-2])
 
 
 def swap(path: Path, other: Path) -> None:
