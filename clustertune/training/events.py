@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class EventLog:
@@ -52,13 +52,12 @@ class TrainingConsole:
         if self._console.is_terminal:
             columns = (
                 TextColumn("train"),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[shown]}"),
-                TimeElapsedColumn(),
                 TimeRemainingColumn(),
             )
-            self._progress = Progress(*columns, console=self._console)
+            self._progress = Progress(*columns, console=self._console, redirect_stdout=False, redirect_stderr=False)
             self._task = self._progress.add_task("train", total=total_steps, shown="")
             self._progress.start()
 

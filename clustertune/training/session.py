@@ -9,13 +9,13 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
 from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
-from clustertune.training import build, packing, sharding
+from clustertune.training import build, packing, sharding, tracker
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.stop import StopFlag
@@ -124,6 +124,8 @@ class Session:
             on_removed=self._on_removed,
             checkpoint_extra=describe,
         )
+        tracker.guard(trainer.callback_handler.callbacks, self.tell)
+        trainer.remove_callback(PrinterCallback)  # its dicts say what the console's lines say
         before.trainer = trainer
         self._watch = watch
         self._look_at(trainer, tokenizer)
