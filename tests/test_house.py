@@ -264,7 +264,7 @@ AutoTokenizer.from_pretrained(x, trust_remote_code=False)
 SAID = {
     # Spelt in pieces, so that this file passes its own rule.
     r"(?<![\w.])/" + r"(work|opt|home|root|mnt/c|Users)/\w": "a path of one machine",
-    r"https?://[^\s)>\"']*(pypi|pythonhosted|download\.pytorch\.org|/simple\b|artifactory|nexus)": "a package index",
+    r"https?://[^\s)>\"']*(p[y]pi|python[h]osted|download\.pytorch\.org|/simple\b|artifactory|nexus)": "a package index",
     r"(?<!\w)(TO" + r"DO|FIX" + r"ME|XX" + r"X)(?!\w)": "work that is left",
     "NotImplemented" + "Error": "code that is not there",
     r"(?i)trust_remote_code\s*[:=]\s*tr" + "ue": "code of a model repository is run",

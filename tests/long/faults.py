@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -92,23 +91,6 @@ def processes(run_dir: Path) -> dict[int, str]:
 def pids(run_dir: Path, kind: str) -> list[int]:
     """Process ids of the launcher, or of the ranks."""
     return sorted(pid for pid, what in processes(run_dir).items() if what == kind)
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind, a torn last line left out."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if event["event"] == kind:
-            found.append(event)
-    return found
 
 
 def attempts(run_dir: Path) -> int:

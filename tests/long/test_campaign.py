@@ -16,8 +16,9 @@ from rich.table import Table
 
 from clustertune import manifest
 from clustertune.checkpoint import store
+from tests.command import events
 from tests.long.conftest import STEPS
-from tests.long.faults import PATIENCE, Command, adapter_sha, attempts, events, half_written, pids
+from tests.long.faults import PATIENCE, Command, adapter_sha, attempts, half_written, pids
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import events
 from tests.long.conftest import STEPS
-from tests.long.faults import Command, attempts, events
+from tests.long.faults import Command, attempts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

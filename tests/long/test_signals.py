@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import events
 from tests.long.conftest import STEPS
-from tests.long.faults import Command, adapter_sha, attempts, events, half_written, pids
+from tests.long.faults import Command, adapter_sha, attempts, half_written, pids
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 

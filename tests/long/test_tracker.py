@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import events
 from tests.long.conftest import STEPS
-from tests.long.faults import Command, adapter_sha, events, pids
+from tests.long.faults import Command, adapter_sha, pids
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
