@@ -6,20 +6,16 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune import lock
+from clustertune.errors import storage_error
 from clustertune.manifest import FileRecord, fsync_path, parse_record, write_durably
-
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""flock(2) on filesystems mounted without locks (Lustre without ``flock``); then two merges at once are the user's care."""
 
 
 def staging_folder(out: Path) -> Path:
@@ -87,53 +83,19 @@ class Journal:
             os.fsync(out.fileno())
 
 
-def _take_lock(folder: Path) -> int:
-    """An flock on the folder's ``lock``. A holder before us may have removed the folder by the time we have it: try again."""
-    path = folder / "lock"
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 100, 0).decode(errors="replace").strip() or "another process"
-            os.close(fd)
-            problem = Problem(
-                f"{holder} is merging into it", file=str(folder), fix="wait for it, then run the same command again"
-            )
-            raise UserError(problem, ExitCode.AGAIN) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(fd)
-                raise
-        try:
-            current = path.stat().st_ino
-        except FileNotFoundError:
-            current = -1
-        if current == os.fstat(fd).st_ino:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-            return fd
-        os.close(fd)
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the staging folder against other processes, also of other nodes where the filesystem's locks reach.
 
     Raises UserError: exit 75 where another merge holds it, 73 where the folder cannot be made.
     """
-    try:
-        fd = _take_lock(folder)
-    except OSError as error:
-        raise storage_error(error, "making the staging folder", folder) from error
-    try:
+    held = lock.held(folder / "lock", "is merging into it", shown=folder, fix="wait for it, then run the same command again")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held)
+        except OSError as error:
+            raise storage_error(error, "making the staging folder", folder) from error
         yield
-    finally:
-        os.close(fd)
 
 
 def clear(folder: Path, keep: set[str] | None = None) -> None:

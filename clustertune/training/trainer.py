@@ -27,7 +27,7 @@ from clustertune.training.stop import StopFlag
 
 
 class Store(Protocol):
-    """Where checkpoints go; implemented by the checkpoint room."""
+    """Where checkpoints go; implemented by :mod:`clustertune.checkpoint.store`."""
 
     def begin(self, step: int) -> Path: ...
 

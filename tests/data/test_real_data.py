@@ -14,6 +14,7 @@ OASST = DATA / "oasst2_en_100_trees.rows.jsonl"
 ALPACA = DATA / "alpaca_format_gsm8k_2048.json"
 
 
+@pytest.mark.real_input
 @pytest.mark.skipif(not OASST.exists(), reason="the real trees are not on this machine")
 def test_real_trees_equal_the_second_implementation(run, nest, tmp_path):
     rows = [json.loads(line) for line in OASST.read_bytes().splitlines()]
@@ -25,6 +26,7 @@ def test_real_trees_equal_the_second_implementation(run, nest, tmp_path):
     assert run(rows[::-1]).texts.keys() == wanted.keys()
 
 
+@pytest.mark.real_input
 @pytest.mark.skipif(not ALPACA.exists(), reason="the real records are not on this machine")
 def test_real_alpaca_records_all_become_conversations(run):
     records = json.loads(ALPACA.read_bytes())
