@@ -186,7 +186,9 @@ class _Builder:
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-            return [self.value(child, path) for child in node.value]
+            for index, child in enumerate(node.value):
+                self.lines[(*path, str(index))] = child.start_mark.line + 1
+            return [self.value(child, (*path, str(index))) for index, child in enumerate(node.value)]
         line = node.start_mark.line + 1
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if not isinstance(node, yaml.ScalarNode) or kind not in {"str", "int", "float", "bool", "null", "timestamp"}:

@@ -1,0 +1,120 @@
+"""Which cluster: a file of ``ops/clusters``, a file anywhere, or this place as it is found by looking."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from clustertune.config.cluster_checks import read_cluster
+from clustertune.config.cluster_look import Seen, collect, judge
+from clustertune.config.cluster_schema import (
+    Brick,
+    Cluster,
+    Compute,
+    Container,
+    Host,
+    Network,
+    Pool,
+    SlurmFacts,
+    Storage,
+    same_host,
+)
+from clustertune.config.load import COMMAND_LINE, did_you_mean
+from clustertune.config.schema import NAME
+from clustertune.config.yamlfile import read_yaml
+from clustertune.errors import Problem, UserError
+
+__all__ = [
+    "CLUSTERS",
+    "LOCAL",
+    "Brick",
+    "Cluster",
+    "Compute",
+    "Container",
+    "Host",
+    "Network",
+    "Pool",
+    "SlurmFacts",
+    "Storage",
+    "known_clusters",
+    "load_cluster",
+    "same_host",
+]
+
+CLUSTERS = Path(__file__).resolve().parents[2] / "ops" / "clusters"
+"""The cluster files that come with the project, and where an operator puts the own one."""
+LOCAL = "local"
+"""The name of whatever is found by looking."""
+
+
+def known_clusters(folder: Path | None = None) -> dict[str, Path]:
+    """The cluster files of ``ops/clusters`` by name."""
+    return {path.stem: path for path in sorted((folder or CLUSTERS).glob("*.yaml")) if re.fullmatch(NAME, path.stem)}
+
+
+def load_cluster(name_or_path: str | None = None, *, look: Callable[[], Seen] = collect) -> Cluster:
+    """The cluster of a name in ``ops/clusters``, of a YAML file, or ``local``: found by looking.
+
+    None: the file of ``ops/clusters`` that names this host, or all nodes that Slurm shows here; ``local`` where there is none.
+    ``Cluster.source`` says what it was. Raises UserError with every problem, and the nearest name where there is no such file.
+    """
+    if name_or_path is None:
+        return _find(look)
+    if name_or_path == LOCAL:
+        return judge(look())
+    if not name_or_path or "\0" in name_or_path or len(name_or_path) > 4096:
+        raise UserError(Problem(f"{name_or_path[:60]!r} is not a cluster", file=COMMAND_LINE, key="--cluster"))
+    known = known_clusters()
+    if name_or_path in known:
+        return _read(known[name_or_path])
+    path = Path(name_or_path)
+    try:
+        if path.is_file():
+            return _read(path)
+        exists = path.exists()
+    except OSError as error:
+        text = f"{name_or_path[:60]!r} cannot be read: {error.strerror or error}"
+        raise UserError(Problem(text, file=COMMAND_LINE, key="--cluster")) from None
+    if exists or path.suffix in (".yaml", ".yml") or "/" in name_or_path:
+        what = "is not a file" if exists else "does not exist"
+        raise UserError(Problem(f"{name_or_path} {what}", file=COMMAND_LINE, key="--cluster", fix=_names(name_or_path, known)))
+    text = f"there is no cluster {name_or_path!r}"
+    raise UserError(Problem(text, file=COMMAND_LINE, key="--cluster", fix=_names(name_or_path, known)))
+
+
+def _names(given: str, known: Iterable[str]) -> str | None:
+    return did_you_mean(Path(given).stem, [*known, LOCAL])
+
+
+def _read(path: Path) -> Cluster:
+    ours = path.parent == CLUSTERS
+    shown = f"ops/clusters/{path.name}" if ours else str(path)
+    return read_cluster(read_yaml(path, shown), name=path.stem if ours else None)
+
+
+def _find(look: Callable[[], Seen]) -> Cluster:
+    """The file that is of this place; ``local`` where there is none."""
+    host = socket.gethostname()
+    names = {path: set(_names_in(path)) for path in known_clusters().values()}
+    found = [path for path, said in names.items() if same_host(host, said)]
+    if not found:
+        seen = look()
+        nodes = set(re.findall(r"^NodeName=(\S+)", seen.nodes, re.MULTILINE))
+        found = [path for path, said in names.items() if nodes and all(same_host(node, said) for node in nodes)]
+        if not found:
+            return judge(seen)
+    if len(found) > 1:
+        text = f"{' and '.join(path.stem for path in found)} both name this machine or its nodes"
+        raise UserError(Problem(text, file="ops/clusters", fix="say which: --cluster NAME"))
+    return _read(found[0])
+
+
+def _names_in(path: Path) -> list[str]:
+    """The machines of a file, as far as it can be read: whether it is right matters only if it is chosen."""
+    try:
+        nodes = read_yaml(path, path.name).data.get("nodes")
+    except UserError:
+        return []
+    return [str(node["name"]) for node in nodes or [] if isinstance(node, dict) and isinstance(node.get("name"), str)]

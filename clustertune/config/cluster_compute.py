@@ -1,0 +1,99 @@
+"""Contradictions of a cluster file's compute section: counts, GPUs and NUMA nodes.
+
+A part that could not be read is None here: the rest is still compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from clustertune.config.cluster_cpus import parse_cpu_list
+from clustertune.config.cluster_schema import Compute
+from clustertune.config.cluster_words import Found
+from clustertune.config.hardware import load_hardware
+from clustertune.config.load import did_you_mean
+
+
+def check_compute(compute: Compute) -> Iterator[Found]:
+    if compute.gpus:
+        yield from _check_gpu(compute)
+    elif compute.gpus == 0:
+        for key in ("gpu", "interconnect"):
+            if getattr(compute, key) not in (None, "none"):
+                yield ("compute", key), f"{getattr(compute, key)}, while gpus is 0", "leave it out, or say how many"
+    if compute.threads and compute.cores:
+        each, left = divmod(compute.threads, compute.cores)
+        if left:
+            message = f"{compute.threads} is no multiple of {compute.cores} cores"
+            yield ("compute", "threads"), message, "threads of the whole node"
+        elif each > 8:
+            yield ("compute", "threads"), f"{each} threads per core: no CPU has them", None
+    if compute.cores and compute.sockets and compute.cores % compute.sockets:
+        message = f"{compute.cores} does not divide by {compute.sockets} sockets"
+        yield ("compute", "cores"), message, "cores of the whole node"
+    yield from _check_numa(compute)
+
+
+def _check_gpu(compute: Compute) -> Iterator[Found]:
+    known = load_hardware()
+    if not compute.gpu:
+        yield ("compute", "gpu"), f"missing, while gpus is {compute.gpus}", f"one of {', '.join(known)}"
+    elif compute.gpu not in known:
+        fix = did_you_mean(compute.gpu, known)
+        yield ("compute", "gpu"), f"ops/hardware.yaml has no {compute.gpu}", f"{fix or 'name one'}, or add it there"
+    if not compute.interconnect:
+        fix = "pcie5 where GPUs are PCIe cards, nvlink4 for HGX H100, none for one GPU"
+        yield ("compute", "interconnect"), f"missing, while gpus is {compute.gpus}", fix
+    elif compute.interconnect == "none" and compute.gpus > 1:
+        yield ("compute", "interconnect"), f"none, while a node has {compute.gpus} GPUs", "at least PCIe connects them: pcie5"
+
+
+def _check_numa(compute: Compute) -> Iterator[Found]:
+    groups, lists = compute.numa_gpus or (), compute.numa_cpus or ()
+    if groups and isinstance(compute.gpus, int):
+        yield from _check_partition(groups, compute.gpus)
+        yield from _check_groups("numa_gpus", len(groups), compute.sockets)
+    if lists:
+        if groups and len(groups) != len(lists):
+            message = f"{len(lists)} NUMA nodes, but numa_gpus has {len(groups)}"
+            yield ("compute", "numa_cpus"), message, "one entry for each NUMA node in both"
+        yield from _check_groups("numa_cpus", len(lists), compute.sockets)
+        yield from _check_lists(lists, compute.threads)
+
+
+def _check_partition(groups: Sequence[Sequence[int]], gpus: int) -> Iterator[Found]:
+    key = ("compute", "numa_gpus")
+    flat = [gpu for group in groups for gpu in group]
+    for gpu in sorted(set(flat)):
+        if flat.count(gpu) > 1:
+            yield key, f"GPU {gpu} stands twice", "each GPU has one NUMA node"
+        if gpu >= gpus:
+            yield key, f"there is no GPU {gpu}: {gpus} are counted from 0", None
+    if missing := sorted(set(range(gpus)) - set(flat)):
+        text = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        yield key, f"{text} missing: of each GPU the NUMA node", "nvidia-smi topo -m shows it"
+
+
+def _check_lists(lists: Sequence[str], threads: int | None) -> Iterator[Found]:
+    key, fix = ("compute", "numa_cpus"), "lscpu shows the lists"
+    seen: dict[int, int] = {}
+    readable = True
+    for index, text in enumerate(lists):
+        try:
+            cpus = parse_cpu_list(text)
+        except ValueError as error:
+            yield (*key, str(index)), str(error), fix
+            readable = False
+            continue
+        if not cpus:
+            yield (*key, str(index)), "empty", fix
+        if twice := sorted(cpu for cpu in cpus if seen.setdefault(cpu, index) != index):
+            yield (*key, str(index)), f"CPU {twice[0]} is also of NUMA node {seen[twice[0]]}", fix
+    if readable and threads and len(seen) != threads:
+        yield key, f"{len(seen)} CPUs in all, but threads is {threads}", "every CPU belongs to one NUMA node"
+
+
+def _check_groups(key: str, count: int, sockets: int | None) -> Iterator[Found]:
+    """A socket is one NUMA node or, by a BIOS setting (NPS2, SNC4), several; never the other way round."""
+    if sockets and count % sockets:
+        yield ("compute", key), f"{count} NUMA nodes, but {sockets} sockets", "each socket has the same number: lscpu shows it"

@@ -1,0 +1,367 @@
+"""A cluster that nobody described: what Slurm, the driver and the kernel say of it.
+
+:func:`collect` asks, with a time limit for each question, and takes no answer for an answer; :func:`judge` makes a cluster of
+the texts, and is tested on recorded ones.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clustertune.config.cluster_schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, same_host
+from clustertune.config.hardware import recognise
+from clustertune.config.schema import NAME
+from clustertune.errors import ExitCode, Problem, UserError
+
+SECONDS = {"scontrol": 10, "nvidia-smi": 60}
+"""``scontrol`` waits minutes for a controller that is down; a driver without persistence mode wakes one GPU after the other."""
+TRIES, PAUSE = 8, 5.0
+"""How often Slurm is asked again, and after how many seconds, where a job shows that there is one."""
+_QUERY = "index,name,pci.bus_id,memory.total"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was found on one machine; empty where there was nothing."""
+
+    hostname: str = ""
+    job: str = ""
+    """The Slurm job in which was looked."""
+    silent: str = ""
+    """Why ``scontrol`` is there and says nothing; empty where it answered, or is not installed."""
+    nodes: str = ""
+    """``scontrol -o show nodes``"""
+    partitions: str = ""
+    """``scontrol -o show partition``"""
+    config: str = ""
+    """``scontrol show config``"""
+    gpus: str = ""
+    """``nvidia-smi --query-gpu=index,name,pci.bus_id,memory.total --format=csv,noheader``"""
+    gpu_numa: dict[int, int] = field(default_factory=dict)
+    """NUMA node of each GPU, as its PCI device says; -1 where the firmware does not tell."""
+    numa_cpus: dict[int, str] = field(default_factory=dict)
+    """CPU list of each NUMA node."""
+    topology: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Package and core of each CPU."""
+    memory_kb: int = 0
+    """MemTotal of /proc/meminfo, KiB."""
+
+
+def collect() -> Seen:
+    """Ask Slurm, the driver and the kernel. Takes seconds at most; raises nothing for what is not there."""
+    gpus, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    nodes, silent = _ask("scontrol", "-o", "show", "nodes")
+    for _ in range(TRIES if job else 0):  # a controller that is restarted answers again within a minute
+        if nodes:
+            break
+        time.sleep(PAUSE)
+        nodes, silent = _ask("scontrol", "-o", "show", "nodes")
+    return Seen(
+        hostname=platform.node(),
+        job=job,
+        silent=silent,
+        nodes=nodes,
+        partitions=_ask("scontrol", "-o", "show", "partition")[0] if nodes else "",
+        config=_ask("scontrol", "show", "config")[0] if nodes else "",
+        gpus=gpus,
+        gpu_numa=_gpu_numa(gpus),
+        numa_cpus=_numa_cpus(),
+        topology=_topology(),
+        memory_kb=_number(r"MemTotal:\s+(\d+)", _read(Path("/proc/meminfo"))),
+    )
+
+
+def _ask(*command: str) -> tuple[str, str]:
+    """What a command says, and in one line why it says nothing; both empty where it is not installed."""
+    env = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            list(command), capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS[command[0]], check=False, env=env
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {SECONDS[command[0]]} s"
+    except OSError:
+        return "", ""
+    if done.returncode == 0:
+        return done.stdout.decode(errors="replace"), ""
+    return "", (done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"])[0][:200]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _gpu_numa(gpus: str, root: Path = Path("/sys/bus/pci/devices")) -> dict[int, int]:
+    found = {}
+    for index, _, bus in _gpu_rows(gpus):
+        # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
+        text = _read(root / re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()) / "numa_node").strip()
+        if re.fullmatch(r"-?\d+", text):
+            found[index] = int(text)
+    return found
+
+
+def _numa_cpus(root: Path = Path("/sys/devices/system/node")) -> dict[int, str]:
+    lists = {int(path.name[4:]): _read(path / "cpulist").strip() for path in root.glob("node[0-9]*") if path.name[4:].isdigit()}
+    return {node: text for node, text in sorted(lists.items()) if text}
+
+
+def _topology(root: Path = Path("/sys/devices/system/cpu")) -> dict[int, tuple[int, int]]:
+    found = {}
+    for path in root.glob("cpu[0-9]*/topology"):
+        package, core = _read(path / "physical_package_id").strip(), _read(path / "core_id").strip()
+        if path.parent.name[3:].isdigit() and re.fullmatch(r"-?\d+", package) and re.fullmatch(r"-?\d+", core):
+            found[int(path.parent.name[3:])] = (int(package), int(core))
+    return found
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+# --- judging -----------------------------------------------------------------------------------------------------------
+
+
+def judge(seen: Seen) -> Cluster:
+    """The cluster of what was found: Slurm's default partition, else this machine alone.
+
+    Raises UserError (exit 75) inside of a job whose Slurm says nothing: this machine alone would be the wrong cluster.
+    """
+    notes: list[str] = []
+    if (facts := _slurm(seen, notes)) is not None:
+        return facts
+    if seen.job:
+        problem = Problem(
+            f"Slurm does not tell its nodes: {seen.silent or 'scontrol is not installed here'}",
+            file="scontrol show nodes",
+            fix="name the cluster: --cluster NAME, or run the same command again",
+        )
+        raise UserError(problem, ExitCode.AGAIN)
+    if seen.silent:
+        notes.append(f"scontrol is installed but says nothing ({seen.silent}): this machine is taken as one without Slurm")
+    return _machine(seen, notes)
+
+
+def fields(line: str) -> dict[str, str]:
+    """The ``Key=value`` words of one line of ``scontrol -o``; a value goes on to the next key, and the first of two counts.
+
+    Values that people write (Reason, Comment, Extra) stand at the end and may hold anything, ``State=IDLE`` too.
+    """
+    found: dict[str, str] = {}
+    places = list(re.finditer(r"(?:^|\s)([A-Z][A-Za-z_:]*)=", line))
+    ends = [match.start() for match in places[1:]] + [len(line)]
+    for match, end in zip(places, ends, strict=False):
+        found.setdefault(match[1], line[match.end() : end].strip())
+    return found
+
+
+def gpus_of(gres: str) -> tuple[int, list[str]]:
+    """The number of GPUs of a node's ``Gres``, and their types: ``gpu:h100:8(S:0-1)`` is (8, ["h100"])."""
+    count, types = 0, []
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().split(":")
+        if kind != "gpu":
+            continue
+        number = re.fullmatch(r"(\d{1,6})", rest[-1]) if rest else None
+        count += int(number[1]) if number else 1
+        types += [word for word in rest[:-1] if word] if number else rest
+    return count, list(dict.fromkeys(types))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What makes two nodes alike."""
+
+    gpus: int
+    types: tuple[str, ...]
+    sockets: int
+    cores: int
+    threads: int
+    memory_mib: int
+
+
+def _slurm(seen: Seen, notes: list[str]) -> Cluster | None:
+    nodes = [found for line in seen.nodes.splitlines() if (found := fields(line)).get("NodeName")]
+    partition = _partition(seen.partitions, notes)
+    if not nodes or partition is None:
+        return None
+    name = partition["PartitionName"]
+    members = [node for node in nodes if name in node.get("Partitions", "").split(",")]
+    members = [node for node in members if re.fullmatch(HOST, node["NodeName"])]
+    if not members:
+        return None
+    shapes = {node["NodeName"]: _shape(node) for node in members}
+    shape, count = Counter(shapes.values()).most_common(1)[0]
+    if count < len(members):
+        others = [other for other, found in shapes.items() if found != shape]
+        some = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        notes.append(f"{some} of partition {name} differ from the other {count} nodes and are left out")
+    workers = [node for node in members if shapes[node["NodeName"]] == shape]
+    if shape.memory_mib < 1024:
+        notes.append("slurm.conf has no RealMemory for the nodes: --mem will be refused")
+    hosts = _hosts([(node["NodeName"], node.get("NodeAddr") or node["NodeName"]) for node in workers], seen)
+    gres = shape.types[0] if shape.types else None
+    if len(shape.types) > 1:
+        notes.append(f"the nodes have GPUs of several types ({', '.join(shape.types)}): none is asked for by name")
+        gres = None
+    here = _here(seen, [node["NodeName"] for node in workers], shape.gpus)
+    gpu = (recognise(gres) if gres else None) or here.gpu
+    if shape.gpus and gpu is None:
+        notes.append(f"which GPU the nodes have ({gres or 'no type'}) is not known: whether a model fits is not checked")
+    return Cluster(
+        name="local",
+        nodes=tuple(hosts),
+        compute=Compute(
+            gpus=shape.gpus,
+            gpu=gpu,
+            sockets=shape.sockets,
+            cores=shape.cores,
+            threads=shape.threads,
+            memory_gb=max(1, shape.memory_mib // 1024),
+            numa_gpus=here.numa_gpus,
+            numa_cpus=here.numa_cpus,
+        ),
+        network=Network(kind="unknown" if len(workers) > 1 else "none"),
+        slurm=_facts(seen.config, partition, gres),
+        source=f"scontrol, as seen from {seen.hostname or 'here'}",
+        notes=tuple(notes),
+    )
+
+
+def _facts(config: str, partition: dict[str, str], gres: str | None) -> SlurmFacts:
+    version = re.search(r"^SLURM_VERSION\s*=\s*([0-9A-Za-z.+~-]{1,32})\s*$", config, re.MULTILINE)
+    limit = partition.get("MaxTime", "UNLIMITED")
+    return SlurmFacts(
+        partition=partition["PartitionName"],
+        gres=gres,
+        accounting=bool(re.search(r"^AccountingStorageType\s*=\s*\S*slurmdbd", config, re.MULTILINE)),
+        max_time=limit if re.fullmatch(r"(\d{1,4}-)?\d{1,3}(:\d{2}){0,2}", limit) else "UNLIMITED",
+        version=version[1] if version else None,
+    )
+
+
+def _partition(text: str, notes: list[str]) -> dict[str, str] | None:
+    found = [item for line in text.splitlines() if re.fullmatch(NAME, (item := fields(line)).get("PartitionName", ""))]
+    default = [item for item in found if item.get("Default") == "YES"]
+    if not default and found:
+        notes.append(f"Slurm has no default partition: {found[0]['PartitionName']}, the first, is taken")
+    return next(iter(default or found), None)
+
+
+def _shape(node: dict[str, str]) -> _Shape:
+    def number(key: str, otherwise: int = 1) -> int:
+        return _number(r"^(\d+)", node.get(key, "")) or otherwise
+
+    sockets, each, threads = number("Sockets"), number("CoresPerSocket"), number("ThreadsPerCore")
+    cores, total = sockets * each, number("CPUTot", sockets * each * threads)
+    if total not in (cores * threads, cores):  # slurm.conf says how many CPUs there are, and no more
+        sockets, cores, threads = 1, total, 1
+    usable = min(total, number("CPUEfctv", total))  # without those that are set aside for the system
+    if usable < total:
+        sockets, cores = 1, min(cores, usable)
+    count, types = gpus_of(node.get("Gres", ""))
+    memory = number("RealMemory") - number("MemSpecLimit", 0)
+    return _Shape(count, tuple(types), sockets, cores, usable, memory)
+
+
+def _hosts(workers: list[tuple[str, str]], seen: Seen) -> list[Host]:
+    """The compute nodes, the controller, and this machine, from which jobs are submitted."""
+    roles: dict[str, list[str]] = {name: ["compute"] for name, _ in workers}
+    addresses = dict(workers)
+    control = re.search(r"^(?:SlurmctldHost\[0\]|ControlMachine)\s*=\s*([^\s(]+)(?:\(([^)]*)\))?", seen.config, re.MULTILINE)
+    for name, address, role in ((control[1], control[2], "slurmctld"),) if control else ():
+        _add_role(roles, addresses, name, address or name, role)
+    if seen.hostname:
+        _add_role(roles, addresses, seen.hostname, seen.hostname, "login")
+    return [Host(name=name, address=addresses[name], roles=tuple(said)) for name, said in roles.items()]
+
+
+def _add_role(roles: dict[str, list[str]], addresses: dict[str, str], name: str, address: str, role: str) -> None:
+    known = same_host(name, roles) or name
+    if re.fullmatch(HOST, known):
+        roles.setdefault(known, []).append(role)
+        addresses.setdefault(known, address)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What only a compute node can tell."""
+
+    gpu: str | None = None
+    numa_gpus: tuple[tuple[int, ...], ...] = ()
+    numa_cpus: tuple[str, ...] = ()
+
+
+def _here(seen: Seen, workers: list[str], gpus: int) -> _Here:
+    """The GPU's model and the NUMA map, where this machine is one of the nodes."""
+    if same_host(seen.hostname, workers) is None:
+        return _Here()
+    groups = _groups(seen, gpus)
+    return _Here(
+        _model(_gpu_rows(seen.gpus)), groups, tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else ()
+    )
+
+
+def _groups(seen: Seen, gpus: int) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each NUMA node; empty where one of the node's ``gpus`` is not known.
+
+    Inside of a job's cgroup ``nvidia-smi`` shows only the job's GPUs, counted from 0: a map of fewer is not the node's.
+    """
+    if not gpus or sorted(seen.gpu_numa) != list(range(gpus)) or not set(seen.gpu_numa.values()) <= set(seen.numa_cpus):
+        return ()
+    return tuple(tuple(gpu for gpu in range(gpus) if seen.gpu_numa[gpu] == node) for node in sorted(seen.numa_cpus))
+
+
+def _gpu_rows(text: str) -> list[tuple[int, str, str]]:
+    """Index, name and PCI address of each GPU."""
+    rows = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) >= 3 and words[0].isdigit():
+            rows.append((int(words[0]), words[1], words[2]))
+    return rows
+
+
+def _model(rows: list[tuple[int, str, str]]) -> str | None:
+    names = {name for _, name, _ in rows}
+    return recognise(names.pop()) if len(names) == 1 else None
+
+
+def _machine(seen: Seen, notes: list[str]) -> Cluster:
+    """This machine alone."""
+    rows = _gpu_rows(seen.gpus)
+    cores = len(set(seen.topology.values())) or 1
+    sockets = len({package for package, _ in seen.topology.values()}) or 1
+    groups = _groups(seen, len(rows))
+    name = seen.hostname if re.fullmatch(HOST, seen.hostname) else "localhost"
+    if rows and _model(rows) is None:
+        notes.append(f"ops/hardware.yaml does not know {rows[0][1]}: whether a model fits is not checked")
+    return Cluster(
+        name="local",
+        nodes=(Host(name=name, address="127.0.0.1", roles=("login", "compute")),),
+        compute=Compute(
+            gpus=len(rows),
+            gpu=_model(rows),
+            sockets=sockets,
+            cores=cores,
+            threads=max(len(seen.topology), cores),
+            memory_gb=max(1, seen.memory_kb // 2**20),
+            numa_gpus=groups,
+            numa_cpus=tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else (),
+        ),
+        network=Network(kind="none"),
+        source=f"this machine ({name})",
+        notes=tuple(notes),
+    )

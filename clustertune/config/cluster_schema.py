@@ -1,0 +1,214 @@
+"""The schema of a cluster file: on what is trained. Everything that launchers and administrators need is derived from it.
+
+What a person writes is checked by :mod:`clustertune.config.cluster_checks`, far beyond what the types say; a cluster that was
+found by looking may lack facts that nothing on the machine tells. :func:`clustertune.config.cluster_load.load_cluster` is
+the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from clustertune.config.schema import NAME, Count, Number, Positive, Section
+
+ROLES = ("login", "compute", "nfs", "slurmctld")
+INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
+"""``pcieN``: PCI Express of that generation only; ``nvlinkN``: NVLink of that generation between all GPUs of a node."""
+CREATE_POLICIES = ("mfs", "eplfs", "epmfs", "ff", "lfs", "lus", "rand", "pfrd")
+"""mergerfs' policies for where a new file goes (https://trapexit.github.io/mergerfs/config/functions_categories_and_policies/)."""
+
+HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
+PATH = r"/|(/\.?[A-Za-z0-9_@+-][A-Za-z0-9._@+-]*)+"
+"""An absolute path of plain characters, without ``..``: it becomes a field of fstab and exports, a part of a mount unit's name,
+and an argument."""
+INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
+"""Linux allows 15 characters. NCCL gives ``^ = : ,`` a meaning of their own."""
+
+
+def _text(value: Any) -> Any:
+    """YAML reads 4.2 as a number; a version is a name."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+HostName = Annotated[str, Field(pattern=rf"^{HOST}$")]
+Plain = Annotated[str, Field(pattern=rf"^{NAME}$")]
+AbsolutePath = Annotated[str, Field(max_length=1024, pattern=rf"^({PATH})$")]
+Quantity = Annotated[Number, Field(gt=0)]
+Version = Annotated[str, BeforeValidator(_text), Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}$")]
+
+
+class Host(Section):
+    """One machine."""
+
+    name: HostName
+    """What ``hostname`` prints there, and what Slurm calls it."""
+    address: Annotated[str, Field(min_length=1, max_length=253)]
+    """The address or name that the other machines reach it by."""
+    roles: Annotated[tuple[Literal[ROLES], ...], Field(min_length=1)]  # type: ignore[valid-type]
+    """``login``: jobs are submitted there; ``compute``: runs jobs; ``nfs``: exports bricks; ``slurmctld``: controls Slurm."""
+
+
+class Compute(Section):
+    """One compute node; all are alike."""
+
+    gpus: Annotated[Count, Field(le=1_000)]
+    """GPUs of one node; 0: a CPU cluster."""
+    gpu: Plain | None = None
+    """Their model: a name of ops/hardware.yaml."""
+    interconnect: Literal[INTERCONNECTS] | None = None  # type: ignore[valid-type]
+    """What connects the GPUs of one node."""
+    sockets: Positive = 1
+    """CPU packages of one node."""
+    cores: Positive
+    """Physical cores of one node, over all sockets."""
+    threads: Positive
+    """Hardware threads of one node (Slurm's CPUs), over all cores."""
+    memory_gb: Quantity
+    """RAM that jobs may use, GiB as Slurm counts them (``--mem=1G`` is 1024 MiB)."""
+    numa_gpus: tuple[tuple[Count, ...], ...] = ()
+    """GPU indices (as ``nvidia-smi`` counts) of each NUMA node; empty: ranks are not bound."""
+    numa_cpus: tuple[str, ...] = ()
+    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
+
+
+class Network(Section):
+    """The network between the compute nodes."""
+
+    interface: Annotated[str, Field(pattern=rf"^{INTERFACE}$")] | None = None
+    """Interface for all traffic between ranks, the same name on every node; None: the one that the route takes."""
+    kind: Literal["ethernet", "infiniband", "roce", "none", "unknown"]
+    """``none``: a single machine. ``unknown``: nobody said, and looking did not tell; a file may not say it."""
+    gbit: Quantity | None = None
+    """Nominal speed of one node's link, Gbit/s."""
+    subnet: Annotated[str, Field(max_length=64)] | None = None
+    """Where the nodes' addresses lie, as 10.0.0.0/24."""
+    hca: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}(:[0-9]{1,3})?$")], ...], Field(max_length=32)] = ()
+    """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
+
+
+class Brick(Section):
+    """One file system of one node that all hosts mount over NFS."""
+
+    node: HostName
+    """Whose disk it is."""
+    path: AbsolutePath
+    """The exported folder on that node."""
+    mount: AbsolutePath
+    """Where every host sees it; a bind mount on the node itself."""
+    filesystem: Literal["xfs", "ext4", "zfs", "btrfs"]
+    tb: Quantity
+    """Size, TB."""
+    device: AbsolutePath | None = None
+    """The block device; None: the file system is mounted by other means, and only its export is ours."""
+
+
+class Pool(Section):
+    """All bricks as one folder."""
+
+    mount: AbsolutePath
+    kind: Literal["mergerfs"] = "mergerfs"
+    create: Literal[CREATE_POLICIES] = "mfs"  # type: ignore[valid-type]
+    """Which brick a new file goes to: ``mfs`` is the one with most free space."""
+    min_free_gb: Quantity | None = None
+    """A brick with less free space takes no new file, GB: more than the largest file that is written."""
+
+
+class RootDisk(Section):
+    """The disk that each compute node boots from."""
+
+    device: AbsolutePath | None = None
+    gb: Quantity
+    """Size, GB."""
+
+
+class Storage(Section):
+    """Where data lies."""
+
+    bricks: tuple[Brick, ...] = ()
+    nfs_version: Annotated[Literal["3", "4", "4.1", "4.2"], BeforeValidator(_text)] = "4.2"
+    pool: Pool | None = None
+    shared: AbsolutePath | None = None
+    """Folder that all hosts see, for runs, models and caches; None: nobody said which."""
+    scratch: AbsolutePath = "/tmp"  # noqa: S108 - what is put there is created with mode 0700
+    """Folder on a disk of the node itself, for compiler caches."""
+    root: RootDisk | None = None
+
+
+class SlurmFacts(Section):
+    """How jobs are submitted. The controller is the node with the role ``slurmctld``."""
+
+    partition: Plain
+    gres: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
+    """Type name of the GPUs, as in ``gpu:TYPE:8``; None: they have none. The count is ``compute.gpus``."""
+    accounting: bool = False
+    """Whether slurmdbd runs and ``sacct`` answers."""
+    max_time: Annotated[str, Field(pattern=r"^(UNLIMITED|(\d{1,4}-)?\d{1,3}(:\d{2}){0,2})$")] = "UNLIMITED"
+    """Longest ``--time`` of the partition, in Slurm's form."""
+    version: Version | None = None
+
+
+class Container(Section):
+    """What the ranks run in."""
+
+    runtime: Literal["none", "apptainer"] = "none"
+    """``none``: the Python environment of the checkout, which all nodes see."""
+    image: AbsolutePath | None = None
+    binds: tuple[Annotated[str, Field(max_length=2048)], ...] = ()
+    """Folders that the container sees beside the run's own: ``/path``, ``/path:/inside`` or ``/path:/inside:ro``."""
+
+
+class ClusterFile(Section):
+    """A cluster as a file says it."""
+
+    name: Plain
+    nodes: Annotated[tuple[Host, ...], Field(min_length=1, max_length=10_000)]
+    compute: Compute
+    network: Network
+    storage: Storage = Storage()
+    slurm: SlurmFacts | None = None
+    """Absent: there is no Slurm."""
+    container: Container = Container()
+
+
+class Cluster(ClusterFile):
+    """A cluster, and how it is known."""
+
+    source: str
+    """The file, or what was looked at."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about how it was found; one sentence each."""
+
+    @property
+    def compute_nodes(self) -> tuple[Host, ...]:
+        """The machines that run jobs, in the order of the file."""
+        return self.with_role("compute")
+
+    @property
+    def controller(self) -> Host | None:
+        """The machine of slurmctld; None without Slurm."""
+        return next(iter(self.with_role("slurmctld")), None)
+
+    def with_role(self, role: str) -> tuple[Host, ...]:
+        """The machines that have a role."""
+        return tuple(host for host in self.nodes if role in host.roles)
+
+    def host(self, name: str) -> Host | None:
+        """The machine of a host name, with or without its domain; None where there is none."""
+        known = same_host(name, (host.name for host in self.nodes))
+        return next((host for host in self.nodes if host.name == known), None)
+
+    def gres(self, count: int) -> str:
+        """Slurm's words for ``count`` GPUs of a node: ``gpu:rtx_pro_6000:8``."""
+        return ":".join(part for part in ("gpu", self.slurm.gres if self.slurm else None, str(count)) if part)
+
+
+def same_host(name: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` names that means the machine ``name``: the whole name, else alike but for a missing domain."""
+    names, label = list(known), name.lower().partition(".")[0]
+    if exact := [other for other in names if other.lower() == name.lower()]:
+        return exact[0]
+    alike = [other for other in names if ("." in other) != ("." in name) and other.lower().partition(".")[0] == label]
+    return alike[0] if len(alike) == 1 else None

@@ -1,0 +1,62 @@
+"""What is known of a cluster, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from clustertune.config.cluster_schema import Cluster
+
+
+def as_json(cluster: Cluster) -> dict[str, Any]:
+    """Every fact, defaults too, and where they are from; ``Cluster.model_validate`` reads it back."""
+    return cluster.model_dump(mode="json")
+
+
+def render(cluster: Cluster, console: Console) -> None:
+    """Print the machines, the facts of a compute node, network, storage, Slurm and container, and the notes."""
+    table = Table(
+        title=f"{cluster.name} ({cluster.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for heading in ("machine", "address", "roles"):
+        table.add_column(heading, overflow="fold")
+    for host in cluster.nodes:
+        table.add_row(Text(host.name), Text(host.address), Text(", ".join(host.roles)))
+    console.print(table)
+    for label, text in _lines(cluster):
+        console.print(Text(f"{label:<10} {text}"), soft_wrap=True)
+    for note in cluster.notes:
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+
+
+def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    compute, network, storage, slurm = cluster.compute, cluster.network, cluster.storage, cluster.slurm
+    gpus = f"{compute.gpus} x {compute.gpu or 'GPU'}" + (f" ({compute.interconnect})" if compute.interconnect else "")
+    cpus = f"{compute.sockets} sockets, {compute.cores} cores, {compute.threads} threads, {compute.memory_gb:g} GB"
+    yield "each node", f"{gpus if compute.gpus else 'no GPU'}; {cpus}"
+    for node in range(max(len(compute.numa_gpus), len(compute.numa_cpus))):
+        group = compute.numa_gpus[node] if compute.numa_gpus else ()
+        words = [
+            f"GPUs {', '.join(map(str, group))}" if group else "",
+            f"CPUs {compute.numa_cpus[node]}" if compute.numa_cpus else "",
+        ]
+        yield f"NUMA {node}", "; ".join(filter(None, words))
+    speed = f", {network.gbit:g} Gbit/s" if network.gbit else ""
+    yield "network", f"{network.kind}{speed}, {network.interface or 'the interface that the route takes'}"
+    for brick in storage.bricks:
+        yield "brick", f"{brick.mount}: {brick.node}:{brick.path}, {brick.filesystem}, {brick.tb:g} TB"
+    if storage.pool:
+        yield "pool", f"{storage.pool.mount}: {storage.pool.kind}, create={storage.pool.create}"
+    yield "folders", f"shared {storage.shared or 'not said'}, scratch {storage.scratch}"
+    if slurm:
+        count = cluster.gres(compute.gpus) if compute.gpus else "no gres"
+        sacct = "accounting" if slurm.accounting else "no accounting (sacct)"
+        yield "Slurm", f"partition {slurm.partition}, {count}, time limit {slurm.max_time}, {sacct}"
+    else:
+        yield "Slurm", "none"
+    yield "container", f"{cluster.container.runtime}" + (f" {cluster.container.image}" if cluster.container.image else "")

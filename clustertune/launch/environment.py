@@ -1,0 +1,208 @@
+"""The environment of the ranks, derived from the cluster: each variable with the reason why it is set.
+
+What NCCL, gloo and torch choose rightly by themselves is left to them: torch's flight recorder keeps 2000 entries, its
+watchdog tears a failed process down (TORCH_NCCL_ASYNC_ERROR_HANDLING=3), NCCL finds RDMA adapters and GPU paths. Sources: the
+NCCL user guide (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), ``ProcessGroupNCCL.hpp``,
+``FlightRecorder.hpp`` and ``CUDAAllocatorConfig.h`` of torch 2.13, gloo's ``transport/tcp/device.cc``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from clustertune.config.cluster_schema import Cluster, Network
+from clustertune.errors import Problem, UserError, storage_error
+
+FAST_ETHERNET = 100
+"""Gbit/s from which NCCL's guide has one TCP connection replaced by several."""
+MOST_OMP_THREADS = 16
+"""The CPU's part in a step is small; more threads only wait for each other at the end of every loop."""
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that name a place below the job's own folder on the node."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable of the ranks' environment."""
+
+    name: str
+    value: str
+    reason: str
+    """Why it is set, one line."""
+
+
+def environment(
+    cluster: Cluster,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    cpus_per_node: int,
+    job: str | None,
+    cpu_only: bool,
+    present: int | None = None,
+    traces: str | None = None,
+) -> list[Setting]:
+    """What every rank of a job must find in its environment before Python starts.
+
+    ``cpus_per_node``: CPUs of the allocation on one node, in Slurm's count (hardware threads). ``present``: CPUs that the node
+    really has, where Slurm may have been told of more. ``job``: the scheduler's id of the job, for folders of its own.
+    ``traces``: folder for the flight recorder's files, best the attempt's own; None: the job's folder on the node.
+    ``cpu_only``: no rank has a GPU, so that gloo is all they talk through. No reading of this machine goes in: two calls with
+    the same arguments give the same list anywhere.
+    """
+    several = world_size > ranks_per_node
+    settings: list[Setting] = []
+    if several:
+        settings += sockets(cluster.network, cpu_only=cpu_only)
+    if not cpu_only:
+        settings += _gpu_settings(cluster, several)
+        settings += _caches(cluster.storage.scratch, job, traces)
+    settings.append(_omp_threads(cluster, ranks_per_node, cpus_per_node, present))
+    return [
+        *settings,
+        Setting(
+            "TOKENIZERS_PARALLELISM", "false", "tokenizers' threads do not survive the fork of a data loader: they warn or hang"
+        ),
+        Setting("PYTHONNOUSERSITE", "1", "packages in ~/.local would shadow the pinned ones, in a container too"),
+        Setting("PYTHONFAULTHANDLER", "1", "a crash in native code leaves the Python stack of every thread in the rank's log"),
+    ]
+
+
+def sockets(network: Network, *, cpu_only: bool) -> list[Setting]:
+    """How the ranks of several nodes reach each other; nothing about an interface where none is known."""
+    settings = []
+    if network.interface:
+        settings += interface_settings(network.interface, cpu_only=cpu_only)
+    if cpu_only:
+        return settings
+    if network.kind == "ethernet":
+        reason = "the cluster file says ethernet: NCCL goes to sockets at once, and tries no stray RDMA device"
+        settings.append(Setting("NCCL_IB_DISABLE", "1", reason))
+        if network.gbit is not None and network.gbit >= FAST_ETHERNET:
+            reason = f"one TCP connection does not fill {network.gbit:g} Gbit/s: NCCL's guide has 4 threads, 64 sockets at most"
+            settings.append(Setting("NCCL_SOCKET_NTHREADS", "4", reason))
+            reason = "4 x 4 connections, which a bond's hash also spreads over its links"
+            settings.append(Setting("NCCL_NSOCKS_PERTHREAD", "4", reason))
+    elif network.hca and network.kind in ("infiniband", "roce"):
+        reason = "the adapters of the cluster file, exactly: without '=' NCCL takes every name that begins so"
+        settings.append(Setting("NCCL_IB_HCA", f"={','.join(network.hca)}", reason))
+    return settings
+
+
+def interface_settings(interface: str, *, cpu_only: bool) -> list[Setting]:
+    """The variables that hold NCCL and gloo to one interface."""
+    settings = []
+    if not cpu_only:
+        reason = f"{interface} and no other: without '=' NCCL takes every name that begins so (NVIDIA/nccl#286)"
+        settings.append(Setting("NCCL_SOCKET_IFNAME", f"={interface}", reason))
+    reason = "gloo takes the exact name, without '='; else it binds where the host name resolves to, which may be loopback"
+    return [*settings, Setting("GLOO_SOCKET_IFNAME", interface, reason)]
+
+
+def _gpu_settings(cluster: Cluster, several: bool) -> list[Setting]:
+    settings = [Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails; by default it says nothing")]
+    if cluster.compute.interconnect and cluster.compute.interconnect.startswith("pcie"):
+        reason = (
+            "GPUs of a node talk over PCIe; where the first all-reduce hangs, IOMMU or ACS is in the way: "
+            "turn it off, or set this to 1 (NVIDIA/nccl#1999)"
+        )
+        settings.append(Setting("NCCL_P2P_DISABLE", "0", reason))
+    if several or cluster.compute.gpus > 1:
+        reason = "a collective that times out leaves torch's flight recorder: which rank waited for what"
+        settings.append(Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason))
+    reason = "GPU n of CUDA is GPU n of nvidia-smi and of the cluster file's NUMA map"
+    settings.append(Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", reason))
+    reason = (
+        "gathered layers differ in size: without it freed memory is left in pieces (PYTORCH_CUDA_ALLOC_CONF, where set, wins)"
+    )
+    settings.append(Setting("PYTORCH_ALLOC_CONF", "expandable_segments:True", reason))
+    return settings
+
+
+def _caches(scratch: str, job: str | None, traces: str | None) -> list[Setting]:
+    folder = PurePosixPath(scratch) / f"clustertune-{_plain(job)}"
+    nfs = "on the node's own disk, of this job alone: on NFS a stale handle kills one rank, and the others wait for it"
+    return [
+        Setting("TRITON_CACHE_DIR", str(folder / "triton"), f"compiled kernels {nfs} (triton-lang/triton#11512)"),
+        Setting("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"), f"compiled code {nfs} (pytorch/pytorch#173679)"),
+        Setting(
+            "TORCH_FR_DUMP_TEMP_FILE",
+            str((PurePosixPath(traces) if traces else folder) / "nccl-trace-rank-"),
+            "where the flight recorder writes, one file per rank; by default below the home folder",
+        ),
+    ]
+
+
+def _plain(job: str | None) -> str:
+    """A job's id as a part of a file name; another one for two jobs wherever their ids differ in letters and digits."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", job or "local")[:64].strip("-") or "local"
+
+
+def _omp_threads(cluster: Cluster, ranks_per_node: int, cpus_per_node: int, present: int | None) -> Setting:
+    cpus = min(cpus_per_node, present or cpus_per_node)
+    each_core = max(1, cluster.compute.threads // max(1, cluster.compute.cores))
+    share = cpus // (max(1, ranks_per_node) * each_core)
+    threads = max(1, min(share, MOST_OMP_THREADS))
+    words = f"{cpus} CPUs / {ranks_per_node} ranks" + (f" / {each_core} threads per core" if each_core > 1 else "")
+    capped = f", {MOST_OMP_THREADS} at most" if share > MOST_OMP_THREADS else ""
+    return Setting("OMP_NUM_THREADS", str(threads), f"{words}{capped}: launchers give 1, or every rank all cores")
+
+
+# --- on the node -------------------------------------------------------------------------------------------------------
+
+
+def own_folder(values: Mapping[str, str]) -> Path | None:
+    """The job's folder on the node's disk that an environment speaks of; None where it names none."""
+    found = next((values[name] for name in CACHES if name in values), None)
+    return Path(found).parent if found else None
+
+
+def make_own_folder(values: Mapping[str, str]) -> Path | None:
+    """Create the job's folder on this node, readable by its user only. Returns it; None where the environment names none.
+
+    Everybody may write in /tmp, and compiled kernels are code: a folder that is not ours, or that others can write to, is
+    refused. Raises UserError.
+    """
+    folder = own_folder(values)
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise storage_error(error, "cannot hold compiler caches", folder) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        message = "belongs to somebody else, or others can write to it: compiled code from there would be run"
+        raise UserError(Problem(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file"))
+    return folder
+
+
+def route_interface(address: str, routes: str | None = None) -> str | None:
+    """The interface by which this machine reaches an IPv4 address; None where no route is known.
+
+    ``routes``: the text of ``/proc/net/route``, read here where it is not given. The longest prefix wins, then the lowest
+    metric, as in the kernel.
+    """
+    try:
+        wanted = int(ipaddress.IPv4Address(address))
+        text = Path("/proc/net/route").read_text() if routes is None else routes
+    except (ValueError, OSError):
+        return None
+    best: tuple[int, int, str] | None = None
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        try:
+            network, flags, metric, mask = (int(words[i], base) for i, base in ((1, 16), (3, 16), (6, 10), (7, 16)))
+        except (ValueError, IndexError):
+            continue
+        # The kernel prints the bytes of an address as one number of the machine: little-endian wherever this runs.
+        network, mask = (int.from_bytes(value.to_bytes(4, "little"), "big") for value in (network, mask))
+        if flags & 1 and wanted & mask == network and (best is None or (mask, -metric) > best[:2]):
+            best = (mask, -metric, words[0])
+    return best[2] if best else None

@@ -1,0 +1,161 @@
+"""Ranks on the cores of their GPU: only where it is certain which GPU that is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.launch.binding import bind, format_cpu_list, node_numa_cpus, parse_cpu_list, physical_gpus, rank_cpus
+
+GPUS = ((0, 1, 2, 3), (4, 5, 6, 7))
+CPUS = ("0-63,128-191", "64-127,192-255")
+ALL = set(range(256))
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, [4, 5]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f3c,GPU-91aa"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,0"}, None),
+        # a step: the node's own numbers, whichever way CUDA counts
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "4,5,6,7"}, [4, 5, 6, 7]),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "4-7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [4, 5, 6, 7]),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, [4, 5, 6, 7]),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "3,2"}, [7, 6]),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "0,1,2,3", "CUDA_VISIBLE_DEVICES": "3,2,1,0"}, [3, 2, 1, 0]),
+        # GPU 1 of the node or the second of the step: either
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1"}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "5"}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "GPU-1"}, None),
+        # the batch script's list is of the first node
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_GPUS": "2,3"}, [2, 3]),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_GPUS": "2,3", "SLURM_NODEID": "0"}, [2, 3]),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_GPUS": "2,3", "SLURM_NODEID": "1"}, None),
+        # in Slurm CUDA's numbers alone say nothing: they may count from 0
+        ({"SLURM_JOB_ID": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
+    ],
+)
+def test_the_nodes_own_numbers_of_the_gpus(env: dict[str, str], gpus: list[int] | None) -> None:
+    """None where it could be another GPU: a rank on the wrong socket is slower than one that is not bound."""
+    assert physical_gpus(env) == gpus
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ranks", "gpus", "expected"),
+    [
+        (0, 8, None, CPUS[0]),
+        (5, 8, None, CPUS[1]),
+        (0, 4, [4, 5, 6, 7], CPUS[1]),
+        (1, 2, [3, 4], CPUS[1]),
+        (0, 4, None, None),  # which four of the eight?
+        (2, 2, [3, 4], None),
+        (0, 1, [9], None),
+        (0, 0, [], None),
+    ],
+)
+def test_a_rank_gets_the_cpus_of_its_gpus_numa_node(
+    local_rank: int, ranks: int, gpus: list[int] | None, expected: str | None
+) -> None:
+    found = rank_cpus(local_rank, ranks, gpus, GPUS, CPUS, ALL)
+    assert found == (parse_cpu_list(expected) if expected else None)
+
+
+def test_only_cpus_of_the_job_are_taken() -> None:
+    """The kernel refuses others; with none left of that NUMA node, any other of the job is better than none."""
+    assert rank_cpus(0, 8, None, GPUS, CPUS, {1, 2, 64}) == {1, 2}
+    assert rank_cpus(0, 8, None, GPUS, CPUS, {64, 65}) is None
+
+
+def test_lists_that_do_not_fit_bind_nothing() -> None:
+    """A BIOS setting has made four NUMA nodes of the cluster file's two."""
+    assert rank_cpus(0, 8, None, GPUS, ("0-31", "32-63", "64-95", "96-127"), ALL) is None
+    assert rank_cpus(0, 8, None, GPUS, ("0-63", "rubbish"), ALL) == set(range(64))
+    assert rank_cpus(4, 8, None, GPUS, ("0-63", "rubbish"), ALL) is None
+    assert rank_cpus(0, 8, None, (), (), ALL) is None
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> tuple[list[list[int]], list[str], set[int], list[int] | None]:
+    """NUMA groups of GPUs, CPU lists, allowed CPUs, visible GPUs."""
+    nodes, gpus, cpus = draw(st.integers(1, 4)), draw(st.integers(0, 8)), draw(st.integers(1, 64))
+    groups: list[list[int]] = [[] for _ in range(nodes)]
+    for gpu in range(gpus):
+        groups[draw(st.integers(0, nodes - 1))].append(gpu)
+    lists: list[set[int]] = [set() for _ in range(nodes)]
+    for cpu in range(cpus):
+        lists[draw(st.integers(0, nodes - 1))].add(cpu)
+    visible = draw(st.none() | st.permutations(range(gpus)))
+    return groups, [format_cpu_list(group) for group in lists], draw(st.sets(st.integers(0, cpus - 1))), visible
+
+
+@given(machines())
+def test_a_binding_is_never_empty_nor_outside(machine: tuple[list[list[int]], list[str], set[int], list[int] | None]) -> None:
+    """Whatever the machine: a part of the job's CPUs on one NUMA node, the one of the rank's GPU; two ranks of one NUMA node
+    get the same."""
+    groups, lists, allowed, visible = machine
+    count = sum(map(len, groups))
+    by_node: dict[int, frozenset[int] | None] = {}
+    for rank in range(count):
+        found = rank_cpus(rank, count, visible, groups, lists, allowed)
+        gpu = rank if visible is None else visible[rank]
+        node = next(i for i, group in enumerate(groups) if gpu in group)
+        assert by_node.setdefault(node, found) == found
+        expected = parse_cpu_list(lists[node]) & allowed
+        assert found == (expected or None)
+
+
+def test_numa_nodes_are_read_in_their_order(tmp_path: Path) -> None:
+    """By number, not by name: node10 comes after node2. One that has memory only is none for ranks."""
+    for name, text in (("node10", "8-11\n"), ("node2", "4-7\n"), ("node0", "0-3\n"), ("node1", "\n"), ("power", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(text)
+    (tmp_path / "online").write_text("0-10\n")
+    assert node_numa_cpus(tmp_path) == ("0-3", "4-7", "8-11")
+    assert node_numa_cpus(tmp_path / "none") == ()
+
+
+BIND = """
+import os, sys
+from clustertune.launch.binding import bind
+first = min(os.sched_getaffinity(0))
+lists = (str(first), "60000")
+print(bind(3, 0, 2, ((0,), (1,)), lists, {}))
+print(sorted(os.sched_getaffinity(0)) == [first])
+print(bind(4, 1, 2, ((0,), (1,)), lists, {}))
+print(bind(5, 0, 1, ((0,), (1,)), lists, {}))
+print(bind(6, 0, 1, ((0,), (1,), (2,)), lists, {"CUDA_VISIBLE_DEVICES": "0"}))
+"""
+
+
+def test_a_process_binds_itself_and_says_so() -> None:
+    """In a process of its own: an affinity is inherited by all that follows."""
+    done = subprocess.run([sys.executable, "-c", BIND], capture_output=True, check=True, text=True, cwd=Path.cwd())
+    first = min(os.sched_getaffinity(0))
+    assert done.stdout.splitlines() == [
+        f"rank 3: NUMA node 0, CPUs {first}",
+        "True",
+        "rank 4: not bound, the job has no CPU of NUMA node 1 (60000)",
+        "rank 5: not bound, the NUMA node of its GPU is not known",
+        "rank 6: not bound, the node has 2 NUMA nodes and the cluster file 3",
+    ]
+
+
+def test_a_refused_binding_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may forbid the call: training goes on, slower."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    first = str(min(os.sched_getaffinity(0)))
+    assert bind(0, 0, 1, ((0,),), (first,), {}) == "rank 0: not bound to NUMA node 0: Operation not permitted"

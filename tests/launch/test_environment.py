@@ -1,0 +1,178 @@
+"""The ranks' environment: each variable for a reason, and none without effect."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.errors import UserError
+from clustertune.launch import environment as module
+from clustertune.launch.environment import environment, make_own_folder, own_folder, route_interface
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return load_cluster("rno-rtxpro6000")
+
+
+def values(cluster: Cluster, **changes: Any) -> dict[str, str]:
+    job = {"world_size": 16, "ranks_per_node": 8, "cpus_per_node": 256, "job": "123_4", "cpu_only": False}
+    settings = environment(cluster, **(job | changes))  # type: ignore[arg-type]
+    assert len({setting.name for setting in settings}) == len(settings)
+    for setting in settings:
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]*", setting.name)
+        assert setting.reason and "\n" not in setting.reason and len(setting.reason) <= 180, setting
+        assert re.fullmatch(r"[\x21-\x7e]+", setting.value), setting
+    return {setting.name: setting.value for setting in settings}
+
+
+def with_network(cluster: Cluster, **changes: Any) -> Cluster:
+    return cluster.model_copy(update={"network": cluster.network.model_copy(update=changes)})
+
+
+def test_the_reference_cluster_uses_its_bond_and_no_rdma(cluster: Cluster) -> None:
+    """NCCL's form of an exact name is gloo's form of an interface that does not exist, and the reverse is a prefix."""
+    found = values(cluster)
+    assert found["NCCL_SOCKET_IFNAME"] == "=bond0" and found["GLOO_SOCKET_IFNAME"] == "bond0"
+    assert found["NCCL_IB_DISABLE"] == "1" and "NCCL_IB_HCA" not in found
+    assert int(found["NCCL_SOCKET_NTHREADS"]) * int(found["NCCL_NSOCKS_PERTHREAD"]) <= 64
+    assert found["NCCL_P2P_DISABLE"] == "0"
+    assert found["OMP_NUM_THREADS"] == "16"
+
+
+def test_infiniband_is_left_on(cluster: Cluster) -> None:
+    """Sockets still find the peers; the adapters that the file names are the only ones."""
+    found = values(with_network(cluster, kind="infiniband", hca=("mlx5_0:1", "mlx5_1")))
+    assert "NCCL_IB_DISABLE" not in found and "NCCL_SOCKET_NTHREADS" not in found
+    assert found["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1" and found["NCCL_SOCKET_IFNAME"] == "=bond0"
+    assert "NCCL_IB_HCA" not in values(with_network(cluster, kind="roce"))
+
+
+def test_what_is_not_known_is_left_to_nccl(cluster: Cluster) -> None:
+    """A cluster found by looking may have InfiniBand where nobody looked: switching it off costs a factor of ten."""
+    found = values(with_network(cluster, kind="unknown", interface=None, gbit=None))
+    assert not {"NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS"} & set(found)
+    assert "NCCL_SOCKET_NTHREADS" not in values(with_network(cluster, gbit=25))
+
+
+def test_one_node_needs_no_network(cluster: Cluster) -> None:
+    found = values(cluster, world_size=8)
+    assert not [name for name in found if name.endswith("IFNAME") or name.startswith(("NCCL_IB", "NCCL_SOCKET"))]
+
+
+def test_without_gpus_nothing_of_nccl_or_cuda_is_set(cluster: Cluster) -> None:
+    """A variable without effect is noise in a plan that people read."""
+    found = values(cluster, cpu_only=True, ranks_per_node=1, world_size=2, cpus_per_node=4)
+    assert set(found) == {
+        "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "present", "threads"),
+    [(256, 8, None, "16"), (64, 8, None, "4"), (8, 8, None, "1"), (2, 8, None, "1"), (256, 1, None, "16"), (256, 1, 2, "1")],
+)
+def test_threads_are_the_ranks_share_of_the_cores(
+    cluster: Cluster, cpus: int, ranks: int, present: int | None, threads: str
+) -> None:
+    """Of real cores: the reference has two threads each. A rehearsal's Slurm tells of 256 CPUs where there are two."""
+    found = values(cluster, cpus_per_node=cpus, ranks_per_node=ranks, world_size=2 * ranks, present=present)
+    assert found["OMP_NUM_THREADS"] == threads
+
+
+def test_two_jobs_have_two_folders(cluster: Cluster) -> None:
+    """And a job's id, whatever it is, stays one part of a path."""
+    folders = {own_folder(values(cluster, job=job)) for job in ("123", "124", "123_4", None, "../../etc/x", "")}
+    assert all(folder and folder.parent == Path("/tmp") for folder in folders) and len(folders) == 5
+    traced = values(cluster, traces="/pool/runs/r/attempts/0001")
+    assert traced["TORCH_FR_DUMP_TEMP_FILE"] == "/pool/runs/r/attempts/0001/nccl-trace-rank-"
+
+
+def test_every_variable_of_torch_is_one_that_it_reads(cluster: Cluster) -> None:
+    """Names change between releases, and a wrong one is ignored in silence."""
+    import torch
+
+    root = Path(torch.__file__).parent
+    headers = [root / "include/torch/csrc/distributed/c10d" / name for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp")]
+    headers += [root / "include/c10/cuda/CUDAAllocatorConfig.h", root / "_inductor/runtime/cache_dir_utils.py"]
+    text = " ".join(path.read_text() for path in headers).encode() + (root / "lib/libtorch_cpu.so").read_bytes()
+    for name in values(cluster):
+        if name.startswith(("TORCH", "PYTORCH", "TRITON", "GLOO")):
+            assert name.encode() in text, name
+
+
+PROBE = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+"""
+
+
+@pytest.mark.parametrize(("name", "works"), [("lo", True), ("=lo", False), ("lo0", False)])
+def test_gloo_takes_the_exact_name_of_an_interface(name: str, works: bool) -> None:
+    """Why the two variables differ: with NCCL's ``=`` gloo finds none, and it matches nothing but the whole name."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env={**os.environ, "GLOO_SOCKET_IFNAME": name}, capture_output=True, check=False
+    )
+    assert (done.returncode == 0) is works, done.stderr.decode()[-500:]
+
+
+def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path) -> None:
+    """Compiled kernels are code, and everybody may write in /tmp: a folder that another user made is not used."""
+    folder = tmp_path / "clustertune-1"
+    env = {"TRITON_CACHE_DIR": str(folder / "triton")}
+    assert make_own_folder(env) == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert make_own_folder(env) == folder
+    folder.chmod(0o777)
+    with pytest.raises(UserError, match="others can write to it"):
+        make_own_folder(env)
+    folder.rmdir()
+    (tmp_path / "theirs").mkdir()
+    folder.symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match="belongs to somebody else"):
+        make_own_folder(env)
+    assert make_own_folder({}) is None
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "clustertune-1"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(module.os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(UserError, match="belongs to somebody else"):
+        make_own_folder({"TRITON_CACHE_DIR": str(folder / "triton")})
+
+
+def test_a_scratch_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot hold compiler caches"):
+        make_own_folder({"TRITON_CACHE_DIR": str(tmp_path / "file" / "clustertune-1" / "triton")})
+
+
+ROUTES = """\
+Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
+eth0	00000000	010200C0	0003	0	0	100	00000000	0	0	0
+eth1	00000000	010200C0	0003	0	0	50	00000000	0	0	0
+bond0	0085150A	00000000	0001	0	0	0	00FFFFFF	0	0	0
+down0	0086150A	00000000	0000	0	0	0	00FFFFFF	0	0	0
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("10.21.133.35", "bond0"), ("10.21.134.35", "eth1"), ("192.168.1.1", "eth1"), ("node1", None), ("fe80::1", None)],
+)
+def test_the_route_to_an_address_is_the_kernels(address: str, interface: str | None) -> None:
+    """The longest prefix, then the lowest metric, of routes that are up."""
+    assert route_interface(address, ROUTES) == interface
+
+
+def test_no_route_is_none() -> None:
+    assert route_interface("10.0.0.1", "") is None
+    assert route_interface("10.0.0.1", "Iface\nrubbish\neth0 x y z 0 0 0 w\n") is None
