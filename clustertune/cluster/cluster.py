@@ -1,0 +1,329 @@
+"""A real Slurm on one machine, thrown away after use: nodes that lose power, links that are cut or slow, preemption."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from clustertune.cluster import inside, spec
+from clustertune.cluster.files import Layout
+from clustertune.cluster.login import Failed, Login, inner_ids
+from clustertune.cluster.spec import LOGIN, Spec
+from clustertune.launch.records import parse_jobs
+from clustertune.launch.slurm import ENDED as DONE
+
+_STRIPPED = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SINFO", "SQUEUE", "SCONTROL", "SCANCEL")
+"""Variables of a job in which this runs, or of the user's real cluster: they would steer the commands given here."""
+_READY = ("idle", "mixed", "allocated", "planned")
+_LONGEST_ROOT = 40
+"""Bytes: what a socket's path of 107 leaves beside a node's name, a job and a step."""
+
+
+def commands_environment(conf: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for the cluster's commands."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_STRIPPED)}
+    return {**kept, "SLURM_CONF": str(conf), "PATH": spec.search_path(), **(extra or {})}
+
+
+def enter(pid: int, prefix: Sequence[str] | None, cwd: Path) -> list[str]:
+    """What stands before a command that is to run in the namespaces of process ``pid``; nothing without namespaces."""
+    if prefix is None:
+        return []
+    user = ["--user", "--preserve-credentials"] if "--user" in prefix else []
+    spaces = ["nsenter", f"--target={pid}", *user, "--mount", "--uts", "--ipc", "--net", "--pid", "--"]
+    # nsenter forks to be in the namespace of processes: without the death signal a killed command would go on in there.
+    return [*spaces, "setpriv", "--pdeathsig", "KILL", "env", f"--chdir={cwd}", "--"]
+
+
+class Cluster:
+    """A throw-away Slurm. A context manager; everything of it ends with this process in any case.
+
+    The nodes see this machine's file system, but have a ``/dev/shm`` and ``scratch`` of their own where they are isolated.
+    Partition ``gpu`` is the default; a job in ``urgent`` preempts what runs there. Node numbers count from 1; 0 is the login
+    node. Methods raise Failed or TimeoutError with what Slurm said.
+    """
+
+    def __init__(self, shape: Spec | None = None, *, keep: bool = False) -> None:
+        self.spec = shape or Spec()
+        self.prefix = spec.choose(self.spec)
+        self.isolated = self.prefix is not None
+        where = tempfile.gettempdir()
+        self.root = Path(tempfile.mkdtemp(prefix="ct-", dir=where if len(where) <= _LONGEST_ROOT - 12 else "/tmp"))  # noqa: S108
+        self.layout = Layout(self.root, self.spec, self.isolated)
+        self.names = self.layout.names
+        self.keep = keep
+        """Whether the folder, with all logs, stays."""
+        self._login: Login | None = None
+        self._inits: dict[int, int] = {}
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self, timeout: float = 60) -> Cluster:
+        """Start it and wait until all nodes are idle. Raises Failed with the end of the logs."""
+        end = time.monotonic() + timeout
+        try:
+            self.layout.write()
+            if self.keep:
+                (self.root / "keep").touch()
+            self._login = Login(self.root, self.prefix or ())
+            self._login.started(timeout)
+            for index in range(1, len(self.names) + 1):
+                self.start_node(index, wait=False)
+            for index in range(1, len(self.names) + 1):
+                self.wait_node(index, timeout=max(1.0, end - time.monotonic()))
+        except (Failed, TimeoutError) as error:
+            said = self.logs()
+            self.stop()
+            raise Failed(f"the throw-away Slurm did not start: {error}\n{said}") from None
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End it and leave nothing. May be called twice."""
+        login, self._login = self._login, None
+        if login is not None:
+            login.end()
+        self._inits.clear()
+        if not self.keep:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def login_pid(self) -> int:
+        """The first process, as this one sees it; nsenter(1) takes it."""
+        return self._started().pid
+
+    @property
+    def running(self) -> bool:
+        """Whether its first process is there."""
+        return self._login is not None and self._login.process.poll() is None
+
+    def _started(self) -> Login:
+        if self._login is None:
+            raise Failed("the cluster is not running")
+        return self._login
+
+    def logs(self, lines: int = 8) -> str:
+        """The last errors of each log, and where there is none its end."""
+        told = []
+        for path in sorted((self.root / "log").glob("*")):
+            with contextlib.suppress(OSError):
+                text = [line for line in path.read_text(errors="replace").splitlines() if "pmix" not in line]
+                shown = [line for line in text if re.search("error|fatal|fail", line, re.IGNORECASE)] or text
+                if shown and not path.name.endswith(("-slurmd.out", "-slurmctld.out")):  # the same stands in their .log
+                    told.append("\n  ".join([f"{path.name}:", *shown[-lines:]]))
+        return "\n".join(told)
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        command: Sequence[str | Path],
+        node: int = 0,
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+        timeout: float = 120,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the login node, or on node ``node``, and capture its output. Raises Failed where it fails."""
+        where = (cwd or Path.cwd()).resolve()
+        pid = self._inits[node] if node else self.login_pid
+        done = subprocess.run(
+            [*enter(pid, self.prefix, where), *map(str, command)],
+            cwd=where,
+            env=commands_environment(self.root / "slurm.conf", env),
+            text=True,
+            errors="replace",
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+            check=False,
+        )
+        if check and done.returncode:
+            raise Failed(f"{' '.join(map(str, command))} -> {done.returncode}\n{done.stdout}{done.stderr}".rstrip())
+        return done
+
+    def submit(
+        self,
+        script: Path | str,
+        *arguments: str | Path,
+        options: Sequence[str] = (),
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> int:
+        """``sbatch OPTIONS SCRIPT ARGUMENTS``. Returns the job's id."""
+        done = self.run(["sbatch", "--parsable", *options, script, *arguments], cwd=cwd, env=env)
+        return int(done.stdout.strip().splitlines()[-1].split(";")[0])
+
+    def jobs(self, job: int | str) -> list[dict[str, str]]:
+        """What ``scontrol show job`` says, a record for each task of an array."""
+        return parse_jobs(self.run(["scontrol", "show", "job", str(job)]).stdout)
+
+    def job(self, job: int | str) -> dict[str, str]:
+        """The record of a job (of an array the first task's)."""
+        return self.jobs(job)[0]
+
+    def wait(self, job: int | str, states: str | Iterable[str] = DONE, timeout: float = 120) -> dict[str, str]:
+        """Wait until a job is in one of ``states``. Raises TimeoutError, at once where it has ended in another.
+
+        ``sbatch --wait`` looks only after 2, 10, 42 s.
+        """
+        wanted = {states} if isinstance(states, str) else set(states)
+        end = time.monotonic() + timeout
+        while True:
+            record = self.job(job)
+            state = record["JobState"]
+            if state in wanted:
+                return record
+            if time.monotonic() > end or state in DONE:
+                raise TimeoutError(f"job {job} is {state} ({record.get('Reason')}), not {' or '.join(sorted(wanted))}")
+            time.sleep(0.1)
+
+    def release(self, job: int | str, timeout: float = 120) -> None:
+        """Start a requeued job without the wait for its old credential.
+
+        Released within the second in which that one was revoked, it would fail with "Job credential revoked".
+        """
+        self.wait(job, "PENDING", timeout)
+        time.sleep(2.1)
+        if self.job(job)["JobState"] == "PENDING":
+            self.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)  # it may have begun just now
+
+    def cancel_all(self, timeout: float = 60) -> None:
+        """Cancel every job and wait until none is left."""
+        self.run(["scancel", "--user", str(os.getuid())], check=False)
+        self._until(lambda: not self.run(["squeue", "--noheader"]).stdout.strip(), timeout, "jobs are still there")
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> set[int]:
+        """Numbers of the nodes that are switched on."""
+        return set(self._inits)
+
+    def start_node(self, index: int, *, wait: bool = True) -> None:
+        """Switch a node on."""
+        inner = int(self._started().order(node=index))
+        self._inits[index] = self._outer(inner) if self.isolated else inner
+        if wait:
+            self.wait_node(index)
+
+    def _outer(self, inner: int) -> int:
+        """The process here that the login node calls ``inner``."""
+        depth = len(inner_ids(self.login_pid))
+        for pid in inside.descendants(self.login_pid):
+            if inner_ids(pid)[depth - 1 :] == [inner, 1]:
+                return pid
+        raise Failed("a node's first process is gone")
+
+    def kill_node(self, index: int) -> None:
+        """Power loss: every process of a node is gone at once, and its address and link with it where it is isolated."""
+        pid = self._inits.pop(index)
+        if not self.isolated:
+            inside.end_descendants(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._until(lambda: not inner_ids(pid) or inside.state(pid) == "Z", 30, f"{self.names[index - 1]} is still there")
+
+    def kill_slurmd(self, index: int) -> None:
+        """Kill a node's slurmd, and not its jobs."""
+        for pid in self.processes(index, "slurmd"):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
+                os.kill(pid, signal.SIGKILL)
+
+    def start_slurmd(self, index: int, *, wait: bool = True) -> None:
+        """Start a node's slurmd again."""
+        os.kill(self._inits[index], signal.SIGUSR1)
+        if wait:
+            self.wait_node(index)
+
+    def processes(self, index: int, *words: str) -> list[int]:
+        """Processes of a node, by the id that they have here, whose command line holds each of ``words``."""
+        found = []
+        for pid in inside.descendants(self._inits[index]):
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if line and all(word in line for word in words):
+                    found.append(pid)
+        return found
+
+    def node_state(self, index: int) -> str:
+        """As sinfo says it: ``idle``, ``mixed``, ``down*``, ..."""
+        command = ["sinfo", "--noheader", "--partition=gpu", f"--nodes={self.names[index - 1]}", "--format=%T"]
+        return self.run(command).stdout.strip()
+
+    def wait_node(self, index: int, states: Iterable[str] = _READY, timeout: float = 120) -> str:
+        """Wait until a node is in one of ``states``. Raises TimeoutError."""
+        wanted, seen = set(states), ""
+
+        def there() -> bool:
+            nonlocal seen
+            with contextlib.suppress(Failed):  # the controller may just be starting
+                seen = self.node_state(index)
+            return seen in wanted
+
+        self._until(there, timeout, f"{self.names[index - 1]} is not {' or '.join(sorted(wanted))}")
+        return seen
+
+    @staticmethod
+    def _until(test: Callable[[], bool], timeout: float, what: str) -> None:
+        end = time.monotonic() + timeout
+        while not test():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{what} after {timeout:.0f} s")
+            time.sleep(0.05)
+
+    # --- the network between isolated nodes --------------------------------------------------------------------------
+
+    def link(self, index: int, *, up: bool) -> None:
+        """Cut a node's link, or mend it. The node goes on without."""
+        self._network_order("ip", "link", "set", f"v{index}", "up" if up else "down")
+
+    def limit(self, rate: str | None, indices: Iterable[int] | None = None) -> None:
+        """Let each node send no faster than ``rate``, in tc(8)'s words (``100mbit``); None lifts it."""
+        for index in indices or self._inits:
+            inside_net = ("nsenter", f"--target={inner_ids(self._inits[index])[-2]}", "--net", "tc", "qdisc")
+            if rate:
+                self._network_order(
+                    *inside_net, "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"
+                )
+            else:
+                with contextlib.suppress(Failed):  # there was none
+                    self._network_order(*inside_net, "del", "dev", "eth0", "root")
+
+    def sent(self, index: int) -> int:
+        """Bytes that a node has sent to others."""
+        self._needs_isolation()
+        for line in Path(f"/proc/{self._inits[index]}/net/dev").read_text().splitlines():
+            name, _, counts = line.partition(":")
+            if name.strip() == "eth0":
+                return int(counts.split()[8])
+        raise Failed(f"{self.names[index - 1]} has no eth0")
+
+    def _network_order(self, *command: str) -> None:
+        self._needs_isolation()
+        self._started().order(run=command)
+
+    def _needs_isolation(self) -> None:
+        if not self.isolated:
+            raise Failed("nodes without namespaces share this machine's network")
+
+
+__all__ = ["DONE", "LOGIN", "Cluster", "Failed", "Spec"]

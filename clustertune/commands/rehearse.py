@@ -1,0 +1,252 @@
+"""``clustertune cluster up|down|status|run`` and ``demo-slurm``: a throw-away Slurm to try a job on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune.arguments import path_argument
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError
+
+if TYPE_CHECKING:
+    from clustertune.cluster.keeper import State
+    from clustertune.cluster.spec import Spec
+
+DEMO = "recipes/llama405b-oasst2"
+SCRIPT = Path("launch", "run.sbatch")
+
+
+class Isolation(StrEnum):
+    """How the nodes are kept apart."""
+
+    auto = "auto"
+    netns = "netns"
+    none = "none"
+
+
+Nodes = Annotated[str, typer.Option(metavar="N|NAME,NAME", help="How many nodes (1 to 16), or their names.")]
+Gpus = Annotated[int, typer.Option(help="GPUs per node; Slurm counts them, nothing stands behind.")]
+IsolationOption = Annotated[
+    Isolation, typer.Option(help="netns: each node in namespaces of its own; none: side by side; auto: the first if it can be.")
+]
+Name = Annotated[str, typer.Option(help="Which cluster, where there are several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the commands."""
+    group = typer.Typer(no_args_is_help=True, help="A throw-away Slurm on this machine, to play with and to rehearse on.")
+    group.command()(up)
+    group.command()(down)
+    group.command()(status)
+    passed_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    group.command(context_settings=passed_on)(run)
+    app.add_typer(group, name="cluster")
+    app.command("demo-slurm")(demo_slurm)
+
+
+# --- clustertune cluster -----------------------------------------------------------------------------------------------
+
+
+def up(
+    nodes: Nodes = "2",
+    gpus: Gpus = 2,
+    name: Name = "default",
+    isolation: IsolationOption = Isolation.auto,
+    as_json: AsJson = False,
+) -> None:
+    """Start a real Slurm here, of daemons that end with `cluster down`.
+
+    Nothing is installed or changed on the machine, and no root is needed where user namespaces are allowed.
+    """
+    from clustertune.cluster import keeper
+
+    state = keeper.up(_name(name), _spec(nodes, gpus, isolation))
+    if as_json:
+        emit_json(_as_dict(state))
+        return
+    which = "" if name == "default" else f" --name {name}"
+    apart = "" if state.prefix else "; no namespaces here: the nodes share this machine's name and network"
+    say(f"cluster {name} is up: {', '.join(state.nodes)} with {state.gpus} GPUs each (only counted){apart}")
+    say(f"  clustertune cluster run{which} -- sinfo    runs any command on its login node: sbatch, squeue, scancel, bash")
+    say(f"  clustertune cluster status{which}          its nodes and jobs")
+    say(f"  clustertune cluster down{which}            ends it; nothing is left")
+
+
+def down(name: Name = "default", as_json: AsJson = False) -> None:
+    """End a cluster and all its jobs; nothing is left of it."""
+    from clustertune.cluster import keeper
+
+    found = keeper.down(_name(name))
+    if as_json:
+        emit_json({"name": name, "ended": found is not None})
+    elif found:
+        say(f"cluster {name} is down, nothing is left of it")
+    else:
+        say(f"there is no cluster {name}{_others()}: nothing to end")
+
+
+def status(
+    name: Annotated[str | None, typer.Option(help="Only this cluster; without it all.")] = None, as_json: AsJson = False
+) -> None:
+    """Say which clusters are up, with their nodes and jobs.
+
+    Exit code 0 where one is up, 1 where none is.
+    """
+    from clustertune.cluster import keeper
+
+    states = [found for one in ([_name(name)] if name else keeper.names()) if (found := keeper.read(one))]
+    clusters = [_status(state) for state in states]
+    if as_json:
+        emit_json({"clusters": clusters})
+    else:
+        for told in clusters:
+            _show(told)
+        if not clusters:
+            say(f"there is no cluster{f' {name}' if name else ''} -> clustertune cluster up starts one")
+    if not any(told["up"] for told in clusters):
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, with its arguments.")],
+    name: Name = "default",
+) -> None:
+    """Run a command on the cluster's login node, in this folder.
+
+    Input, output and exit code are the command's own.
+    """
+    from clustertune.cluster import keeper
+    from clustertune.cluster.cluster import commands_environment
+
+    state = _alive(keeper.read(_name(name)), name)
+    words = state.command(command, Path.cwd())
+    try:
+        os.execvpe(words[0], words, commands_environment(state.conf))  # noqa: S606 (no shell: the point is to become it)
+    except OSError as error:
+        raise UserError(Problem(f"cannot be run: {error.strerror}", file=words[0], fix="is it installed?")) from None
+
+
+def _name(name: str) -> str:
+    from clustertune.config.schema import NAME
+
+    if not re.fullmatch(NAME, name):
+        fix = "letters, digits and . _ -, beginning with a letter or digit, at most 64"
+        raise UserError(Problem(f"{name!r} cannot be a cluster's name", file="command line", key="--name", fix=fix))
+    return name
+
+
+def _spec(nodes: str, gpus: int, isolation: Isolation) -> Spec:
+    from clustertune.cluster.spec import Spec
+
+    wanted = int(nodes) if re.fullmatch(r"[0-9]{1,9}", nodes) else tuple(nodes.split(","))
+    return Spec(nodes=wanted, gpus=gpus, isolation=isolation.value)
+
+
+def _others() -> str:
+    from clustertune.cluster import keeper
+
+    names = keeper.names()
+    return f" (there is {', '.join(names)})" if names else ""
+
+
+def _alive(state: State | None, name: str) -> State:
+    if state is None:
+        message = f"there is no cluster {name}{_others()}"
+        raise UserError(Problem(message, fix="clustertune cluster up starts one, --name chooses among several"))
+    if not state.alive:
+        message = f"the process that kept the cluster {name} was killed, and the cluster ended with it"
+        raise UserError(Problem(message, fix="clustertune cluster up starts a new one"))
+    return state
+
+
+def _as_dict(state: State) -> dict[str, Any]:
+    told = {"name": state.name, "up": state.alive, "isolated": state.prefix is not None, "gpus_per_node": state.gpus}
+    return {**told, "slurm_conf": str(state.conf), "nodes": state.nodes}
+
+
+def _status(state: State) -> dict[str, Any]:
+    told = {**_as_dict(state), "uptime_seconds": round(state.uptime), "jobs": []}
+    told["nodes"] = [{"name": one, "state": "gone"} for one in state.nodes]
+    if not told["up"]:
+        return told
+    found = dict(line.split("|") for line in _ask(state, "sinfo", "--Node", "--partition=gpu", "--format=%N|%T"))
+    told["nodes"] = [{"name": one, "state": found.get(one, "unknown")} for one in state.nodes]
+    keys = ("id", "state", "reason", "nodes", "name")  # the name last: it may hold anything
+    lines = _ask(state, "squeue", "--format=%i|%T|%r|%N|%j")
+    told["jobs"] = [dict(zip(keys, line.split("|", len(keys) - 1), strict=True)) for line in lines]
+    return told
+
+
+def _ask(state: State, *words: str) -> list[str]:
+    from clustertune.cluster.cluster import commands_environment
+
+    command = state.command([words[0], "--noheader", *words[1:]], Path("/"))
+    environment = commands_environment(state.conf)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+    return done.stdout.splitlines()
+
+
+def _show(told: dict[str, Any]) -> None:
+    if not told["up"]:
+        say(f"{told['name']}: the process that kept it was killed, and the cluster ended with it")
+        say(f"  clustertune cluster down --name {told['name']} forgets it, clustertune cluster up starts a new one")
+        return
+    minutes, seconds = divmod(told["uptime_seconds"], 60)
+    say(f"{told['name']}: up for {minutes // 60} h {minutes % 60} min {seconds} s, {told['gpus_per_node']} GPUs per node")
+    for node in told["nodes"]:
+        say(f"  {node['name']}: {node['state']}")
+    for job in told["jobs"]:
+        where = job["nodes"] or job["reason"]
+        say(f"  job {job['id']} {job['name']}: {job['state']} ({where})")
+    if not told["jobs"]:
+        say("  no jobs")
+
+
+# --- demo-slurm --------------------------------------------------------------------------------------------------------
+
+
+def demo_slurm(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")] = DEMO,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")
+    ] = None,
+    nodes: Nodes = "2",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; each is one process here.")] = 1,
+    isolation: IsolationOption = Isolation.auto,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it a new one in runs/rehearsal/."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rehearse a recipe on a throw-away Slurm: the real job script, scaled down to a tiny model.
+
+    Starts the cluster, submits launch/run.sbatch, follows the job to its end, and ends the cluster again.
+    """
+    from clustertune.cluster.rehearsal import rehearse
+
+    if not SCRIPT.is_file():
+        raise UserError(Problem("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune"))
+    if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
+        recipe, overrides = DEMO, [recipe, *(overrides or [])]
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(recipe).name)
+    folder = run_dir or Path("runs", "rehearsal", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    arguments = [recipe, *(overrides or []), "--tiny", "--run-dir", str(folder.resolve())]
+    ended = rehearse(_spec(nodes, gpus, isolation), SCRIPT, arguments, folder)
+    if as_json:
+        emit_json(
+            {"job": ended.job, "state": ended.state, "run_dir": str(folder), "log": str(ended.log), "exit_code": ended.code}
+        )
+    if ended.code:
+        raise typer.Exit(ended.code)

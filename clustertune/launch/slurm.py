@@ -1,0 +1,202 @@
+"""Slurm's commands, each with a time limit and an answer in words; nothing here needs accounting (``sacct``)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.records import parse_jobs
+
+Run = Callable[[Sequence[str]], str]
+"""A command's words in, its stdout out; raises UserError where it fails. Tests give their own."""
+
+TIMEOUT_SECONDS = 60.0
+"""A busy slurmctld answers late; MessageTimeout is 10 s by default and clients try again several times."""
+_UNREACHABLE = ("unable to contact", "unable to connect", "connection refused", "timed out", "no route", "configuration source")
+_UNKNOWN_JOB = "invalid job id"
+ENDED = frozenset(
+    {
+        "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+        "TIMEOUT",
+    }
+)  # fmt: skip
+"""States from which a job does not come back by itself (squeue(1), JOB STATE CODES); in all others it runs or may yet."""
+
+
+class Unreachable(UserError):
+    """Slurm is not here or does not answer: what it knows cannot be asked now."""
+
+
+def call(words: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout: float = TIMEOUT_SECONDS) -> str:
+    """Run one of Slurm's commands and return its stdout.
+
+    Raises Unreachable (exit 2 where the command is absent, else 75) or UserError with what Slurm said.
+    """
+    try:
+        done = subprocess.run(
+            list(words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            env=None if environ is None else dict(environ),
+        )
+    except FileNotFoundError:
+        fix = "call this on a machine with Slurm's commands; submit --dry-run needs none"
+        raise Unreachable(Problem(f"{words[0]} is not on PATH", fix=fix)) from None
+    except subprocess.TimeoutExpired:
+        problem = Problem(f"{words[0]} gave no answer in {timeout:.0f} s", fix="is slurmctld up? try again later")
+        raise Unreachable(problem, ExitCode.AGAIN) from None
+    if done.returncode == 0:
+        return done.stdout
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    text = "; ".join(re.sub(r"^\w+: (fatal: |error: )?", "", line) for line in said[:4])
+    if any(word in text.lower() for word in _UNREACHABLE):
+        fix = "is this machine part of the cluster, and slurmctld up? scontrol ping tells"
+        raise Unreachable(Problem(f"{words[0]}: {text}", fix=fix), ExitCode.AGAIN)
+    raise UserError(Problem(f"{words[0]}: {text}", fix=_advice(text)))
+
+
+def _advice(text: str) -> str | None:
+    """What to do about the refusals of sbatch that people meet most."""
+    lowered = text.lower()
+    for sign, advice in (
+        ("invalid partition", "sinfo lists the partitions; slurm.partition of the cluster file names the one to use"),
+        (
+            "invalid generic resource",
+            "scontrol show nodes lists Gres=; slurm.gres and compute.gpus of the cluster file say what",
+        ),
+        ("requested node configuration", "sinfo -N -l shows what the nodes have; the cluster file says more than that"),
+        ("more nodes than permitted", "the partition has fewer nodes or a MaxNodes: sinfo and scontrol show partition tell"),
+        ("time limit", "scontrol show partition tells MaxTime; slurm.time=HH:MM:SS asks for less"),
+        ("account", "export SBATCH_ACCOUNT=NAME before the same command"),
+    ):
+        if sign in lowered:
+            return advice
+    return None
+
+
+def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for ``sbatch``: without the caller's own job, and without what replaces the script's lines.
+
+    ``SBATCH_*`` variables win over ``#SBATCH`` lines; those by which a site charges or places jobs are left.
+    """
+    kept = ("SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT", "SBATCH_CLUSTERS", "SLURM_CONF")
+    foreign = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC)(_|D_|$)")
+    return {name: value for name, value in environ.items() if name in kept or not foreign.match(name)}
+
+
+def submit(options: Sequence[str], script: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """``sbatch --parsable``: the id of the new job. Raises UserError with what sbatch said."""
+    words = ["sbatch", "--parsable", *options, script, *arguments]
+    answer = call(words, environ=submission_environment(environ)).strip()
+    job = answer.splitlines()[-1].partition(";")[0] if answer else ""
+    if not job.isdigit():
+        raise UserError(Problem(f"sbatch answered {answer[:200]!r}, not the id of a job", fix="squeue --me shows what it made"))
+    return job
+
+
+def cancel(jobs: Sequence[str], run: Run = call) -> None:
+    """Cancel jobs; those that have ended are no error. Raises UserError where Slurm cannot be reached."""
+    if jobs:
+        run(["scancel", *jobs])
+
+
+def show_job(job: str, run: Run = call) -> dict[str, str] | None:
+    """What the controller knows of a job; None where it has forgotten it (``MinJobAge`` seconds after its end).
+
+    Raises Unreachable where the controller cannot be asked.
+    """
+    try:
+        return next(iter(parse_jobs(run(["scontrol", "show", "job", job]))), None)
+    except Unreachable:
+        raise
+    except UserError as error:
+        if _UNKNOWN_JOB in str(error).lower():
+            return None
+        raise
+
+
+def requeue(job: str, run: Run = call) -> None:
+    """Put a running job back into the queue under its id."""
+    run(["scontrol", "requeue", job])
+
+
+def hostnames(expression: str, run: Run = call) -> list[str]:
+    """The names that a node list means: by ``scontrol``, or by its own rules where that is not to be had."""
+    try:
+        names = run(["scontrol", "show", "hostnames", expression]).split()
+    except UserError:
+        names = []
+    return names or expand_hosts(expression)
+
+
+def expand_hosts(expression: str) -> list[str]:
+    """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is no node list.
+
+    Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm.
+    """
+    names: list[str] = []
+    for part in _split_outside(expression):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)
+        if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
+            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", key="SLURM_JOB_NODELIST"))
+        found = [pieces[0]]
+        for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
+            found = [name + number + after for name in found for number in _numbers(inside, expression)]
+        names += found
+    return names
+
+
+def _split_outside(expression: str) -> list[str]:
+    return re.split(r",(?![^\[\]]*\])", expression)
+
+
+def _numbers(inside: str, expression: str) -> list[str]:
+    found = []
+    for part in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 65_536):
+            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", key="SLURM_JOB_NODELIST"))
+        first, last = int(match[1]), int(match[2] or match[1])
+        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return found
+
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+def parse_minutes(text: str) -> float | None:
+    """Minutes of Slurm's forms of a time; None for ``UNLIMITED`` and what is no time.
+
+    ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S`` (sbatch(1), --time).
+    """
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        return None
+    parts = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return int(match["days"]) * 1440 + hours * 60 + minutes + seconds / 60
+    if len(parts) == 3:
+        return parts[0] * 60 + parts[1] + parts[2] / 60
+    return parts[0] + (parts[1] / 60 if len(parts) == 2 else 0)
+
+
+def format_minutes(minutes: float) -> str:
+    """``HH:MM:SS``, rounded up to a second; days are written as hours, as people do (``48:00:00``)."""
+    seconds = -int(-minutes * 60 // 1)
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def is_running(job: str, run: Run = call) -> bool:
+    """Whether a job runs now; False where that cannot be asked. One that is ending counts no more: its processes are killed."""
+    try:
+        found = show_job(job, run) or {}
+    except UserError:
+        return False
+    return found.get("JobState") in ("RUNNING", "SUSPENDED")

@@ -1,0 +1,148 @@
+"""Slurm's commands: what they answer is read for what it is, and what goes wrong is said in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import slurm
+
+SHOWN = """\
+JobId=1 JobName=x-train
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4294901759 Nice=0 Account=(null) QOS=(null)
+   JobState=PENDING Reason=Dependency Dependency=afterok:7
+   Requeue=1 Restarts=2 RunTime=1-02:03:04 TimeLimit=00:10:00
+   NodeList=
+   NumNodes=2-2 ReqB:S:C:T=0:0:*:*
+   Command=/a b/train.sbatch /r/x JobState=COMPLETED a=[1, 2]
+   WorkDir=/a b
+   StdOut=/a b/l.log
+   Power=
+
+"""
+"""Recorded on Slurm 22.05.8, shortened; the arguments of the script try to pass for another state."""
+
+
+def script(code: int, out: str = "", err: str = "") -> list[str]:
+    return [sys.executable, "-c", f"import sys; sys.stdout.write({out!r}); sys.stderr.write({err!r}); sys.exit({code})"]
+
+
+def answers(text: str) -> slurm.Run:
+    return lambda words: text
+
+
+def refuses(error: UserError) -> slurm.Run:
+    def run(words: Sequence[str]) -> str:
+        raise error
+
+    return run
+
+
+def test_fields_of_a_job() -> None:
+    """Values hold blanks, and a user's arguments hold what looks like fields: the controller's own come first."""
+    found = slurm.show_job("1", answers(SHOWN)) or {}
+    assert found["JobState"] == "PENDING"
+    assert found["Command"].startswith("/a b/train.sbatch /r/x")
+    assert found["WorkDir"] == "/a b"
+    assert found["NodeList"] == ""
+    assert found["ReqB:S:C:T"] == "0:0:*:*"
+    assert slurm.show_job("1", answers("")) is None
+
+
+def test_a_forgotten_job_is_no_error() -> None:
+    """MinJobAge takes ended jobs away; that says nothing about how they ended."""
+    unknown = UserError(Problem("scontrol: slurm_load_jobs error: Invalid job id specified"))
+    assert slurm.show_job("9", refuses(unknown)) is None
+    down = slurm.Unreachable(Problem("scontrol: Unable to contact slurm controller"), ExitCode.AGAIN)
+    with pytest.raises(slurm.Unreachable):
+        slurm.show_job("9", refuses(down))
+    assert not slurm.is_running("9", refuses(down))
+    assert not slurm.is_running("1", answers(SHOWN))
+    assert slurm.is_running("1", answers(SHOWN.replace("JobState=PENDING", "JobState=RUNNING")))
+
+
+def test_failures_are_words() -> None:
+    """An absent command, a silent controller and a refusal call for different things to do."""
+    with pytest.raises(slurm.Unreachable, match="is not on PATH") as absent:
+        slurm.call(["no-such-command-of-slurm"])
+    assert absent.value.code is ExitCode.CONFIG
+    with pytest.raises(slurm.Unreachable, match="gave no answer") as silent:
+        slurm.call([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
+    assert silent.value.code is ExitCode.AGAIN
+    with pytest.raises(slurm.Unreachable, match="slurmctld") as down:
+        slurm.call(script(1, err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)"))
+    assert down.value.code is ExitCode.AGAIN
+    with pytest.raises(UserError, match="sinfo lists the partitions") as refused:
+        slurm.call(script(1, err="sbatch: error: invalid partition specified: x\nsbatch: error: Invalid partition name\n"))
+    assert not isinstance(refused.value, slurm.Unreachable)
+    assert slurm.call(script(0, out="7\n")) == "7\n"
+
+
+def test_the_environment_of_sbatch() -> None:
+    """Inside a job, SBATCH_* and SLURM_* of that job would replace what the script says; an account must still count."""
+    given_env = {
+        "PATH": "/bin", "SBATCH_EXPORT": "ALL", "SBATCH_PARTITION": "x", "SBATCH_ACCOUNT": "me", "SLURM_JOB_ID": "1",
+        "SLURM_CONF": "/c", "SLURMD_NODENAME": "n", "SLURMFOO": "1",
+    }  # fmt: skip
+    assert slurm.submission_environment(given_env) == {
+        "PATH": "/bin",
+        "SBATCH_ACCOUNT": "me",
+        "SLURM_CONF": "/c",
+        "SLURMFOO": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        ("node1", ["node1"]),
+        ("node[1-3,7],b-[01-02]", ["node1", "node2", "node3", "node7", "b-01", "b-02"]),
+        ("gpu[098-101]", ["gpu098", "gpu099", "gpu100", "gpu101"]),
+        ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
+        ("a.b-c,d_e", ["a.b-c", "d_e"]),
+        ("a[1-2]-x", ["a1-x", "a2-x"]),
+    ],
+)
+def test_node_lists(expression: str, names: list[str]) -> None:
+    """A wrong order or width names another machine as the rendezvous."""
+    assert slurm.expand_hosts(expression) == names
+    assert slurm.hostnames(expression, refuses(slurm.Unreachable("away"))) == names
+    assert slurm.hostnames(expression, answers("x\ny\n")) == ["x", "y"]
+
+
+@pytest.mark.parametrize("expression", ["", "a[", "a]", "a[1-]", "a[3-1]", "a[1-99999999999]", "a,,b", "a[x]", "[[1]]"])
+def test_what_is_no_node_list(expression: str) -> None:
+    """Better no node than a wrong one."""
+    with pytest.raises(UserError, match="no list of nodes"):
+        slurm.expand_hosts(expression)
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=20, unique=True), st.integers(1, 4))
+def test_node_lists_of_single_numbers(numbers: list[int], width: int) -> None:
+    """Every number comes back, in order, with its zeros."""
+    shown = [f"{number:0{width}d}" for number in numbers]
+    assert slurm.expand_hosts(f"n[{','.join(shown)}]") == [f"n{number}" for number in shown]
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("30", 30), ("5:30", 5.5), ("48:00:00", 2880), ("2-12", 3600), ("1-2:30", 1590), ("1-00:00:30", 1440.5),
+        ("UNLIMITED", None), ("", None), ("1:2:3:4", None), ("INVALID", None),
+    ],
+)  # fmt: skip
+def test_times(text: str, minutes: float | None) -> None:
+    """``5:30`` is minutes and seconds, ``5:30:00`` hours: mixed up, a job of two days asks for 48 minutes."""
+    assert slurm.parse_minutes(text) == minutes
+
+
+@given(st.integers(1, 100_000))
+def test_times_come_back(minutes: int) -> None:
+    """What is written into the header means what was computed."""
+    assert slurm.parse_minutes(slurm.format_minutes(minutes)) == minutes
