@@ -14,16 +14,13 @@ import typer
 
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.process import Stopped
 
 INTERRUPTED = 130
 """What shells give for a command that Ctrl-C ended: 128 + SIGINT."""
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How safetensors and tokenizers, which are written in Rust, word an OSError inside of exceptions of their own."""
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGUSR1: the scheduler wants the machine back. No handler of errors on the way may swallow it."""
 
 
 def run_command(app: typer.Typer) -> int:

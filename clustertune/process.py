@@ -11,6 +11,16 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """SIGUSR1 is what ``sbatch --signal`` sends ahead of the limit, SIGTERM what ends a job, SIGINT a person's Ctrl-C."""
 
 
+class Stopped(BaseException):
+    """SIGTERM or SIGUSR1: the scheduler wants the machine back. No handler of errors on the way may swallow it."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The stop signals, and SIGHUP (a closed terminal) unless it is ignored here: ``nohup`` asks for that."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (*STOP_SIGNALS, *hangup)
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when its parent ends (Linux): no rank outlives its launcher."""
     parent = os.getppid()

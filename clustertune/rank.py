@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import hashlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,16 +16,24 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from clustertune import secrets
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.launch.local import LAUNCHER_PID
+from clustertune.launch import binding
+from clustertune.launch.agent import launcher_pid_file
+from clustertune.launch.plan import PLAN, Plan, check_fence
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
 from clustertune.storage import is_full, storage_cause
+from clustertune.training import tracker
+from clustertune.training.beat import Beat
 from clustertune.training.stop import StopFlag
+
+if TYPE_CHECKING:
+    from clustertune.training.session import Attempt
 
 RECORD_BYTES = 4096
 """Reserved for a rank's record: one block of common file systems."""
@@ -32,34 +43,62 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     """Train this rank's part of a prepared run. Returns the exit code; it and the reason are left in the attempt's folder."""
     stop = StopFlag()
     stop.install()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # asked of a rank that hangs: its stacks go to its log
     rank = int(os.environ.get("RANK", "0"))
     run = RunDir(run_dir)
     records = run.attempt(attempt)
-    if not _bind_to_launcher(records / LAUNCHER_PID):
+    if not _bind_to_launcher(launcher_pid_file(records, _node_of(rank, records))):
         return int(ExitCode.AGAIN)
     records.mkdir(parents=True, exist_ok=True)
     _reserve(records / f"rank-{rank}.json")
     (records / f"rank-{rank}.pid").write_text(f"{os.getpid()}\n")
+    beat = Beat(records / f"rank-{rank}.beat")
+    beat("start")
     out = _redirect_output(records / f"rank-{rank}.log", show=rank == 0 and not quiet)
-    code, problems = ExitCode.OK, []
+    code, problems, orderly, superseded = ExitCode.OK, [], False, False
     try:
-        code = train(run, attempt, stop, out)
-    except UserError as error:
-        code, problems = error.code, [asdict(p) for p in error.problems]
+        check_fence(run.path, attempt)
+        code = train(run, attempt, stop, beat, out)
+        orderly = True
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        known = _explain(error, records / f"rank-{rank}.log")
+        superseded = (newer := _superseded(run.path, attempt)) is not None
+        if not isinstance(error, UserError):
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        known = newer or _explain(error, records / f"rank-{rank}.log")
         code, problems = known.code, [asdict(p) for p in known.problems]
-    record = {"rank": rank, "code": int(code), "time": time.time(), "problems": problems}
-    for leave in (lambda: _fill(records / f"rank-{rank}.json", record), sys.stdout.flush, sys.stderr.flush):
+    beat("end")
+    record = {"rank": rank, "host": os.uname().nodename, "step": beat.step, "code": int(code), "time": time.time()}
+    for leave in (
+        lambda: _fill(records / f"rank-{rank}.json", {**record, "problems": problems}),
+        sys.stdout.flush,
+        sys.stderr.flush,
+    ):
         with contextlib.suppress(OSError):
             leave()
-    if code not in (ExitCode.OK, ExitCode.AGAIN):
-        # Other ranks may wait in a collective for this one: leave without the interpreter's orderly end.
-        _finish_tracker(int(code))
+    # Another attempt goes on with this run at W&B: to close it here would mark it as ended.
+    closed = not superseded and tracker.finish_wandb(int(code))
+    if not (orderly and closed):
+        # Other ranks may wait in a collective for this one, and W&B at exit for a server that does not answer.
         os._exit(code)
     return int(code)
+
+
+def _node_of(rank: int, records: Path) -> int:
+    """The node of a rank, by the attempt's plan; 0 where there is none that can be read (which :func:`train` tells)."""
+    try:
+        return rank // Plan.read(records).ranks_per_node
+    except (UserError, ZeroDivisionError):
+        return 0
+
+
+def _superseded(run_path: Path, attempt: int) -> UserError | None:
+    """What the fence says: whatever failed in an attempt that another one has followed is no news to anybody."""
+    try:
+        check_fence(run_path, attempt)
+    except UserError as error:
+        return error
+    return None
 
 
 def _reserve(path: Path) -> None:
@@ -85,6 +124,8 @@ def _bind_to_launcher(pid_file: Path) -> bool:
 
 def _explain(error: BaseException, log: Path) -> UserError:
     """What ended this rank: the storage, where the system says so or has no room left, an interruption, or a fault."""
+    if isinstance(error, UserError):
+        return error
     if isinstance(error, KeyboardInterrupt):
         return UserError(Problem("interrupted", fix="run the same command again to go on"), ExitCode.AGAIN)
     if (said := storage_cause(error)) is not None:
@@ -94,13 +135,6 @@ def _explain(error: BaseException, log: Path) -> UserError:
         problem = Problem(f"no space left: {first}", file=str(log), fix="free space, then run the same command again")
         return UserError(problem, ExitCode.STORAGE)
     return UserError(Problem(first, file=str(log)), ExitCode.FAILED)
-
-
-def _finish_tracker(code: int) -> None:
-    """Close W&B's offline file, which its exit handler would do."""
-    if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-        with contextlib.suppress(Exception):
-            wandb.finish(exit_code=code)
 
 
 def _redirect_output(log: Path, *, show: bool) -> TextIO:
@@ -129,23 +163,60 @@ class _Forgiving(io.TextIOWrapper):
             super().flush()
 
 
-def train(run: RunDir, attempt: int, stop: StopFlag, out: TextIO) -> ExitCode:
+def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> ExitCode:
     """Build the trainer, resume from the newest whole checkpoint, train, and say how it ended."""
     resolved = run.resolved()
-    notes = _set_environment(resolved, run)
+    records = run.attempt(number)
+    plan = Plan.read(records) if (records / PLAN).exists() else None
+    keys = _take_secrets()
+    notes = [*_follow_plan(plan), *_set_environment(resolved, run, has_key="WANDB_API_KEY" in keys)]
 
-    from clustertune.training.session import Session
+    from clustertune.training.session import Attempt, Session
 
-    session = Session.build(run.path, resolved, stop, out, attempt, notes)
-    store = CheckpointStore(run.checkpoints, attempt, resolved.train_args.get("save_total_limit"), session.group, session.tell)
+    def fence() -> None:
+        check_fence(run.path, number)
+
+    attempt: Attempt = Attempt(number, plan, stop, beat, fence, out)
+    session = Session.build(run.path, resolved, attempt, notes)
+    limit = resolved.train_args.get("save_total_limit")
+    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence)
     latest = store.latest()
     if latest and latest[1].get("final"):
         session.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
         return ExitCode.OK
-    trainer = session.make_trainer(
-        store, model_source(run, resolved), run.data, lambda folder: _describe(folder, resolved), _report_distribution(run)
-    )
+
+    def report(found: Mapping[str, Any]) -> None:
+        fence()
+        run.update(distributed=dict(found))
+
+    source = model_source(run, resolved)
+    trainer = session.make_trainer(store, source, run.data, lambda folder: _describe(folder, resolved), report, keys)
     return session.run(trainer, latest)
+
+
+def _take_secrets() -> dict[str, str]:
+    """The user's tokens, out of the environment; rank 0 reads ``.env``, the others have no use for it."""
+    if os.environ.get("RANK", "0") == "0":
+        secrets.apply_env()
+    return secrets.drop()
+
+
+def _follow_plan(plan: Plan | None) -> list[str]:
+    """The plan's variables and this rank's CPUs, before torch is loaded. Returns a note for what was otherwise before."""
+    if plan is None:
+        return []
+    notes = []
+    for key, value in plan.environment.items():
+        if (before := os.environ.get(key)) not in (None, value):
+            notes.append(f"{key}={value} by the plan of this attempt; it was {before} in the environment")
+        os.environ[key] = value
+    if plan.numa_gpus:
+        rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+        bound = binding.bind(rank, local_rank, plan.ranks_per_node, plan.numa_gpus, plan.numa_cpus)
+        sys.stderr.write(bound + "\n")  # each rank's own log has its own line
+        if "not bound" in bound:
+            notes.append(bound)
+    return notes
 
 
 def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
@@ -155,30 +226,34 @@ def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
 
 
-def _set_environment(resolved: Resolved, run: RunDir) -> list[str]:
+def _set_environment(resolved: Resolved, run: RunDir, *, has_key: bool) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
     if Path(model_source(run, resolved)[0]).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
+    from clustertune.training import accelerate_env
+
+    notes = []
+    if accelerate_env.apply(resolved.accelerate_path, resolved.world_size):
+        notes.append(f"{resolved.accelerate_file} was applied here: the ranks were not started by accelerate launch")
     import torch
 
     from clustertune.training import build, cpu_fsdp
 
-    notes = []
     if not torch.cuda.is_available():
         fsdp = resolved.accelerate.get("fsdp_config") or {}
-        notes = cpu_fsdp.set_environment(int(fsdp.get("fsdp_version", 1)) if fsdp else None)
+        notes += cpu_fsdp.set_environment(int(fsdp.get("fsdp_version", 1)) if fsdp else None)
         cpu_fsdp.install()
-    build.set_tracker_environment(run.path, f"{resolved.name}-{resolved.fingerprint()[:12]}", "clustertune")
+    build.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
     return notes
+
+
+def _tracker_id(run: RunDir, resolved: Resolved) -> str:
+    """W&B's id of this run: the same in all attempts, another one for the same recipe in another run folder."""
+    digest = hashlib.sha256(f"{resolved.fingerprint()} {run.read().get('created')}".encode()).hexdigest()
+    # W&B refuses ids with slashes, # ? % : and those of more than 64 characters.
+    return f"{re.sub('[^A-Za-z0-9_-]', '-', resolved.name)[:40]}-{digest[:12]}"
 
 
 def _describe(folder: Path, resolved: Resolved) -> None:
     """A checkpoint carries its recipe, so that it can be exported without its run folder."""
     (folder / "recipe.json").write_text(json.dumps(resolved.as_dict(), indent=1) + "\n")
-
-
-def _report_distribution(run: RunDir) -> Any:
-    def report(found: Mapping[str, Any]) -> None:
-        run.update(distributed=dict(found))
-
-    return report

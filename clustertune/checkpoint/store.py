@@ -96,9 +96,17 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def _unfenced() -> None:
+    """No other attempt can be at work: tests, and tools on a folder at rest."""
+
+
 @dataclass
 class CheckpointStore:
-    """The checkpoints folder of one run, as all ranks of one attempt use it together."""
+    """The checkpoints folder of one run, as all ranks of one attempt use it together.
+
+    A node that was cut off may go on while the scheduler has given its job to others. ``fence`` raises UserError once
+    that is so; rank 0 asks it before anything appears or disappears here, and all ranks then raise alike.
+    """
 
     folder: Path
     attempt: int
@@ -107,6 +115,7 @@ class CheckpointStore:
     ranks: Ranks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
+    fence: Callable[[], None] = _unfenced
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint and its metadata, chosen by rank 0 alone (attribute caches of NFS clients differ)."""
@@ -121,7 +130,11 @@ class CheckpointStore:
         return (Path(chosen[0]), chosen[1]) if chosen else None
 
     def begin(self, step: int) -> Path:
-        """A new, empty folder for this step. One that exists is never written into: OSError, on every rank alike."""
+        """A new, empty folder for this step. One that exists is never written into: OSError, on every rank alike.
+
+        Raises UserError where another attempt has taken over.
+        """
+        self._check_fence()
         path = self.folder / (f"step-{step:06d}" if self.attempt == 1 else f"step-{step:06d}.a{self.attempt}")
         failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
@@ -136,7 +149,8 @@ class CheckpointStore:
     def commit(self, path: Path, meta: Mapping[str, Any]) -> int:
         """Make the folder whole: each rank fsyncs and hashes what it wrote, rank 0 writes the manifest. Returns bytes.
 
-        Raises OSError on every rank where the storage failed on any.
+        Raises OSError on every rank where the storage failed on any, UserError where another attempt has taken over: the
+        folder then has no manifest.
         """
         self.ranks.barrier()
         names = self.ranks.broadcast(manifest.list_files(path) if self.ranks.rank == 0 else None)
@@ -146,6 +160,7 @@ class CheckpointStore:
         except OSError as caught:
             error = f"rank {self.ranks.rank}: {caught}"
         parts = self.ranks.gather((records, error))
+        self._check_fence()
         if not (errors := [e for _, e in parts if e]) and self.ranks.rank == 0:
             merged = {name: record for part, _ in parts for name, record in part.items()}
             try:
@@ -156,6 +171,17 @@ class CheckpointStore:
             raise OSError("; ".join(errors))
         return sum(record.size for part, _ in parts for record in part.values())
 
+    def _check_fence(self) -> None:
+        """Ask rank 0's fence, for all ranks."""
+        found: UserError | None = None
+        if self.ranks.rank == 0:
+            try:
+                self.fence()
+            except UserError as error:
+                found = error
+        if told := self.ranks.broadcast((found.problems, found.code) if found else None):
+            raise UserError(*told)
+
     def _owner(self, name: str) -> int:
         """The rank that wrote a file: a client must fsync its own writes on NFS."""
         match = _OF_RANK.search(name)
@@ -165,12 +191,16 @@ class CheckpointStore:
         """Remove what is older than the newest ``limit`` whole checkpoints, and what earlier attempts left unfinished.
 
         Rank 0 alone deletes, says so, and takes the manifest first. A damaged checkpoint (a manifest, but files that
-        do not match it) is neither counted nor removed. At least one whole checkpoint always stays.
+        do not match it) is neither counted nor removed. At least one whole checkpoint always stays, and what a later attempt
+        made is left alone: its steps may be lower, and it may be what that attempt goes on from.
         """
         removed: list[Path] = []
+        self._check_fence()
         if self.ranks.rank == 0:
             whole = 0
             for checkpoint in list_checkpoints(self.folder):
+                if checkpoint.attempt > self.attempt:
+                    continue
                 if not (checkpoint.path / manifest.MANIFEST).exists():
                     if checkpoint.attempt < self.attempt and whole:
                         self._remove(checkpoint, "left unfinished by an earlier attempt", removed)
@@ -184,6 +214,7 @@ class CheckpointStore:
         return removed
 
     def _remove(self, checkpoint: Checkpoint, why: str, removed: list[Path]) -> None:
+        self.fence()  # comparing hashes takes a while
         (checkpoint.path / manifest.MANIFEST).unlink(missing_ok=True)
         manifest.fsync_path(checkpoint.path)
         shutil.rmtree(checkpoint.path)

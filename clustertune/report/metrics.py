@@ -102,7 +102,8 @@ def read_metrics(path: Path) -> Metrics:
     """Read a metrics file; a missing one is an empty run. Unknown events and keys are passed over.
 
     Where an attempt goes on from step S, what earlier attempts logged after S has been thrown away and is left out here,
-    whether or not the new attempt has come as far again. Raises OSError where the file cannot be read.
+    whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt
+    on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read.
     """
     reader = _Reader()
     if path.exists():
@@ -149,27 +150,35 @@ class _Reader:
         return self.attempts.setdefault(_whole(event.get("attempt", 1)), {})
 
     def _on_start(self, event: dict[str, Any]) -> None:
-        start = _whole(event["step"])
+        start, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         attempt = self._attempt(event)
-        lost = [step for step in self.steps if step > start]
+        lost = [step for step, record in self.steps.items() if step > start and record.attempt <= number]
         attempt.update(start_step=start, world_size=_maybe_whole(event.get("world_size")), repeated=len(lost))
         for step in lost:
             del self.steps[step]
-        for step in [step for step in self.evals if step > start]:
+        for step in [step for step, record in self.evals.items() if step > start and record.attempt <= number]:
             del self.evals[step]
+
+    def _counts(self, step: int, number: int, before: StepRecord | EvalRecord | None) -> bool:
+        """No later attempt has this step, or goes on from before it."""
+        starts = (a.get("start_step") for later, a in self.attempts.items() if later > number)
+        return (before is None or before.attempt <= number) and not any(s is not None and s < step for s in starts)
 
     def _on_step(self, event: dict[str, Any]) -> None:
         step, attempt = _whole(event["step"]), self._attempt(event)
         numbers = {
             name: _number(event.get(name)) for name in StepRecord.__dataclass_fields__ if name not in ("step", "attempt")
         }
-        self.steps[step] = StepRecord(step, _whole(event.get("attempt", 1)), **numbers)
+        number = _whole(event.get("attempt", 1))
         attempt["last_step"] = step
+        if self._counts(step, number, self.steps.get(step)):
+            self.steps[step] = StepRecord(step, number, **numbers)
 
     def _on_eval(self, event: dict[str, Any]) -> None:
         step = _whole(event["step"])
-        names = ("eval_loss", "eval_token_accuracy", "seconds")
-        self.evals[step] = EvalRecord(step, _whole(event.get("attempt", 1)), **{n: _number(event.get(n)) for n in names})
+        names, number = ("eval_loss", "eval_token_accuracy", "seconds"), _whole(event.get("attempt", 1))
+        if self._counts(step, number, self.evals.get(step)):
+            self.evals[step] = EvalRecord(step, number, **{n: _number(event.get(n)) for n in names})
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
         path = event.get("path")

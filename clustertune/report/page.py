@@ -47,6 +47,11 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     return page
 
 
+def style() -> str:
+    """The style sheet that all pages share."""
+    return _TEMPLATE.read_text(encoding="utf-8").partition("<style>\n")[2].partition("</style>")[0]
+
+
 def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
     """Everything that the template shows."""
     resolved = document.get("recipe")

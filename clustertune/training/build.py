@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,9 +65,13 @@ def load_conversations(folder: Path) -> tuple[Any, Any | None]:
     return loaded["train"], loaded.get("eval")
 
 
-def set_tracker_environment(run_dir: Path, run_id: str, project: str) -> None:
-    """W&B's own variables: one run across attempts, below the run folder, offline unless someone is logged in."""
-    logged_in = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has("api.wandb.ai")
+def set_tracker_environment(run_dir: Path, run_id: str, project: str, *, has_key: bool = False) -> None:
+    """W&B's own variables: one run across attempts, below the run folder, offline unless someone is logged in.
+
+    ``has_key``: an API key is at hand that is not in the environment.
+    """
+    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    logged_in = has_key or bool(os.environ.get("WANDB_API_KEY")) or _netrc_has(host)
     settings = {
         "WANDB_DIR": str(run_dir),
         "WANDB_PROJECT": project,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,11 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-class EventLog:
-    """Append events to ``metrics.jsonl``; each line is whole or, after a crash, a torn last line that readers skip."""
+def _unfenced() -> None:
+    """Events of a command that holds the run's lock."""
 
-    def __init__(self, path: Path, attempt: int) -> None:
-        self._attempt, self._path = attempt, path
+
+class EventLog:
+    """Append events to ``metrics.jsonl``; each line is whole or, after a crash, a torn last line that readers skip.
+
+    ``fence`` raises where another attempt has taken over; it is asked before anything is written.
+    """
+
+    def __init__(self, path: Path, attempt: int, fence: Callable[[], None] = _unfenced) -> None:
+        self._attempt, self._path, self._fence = attempt, path, fence
+        fence()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         if self._file.tell():
@@ -25,7 +34,8 @@ class EventLog:
                 self._file.write(b"\n")
 
     def write(self, event: str, **values: Any) -> None:
-        """One event, flushed to the file (not to the device: :meth:`sync` does that)."""
+        """One event, flushed to the file (not to the device: :meth:`sync` does that). Raises what the fence raises."""
+        self._fence()
         line = {"event": event, "time": round(time.time(), 3), "attempt": self._attempt, **values}
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,16 +13,20 @@ from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
+from clustertune import secrets
 from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
+from clustertune.launch.plan import Plan
 from clustertune.training import build, packing, sharding, tracker
+from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.stop import StopFlag
 from clustertune.training.tokens import check_labels, load_tokenizer
-from clustertune.training.trainer import Saved, Store, Trainer
+from clustertune.training.trainer import NothingLeft, Saved, Store, Trainer
 from clustertune.training.watch import Watch
+from clustertune.training.world import check_world
 
 LABEL_SAMPLE = 64
 """Training rows whose labels are looked at before the first step."""
@@ -42,6 +47,24 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
         if self._session.group.rank == 0:
             self._session.open_console(self.trainer.state.max_steps)
             self._report({**asdict(found), **self._session.facts, "notes": self._session.notes})
+        if self.trainer.is_at_end and self.trainer.eval_dataset is None:
+            raise NothingLeft
+        self._session.attempt.beat("train", self.trainer.state.global_step)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a rank knows of the attempt that it is part of."""
+
+    number: int
+    plan: Plan | None
+    """None where whoever started the ranks left none."""
+    stop: StopFlag
+    beat: Beat
+    fence: Callable[[], None]
+    """Raises UserError where another attempt has taken over."""
+    out: TextIO
+    """What people see of rank 0."""
 
 
 @dataclass
@@ -50,19 +73,17 @@ class Session:
 
     run_path: Path
     resolved: Resolved
-    stop: StopFlag
-    attempt: int
+    attempt: Attempt
     args: SFTConfig
     group: Group
     notes: list[str]
     facts: dict[str, Any]
-    out: TextIO
     log: EventLog | None = None
     console: TrainingConsole | None = None
 
     @classmethod
-    def build(cls, run_path: Path, resolved: Resolved, stop: StopFlag, out: TextIO, attempt: int, notes: list[str]) -> Session:
-        """Fit the recipe to this machine and join the process group."""
+    def build(cls, run_path: Path, resolved: Resolved, attempt: Attempt, notes: list[str]) -> Session:
+        """Fit the recipe to this machine and join the process group. Raises UserError where not all ranks are there."""
         import torch
 
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
@@ -70,9 +91,10 @@ class Session:
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
         args = SFTConfig(output_dir=str(run_path), **values)
         group = Group()
-        session = cls(run_path, resolved, stop, attempt, args, group, [*notes, *fitted.notes], {}, out)
+        check_world(group, resolved.world_size, attempt.plan)
+        session = cls(run_path, resolved, attempt, args, group, [*notes, *fitted.notes], {})
         if group.rank == 0:
-            session.log = EventLog(run_path / "metrics.jsonl", attempt)
+            session.log = EventLog(run_path / "metrics.jsonl", attempt.number, attempt.fence)
         return session
 
     def tell(self, message: str) -> None:
@@ -81,11 +103,11 @@ class Session:
             if self.console:
                 self.console.say(message)
             else:
-                self.out.write(message + "\n")
+                self.attempt.out.write(message + "\n")
 
     def open_console(self, total_steps: int) -> None:
         """From here on steps are shown, as a bar or as lines."""
-        self.console = TrainingConsole(self.out, total_steps)
+        self.console = TrainingConsole(self.attempt.out, total_steps)
         self._watch.show_on(self.console)
 
     def make_trainer(
@@ -95,9 +117,25 @@ class Session:
         data: Path,
         describe: Callable[[Path], None],
         report: Callable[[Mapping[str, Any]], None],
+        keys: Mapping[str, str],
     ) -> Trainer:
-        """TRL's trainer on the prepared conversations, with tokenizer, LoRA and callbacks."""
-        self._init_tracker()
+        """TRL's trainer on the prepared conversations, with tokenizer, LoRA and callbacks.
+
+        ``keys``: the user's tokens by the names of their variables. W&B starts a process, which would inherit them all.
+        """
+        self._init_tracker(keys.get("WANDB_API_KEY"))
+        self.attempt.beat("model")
+        with secrets.lent({name: value for name, value in keys.items() if name == "HF_TOKEN"}):
+            return self._make_trainer(store, source, data, describe, report)
+
+    def _make_trainer(
+        self,
+        store: Store,
+        source: tuple[str, str | None],
+        data: Path,
+        describe: Callable[[Path], None],
+        report: Callable[[Mapping[str, Any]], None],
+    ) -> Trainer:
         recipe = self.resolved.recipe
         tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
         train, held_out = build.load_conversations(data)
@@ -119,7 +157,9 @@ class Session:
             peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
             callbacks=[before, watch],
             store=store,
-            stop=self.stop,
+            stop=self.attempt.stop,
+            beat=self.attempt.beat,
+            fence=self.attempt.fence,
             on_checkpoint=self._on_checkpoint,
             on_removed=self._on_removed,
             checkpoint_extra=describe,
@@ -151,17 +191,14 @@ class Session:
                     "train.packing=false, or an attn_implementation that does (flash_attention_2), avoids it"
                 )
 
-    def _init_tracker(self) -> None:
+    def _init_tracker(self, key: str | None) -> None:
         """Start W&B here, so that a tracker which fails is left out: training never stops for it."""
         if "wandb" not in (self.args.report_to or []) or self.group.rank != 0:
             return
-        try:
-            import wandb
-
-            wandb.init(settings=wandb.Settings(init_timeout=60))
-        except Exception as error:
+        on, notes = tracker.start_wandb(key)
+        self.notes += notes
+        if not on:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
-            self.notes.append(f"W&B is left out: {type(error).__name__}: {error}".splitlines()[0])
 
     def _on_checkpoint(self, saved: Saved) -> None:
         name = str(saved.path.relative_to(self.run_path))
@@ -192,11 +229,10 @@ class Session:
         self.tell(f"resume from {checkpoint.name}" if checkpoint else "train from the base model")
         code, reason = ExitCode.FAILED, "an error: see the rank's log"
         try:
-            if not trainer.agree():  # asked while the model was loaded: there is nothing new to save
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            finished = 0 < trainer.state.max_steps <= trainer.state.global_step
+            self._train(trainer, checkpoint)
+            finished = trainer.is_at_end and not trainer.eval_skipped
             code = ExitCode.OK if finished else ExitCode.AGAIN
-            reason = "finished" if finished else f"asked to stop ({self.stop.signal_name or 'another rank was'})"
+            reason = "finished" if finished else f"asked to stop ({self.attempt.stop.signal_name or 'another rank was'})"
             if not finished:
                 self.tell(
                     f"stopped at step {max(start, trainer.state.global_step)} as asked; the same command goes on from there"
@@ -206,10 +242,22 @@ class Session:
             raise
         finally:
             if self.log:
-                self.log.write("stop", step=max(start, trainer.state.global_step), exit_code=int(code), reason=reason)
-                self.log.close()
+                with contextlib.suppress(UserError):  # the attempt that has taken over tells the rest
+                    self.log.write("stop", step=max(start, trainer.state.global_step), exit_code=int(code), reason=reason)
+                    self.log.close()
             if self.console:
                 self.console.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return code
+
+    def _train(self, trainer: Trainer, checkpoint: Path | None) -> None:
+        """Take the steps that are left; make up the last evaluation where only that is."""
+        if trainer.agree():  # asked while the model was loaded: there is nothing new to save
+            return
+        self.attempt.beat("resume" if checkpoint else "train", trainer.start_step)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except NothingLeft:
+            if trainer.is_at_end and not trainer.eval_skipped:
+                trainer.save_final()

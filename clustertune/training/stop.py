@@ -5,18 +5,18 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from clustertune.process import STOP_SIGNALS
+from clustertune.process import stop_signals
 
 
 class StopFlag:
-    """Set by SIGUSR1 (Slurm's ``--signal``), SIGTERM or SIGINT on this rank; read at step boundaries and during eval."""
+    """Set by SIGUSR1 (Slurm's ``--signal``), SIGTERM, SIGINT or SIGHUP; read at step boundaries and during eval."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
 
     def install(self) -> None:
         """Handle the stop signals from now on. A second SIGINT ends the rank at once."""
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

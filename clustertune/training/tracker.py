@@ -1,12 +1,24 @@
-"""Trackers such as W&B mirror ``metrics.jsonl``; training does not end for one that fails under way."""
+"""Trackers such as W&B mirror ``metrics.jsonl``; training neither waits for one nor ends for one that fails."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import os
+import sys
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 MIRRORS = ("WandbCallback",)
 """Trainer callbacks that only report elsewhere."""
+PROBE_SECONDS = 5.0
+"""How long W&B's server may take for its first answer; compute nodes often have no way out."""
+INIT_SECONDS = 20.0
+FINISH_SECONDS = 30.0
+"""How long a rank waits at its end for what is not uploaded yet; it stays in the run folder and can be synced later."""
 
 
 class Guarded:
@@ -38,3 +50,78 @@ class Guarded:
 def guard(callbacks: list[Any], tell: Callable[[str], None]) -> None:
     """Wrap the trackers among a Trainer's callbacks, in place."""
     callbacks[:] = [Guarded(c, tell) if type(c).__name__ in MIRRORS else c for c in callbacks]
+
+
+def start_wandb(key: str | None) -> tuple[bool, list[str]]:
+    """Open this run at W&B, or in a folder below ``wandb/`` where its server does not answer; never raises.
+
+    ``key`` is handed over in memory: as a variable it would be inherited by W&B's service process. Returns whether W&B is
+    on, and a note for each thing that is not as asked. :func:`clustertune.training.build.set_tracker_environment` comes
+    first.
+    """
+    try:
+        import wandb
+
+        notes = []
+        offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+        if not offline:
+            server = str(wandb.setup().settings.base_url)
+            if (why := unreachable(server)) is not None:
+                offline, notes = True, [f"W&B is offline: {server} {why}; {_SYNC}"]
+        if not offline:
+            try:
+                wandb.init(settings=wandb.Settings(init_timeout=INIT_SECONDS, api_key=key))
+                return True, notes
+            except Exception as error:
+                wandb.teardown()
+                notes = [f"W&B is offline: {_first_line(error, key)}; {_SYNC}"]
+        if os.environ.get("WANDB_MODE") != "disabled":
+            os.environ["WANDB_MODE"] = "offline"
+        wandb.init(settings=wandb.Settings(init_timeout=INIT_SECONDS, mode=os.environ["WANDB_MODE"]))
+        return True, notes
+    except Exception as error:
+        return False, [f"W&B is left out: {_first_line(error, key)}; metrics.jsonl is complete"]
+
+
+_SYNC = "'wandb sync' sends the run folder's wandb/offline-run-* later"
+
+
+def _first_line(error: Exception, key: str | None) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return text.replace(key, "***") if key else text
+
+
+def unreachable(server: str, seconds: float = PROBE_SECONDS) -> str | None:
+    """Why a server gives no answer to HTTP, through the proxies of the environment; None where it gives any."""
+    answer: list[str | None] = [f"gave no answer in {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(server, method="HEAD"), timeout=seconds):  # noqa: S310
+                answer[0] = None
+        except urllib.error.HTTPError:
+            answer[0] = None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            answer[0] = f"cannot be reached ({getattr(error, 'reason', error)})"
+
+    # A name server that does not answer is no socket's timeout: getaddrinfo takes what resolv.conf says, 30 s and more.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answer[0]
+
+
+def finish_wandb(code: int, seconds: float = FINISH_SECONDS) -> bool:
+    """Close the run at W&B, or its offline file. False where that takes longer: the caller must not wait at exit either."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None:
+        return True
+
+    def finish() -> None:
+        with contextlib.suppress(Exception):  # the training is over, and metrics.jsonl has all of it
+            wandb.finish(exit_code=code)
+
+    closing = threading.Thread(target=finish, daemon=True)
+    closing.start()
+    closing.join(seconds)
+    return not closing.is_alive()

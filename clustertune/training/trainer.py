@@ -22,6 +22,7 @@ from trl import SFTTrainer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import fsdp1
+from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.stop import StopFlag
 
@@ -51,6 +52,10 @@ class _EvalStopped(Exception):
     """All ranks agreed, at the same batch, to leave the evaluation."""
 
 
+class NothingLeft(Exception):
+    """There is no step to take: asked to stop before the first one, or the checkpoint was the last step's."""
+
+
 @contextmanager
 def untouched_random_state() -> Any:
     """Leave the random state of Python, NumPy and torch as it was: an evaluation must not move the dropout of training.
@@ -67,7 +72,7 @@ def untouched_random_state() -> Any:
 
 
 class Trainer(SFTTrainer):  # type: ignore[misc]
-    """One rank's trainer. ``store``, ``stop`` and ``on_checkpoint`` are set before ``train()``."""
+    """One rank's trainer. ``fence`` raises UserError where another attempt has taken over; rank 0 asks it at each step."""
 
     def __init__(
         self,
@@ -77,16 +82,20 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         on_checkpoint: Callable[[Saved], None],
         on_removed: Callable[[Path], None],
         checkpoint_extra: Callable[[Path], None],
+        beat: Beat,
+        fence: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.group = Group()
-        self.store, self.stop = store, stop
+        self.store, self.stop, self.beat, self.fence = store, stop, beat, fence
         self.on_checkpoint, self.on_removed, self.checkpoint_extra = on_checkpoint, on_removed, checkpoint_extra
         self.stopping = False
         """All ranks agreed to stop after the current step."""
         self.eval_skipped = False
         """An evaluation that was due at the step of the stop was left out; the next attempt makes it up."""
+        self.start_step = 0
+        """The step that this attempt goes on from."""
         self.peak_memory_bytes = 0
         """Highest peak memory over ranks so far."""
         self._bad_loss: float | None = None
@@ -95,6 +104,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
     # -- the guard before the optimizer step ---------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.beat("train", self.state.global_step)
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._bad_loss is None and not torch.isfinite(loss):
             self._bad_loss = float(loss)
@@ -111,13 +121,15 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             )
         return norm
 
-    def _raise_non_finite(self, here: str) -> None:
+    def _raise_non_finite(self, here: str, fix: str | None = None) -> None:
         by_rank = [f"rank {rank}: {what}" for rank, what in enumerate(self.group.gather(here)) if what != "finite here"]
         raise UserError(
             Problem(
-                f"not finite at step {self.state.global_step + 1} ({'; '.join(by_rank)}); "
+                f"not finite at step {min(self.state.global_step + 1, self.state.max_steps)} ({'; '.join(by_rank)}); "
                 f"stopped before the optimizer step, nothing of it was saved",
-                fix="lower train.learning_rate, look at the data of that step, or check the base model's weights",
+                fix="lower train.learning_rate, look at the data of that step, or check the base model's weights"
+                if fix is None
+                else fix,
             ),
             ExitCode.STOP,
         )
@@ -125,23 +137,41 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
     # -- the agreed stop ------------------------------------------------------------------------------------------
 
     def agree(self, memory_bytes: int = 0) -> bool:
-        """At a step's end: do all ranks stop here? Also exchanges the peak memory, in the same collective."""
-        wanted, memory = self.group.maximum([float(self.stop.is_set), float(memory_bytes)])
+        """At a step's end: do all ranks stop here? Also exchanges the peak memory, in the same collective.
+
+        Raises UserError (exit 75), on all ranks alike, where another attempt has taken over.
+        """
+        superseded = self._find_superseded()
+        values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None)]
+        wanted, memory, taken = self.group.maximum(values)
+        if taken:
+            raise superseded or UserError(Problem("another attempt has taken over: this one ends here"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
         self.stopping = self.stopping or bool(wanted)
         return self.stopping
 
+    def _find_superseded(self) -> UserError | None:
+        """What the fence says to rank 0. The others need not ask: file systems answer nodes at different times."""
+        if self.group.rank == 0:
+            try:
+                self.fence()
+            except UserError as error:
+                return error
+        return None
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.beat("eval", self.state.global_step)
         if self.agree():
             raise _EvalStopped
         return super().prediction_step(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Raises NothingLeft where no step is to follow an evaluation ahead of the first step of this attempt."""
         guard: AbstractContextManager[None] = untouched_random_state()
+        metrics: dict[str, float] = {}
         try:
             with guard:
-                metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-                return metrics
+                metrics = super().evaluate(*args, **kwargs)
         except _EvalStopped:
             self.eval_skipped = True
             self._metrics["eval"].clear()
@@ -150,22 +180,40 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             self.control.should_evaluate = False
             self.control.should_save = True
             self.control.should_training_stop = True
-            return {}
+        self._check_eval_loss(metrics.get("eval_loss", 0.0))
+        if self.state.global_step == self.start_step and (self.stopping or self.is_at_end):
+            raise NothingLeft  # the Trainer would take one step more before it looks whether it should stop
+        return metrics
+
+    def _check_eval_loss(self, loss: float) -> None:
+        if any(self.group.maximum([float(not math.isfinite(loss))])):
+            fix = (
+                "look at the eval split (a conversation without a labelled token within train.max_length?), at the base "
+                "model's weights, or lower train.learning_rate"
+            )
+            self._raise_non_finite("finite here" if math.isfinite(loss) else f"eval loss {loss}", fix)
+
+    @property
+    def is_at_end(self) -> bool:
+        """All steps have been taken."""
+        return 0 < int(self.state.max_steps) <= int(self.state.global_step)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Replaces the Trainer's: a new folder of the store, no ``training_args.bin`` (a pickle that may hold a token)."""
         began = time.perf_counter()
+        step = self.state.global_step
+        self.beat("save", step)
         self._check_parameters()
         self.store_flos()
-        step = self.state.global_step
         meta = {
             "step": step,
             "epoch": self.state.epoch,
             "tokens": self._total_train_tokens,
             "world_size": self.group.world_size,
-            "final": step >= self.state.max_steps,
+            # Without its evaluation the last step is not the end: the next attempt makes it up, and saves once more.
+            "final": step >= self.state.max_steps and not self.eval_skipped,
             "eval_skipped": self.eval_skipped,
             "state_digests": self.group.gather(state_digest(self.model, self.optimizer)),
         }
@@ -173,6 +221,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         try:
             folder = self.store.begin(step)
             self._write_state(folder)
+            self.beat("save", step)
             size = self.store.commit(folder, meta)
         except (Exception, torch.distributed.checkpoint.CheckpointException) as error:  # the latter is no Exception
             # A lost peer fails a save too: only what the storage did is the storage's.
@@ -182,8 +231,10 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
             raise self._not_saved(step, folder, error) from error
         self.on_checkpoint(Saved(step, folder, size, time.perf_counter() - began, bool(meta["final"])))
+        self.beat("save", step)
         for path in self.store.prune():
             self.on_removed(path)
+        self.beat("train", step)
 
     def _not_saved(self, step: int, folder: Path, error: BaseException) -> UserError:
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -223,9 +274,14 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
     def resume_with(self, meta: Mapping[str, Any]) -> None:
         """Take what TRL does not restore (tokens seen), and what the restored state must be equal to."""
+        self.start_step = int(meta.get("step", 0))
         self._total_train_tokens = int(meta.get("tokens", 0))
         digests = meta.get("state_digests") or []
         self._expected_digest = digests[self.group.rank] if len(digests) == self.group.world_size else None
+
+    def save_final(self) -> None:
+        """Save the last step again once its evaluation has been made up: the checkpoint that it went on from is not final."""
+        self._save_checkpoint(self.model, None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._is_fsdp1:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from clustertune import manifest
 from clustertune.checkpoint import store
-from clustertune.errors import UserError
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.plan import check_fence
 
 
 class OneRank:
@@ -197,3 +198,84 @@ def test_each_rank_syncs_the_files_that_it_wrote(tmp_path: Path, name: str, owne
     checkpoints, _ = make_store(tmp_path)
     checkpoints.ranks = type("Four", (OneRank,), {"world_size": 4})()
     assert checkpoints._owner(name) == owner
+
+
+class Fenced:
+    """A store of attempt 1 in a run folder; :meth:`follow` begins attempt 2."""
+
+    def __init__(self, run: Path, limit: int = 1) -> None:
+        self.run = run
+        self.store, _ = make_store(run / "checkpoints", limit=limit)
+        self.store.fence = lambda: check_fence(run, 1)
+
+    def follow(self) -> None:
+        (self.run / "attempts" / "0002").mkdir(parents=True)
+
+
+def test_an_attempt_that_was_followed_begins_seals_and_removes_nothing(tmp_path: Path) -> None:
+    """Each place asks the fence on its own: the other attempt may begin at any moment between them."""
+    fenced = Fenced(tmp_path)
+    old = [save(tmp_path / "checkpoints", step) for step in (2, 4)]
+    left = save(tmp_path / "checkpoints", 1, commit=False)
+    path = fenced.store.begin(6)
+    (path / "shard").write_bytes(b"data")
+    fenced.follow()
+    for act in (lambda: fenced.store.begin(8), lambda: fenced.store.commit(path, {"step": 6}), fenced.store.prune):
+        with pytest.raises(UserError, match="attempt 2 has taken over from attempt 1") as caught:
+            act()
+        assert caught.value.code is ExitCode.AGAIN
+    assert not (tmp_path / "checkpoints" / "step-000008").exists() and not (path / manifest.MANIFEST).exists()
+    assert all(store.verify(kept) == [] for kept in old) and left.exists()
+
+
+def test_the_fence_is_asked_again_for_each_checkpoint_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them lies the hashing of gigabytes."""
+    fenced = Fenced(tmp_path)
+    kept = [save(tmp_path / "checkpoints", step) for step in (2, 4, 6)]
+    real = store.verify
+
+    def verify_slowly(path: Path, *, hashes: bool = True) -> Any:
+        if path.name == "step-000004":
+            fenced.follow()
+        return real(path, hashes=hashes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "verify", verify_slowly)
+        with pytest.raises(UserError, match="taken over"):
+            fenced.store.prune()
+    assert all(store.verify(path) == [] for path in kept)
+
+
+def test_all_ranks_learn_of_the_fence_that_rank_0_met(tmp_path: Path) -> None:
+    """A rank that raised alone would leave the others in a collective."""
+    fenced = Fenced(tmp_path)
+    fenced.follow()
+    sent: list[Any] = []
+
+    class First(OneRank):
+        def broadcast(self, value: Any) -> Any:
+            sent.append(value)
+            return value
+
+    class Second(OneRank):
+        rank = 1
+
+        def broadcast(self, value: Any) -> Any:
+            return sent.pop(0)
+
+    for act in (lambda: fenced.store.begin(2), fenced.store.prune):
+        for ranks in (First(), Second()):
+            fenced.store.ranks = ranks
+            with pytest.raises(UserError, match="attempt 2 has taken over"):
+                act()
+        assert sent == []
+
+
+def test_what_a_later_attempt_made_is_not_pruned_by_an_earlier_one(tmp_path: Path) -> None:
+    """The later one went on from an older step; by step alone its checkpoints look old."""
+    theirs = [save(tmp_path, 2, attempt=2), save(tmp_path, 3, attempt=2, commit=False)]
+    for step in (1, 8, 9):
+        save(tmp_path, step)
+    make_store(tmp_path, limit=1)[0].prune()
+    assert all(path.exists() for path in theirs)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002.a2", "step-000003.a2", "step-000009"]

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from clustertune import rank, storage
-from clustertune.errors import ExitCode
-from clustertune.launch import local
-from clustertune.launch.local import LAUNCHER_PID
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.agent import launcher_pid_file
+from clustertune.launch.judge import judge
+from clustertune.launch.plan import Node, Plan
+from clustertune.process import STOP_SIGNALS
+from clustertune.rundir import RunDir
+from clustertune.training import tracker
 from tests.command import REPO
 
+ONE_RANK = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
 ORPHAN = """
 import os, sys, time
 from pathlib import Path
@@ -28,7 +37,7 @@ if os.fork():
     os._exit(0)
 if sys.argv[2] == "late":
     time.sleep(0.5)
-bound = rank._bind_to_launcher(folder / "launcher.pid")
+bound = rank._bind_to_launcher(folder / "node-0.pid")
 (folder / "said").write_text(str(bound))
 time.sleep(1)
 (folder / "survived").touch()
@@ -38,7 +47,7 @@ time.sleep(1)
 @pytest.mark.parametrize("moment", ["late", "early"])
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, moment: str) -> None:
     """Killed by the kernel where it was bound in time; by its own look at the parent where it was still starting."""
-    code = ORPHAN.replace("if os.fork():", f"(folder / '{LAUNCHER_PID}').write_text(str(os.getpid()))\nif os.fork():")
+    code = ORPHAN.replace("if os.fork():", "(folder / 'node-0.pid').write_text(str(os.getpid()))\nif os.fork():")
     subprocess.run([sys.executable, "-c", code, str(tmp_path), moment], cwd=REPO, check=True)
     deadline = time.monotonic() + 10
     while not (tmp_path / "said").exists() and time.monotonic() < deadline:
@@ -52,9 +61,9 @@ def test_another_launcher_s_rank_is_asked_and_not_killed(tmp_path: Path, monkeyp
     """srun and torchrun leave no such file; a save may still succeed before they end the step."""
     bound: list[signal.Signals] = []
     monkeypatch.setattr(rank, "die_with_parent", bound.append)
-    assert rank._bind_to_launcher(tmp_path / LAUNCHER_PID)
-    (tmp_path / LAUNCHER_PID).write_text(f"{os.getppid()}\n")
-    assert rank._bind_to_launcher(tmp_path / LAUNCHER_PID)
+    assert rank._bind_to_launcher(launcher_pid_file(tmp_path, 0))
+    launcher_pid_file(tmp_path, 0).write_text(f"{os.getppid()}\n")
+    assert rank._bind_to_launcher(launcher_pid_file(tmp_path, 0))
     assert bound == [signal.SIGTERM, signal.SIGKILL]
 
 
@@ -105,9 +114,100 @@ def test_a_record_fits_where_nothing_more_does(tmp_path: Path) -> None:
     """Blanks are no record for the judge; filling them takes no further block."""
     path = tmp_path / "rank-0.json"
     rank._reserve(path)
-    assert local.judge(tmp_path, 1).code is ExitCode.FAILED
+    assert judge(tmp_path, ONE_RANK).code is ExitCode.FAILED
     before = (path.stat().st_size, path.stat().st_ino)
     rank._fill(path, {"rank": 0, "code": 73, "time": 1.0, "problems": [{"message": "no space"}]})
     assert (path.stat().st_size, path.stat().st_ino) == before
-    outcome = local.judge(tmp_path, 1)
+    outcome = judge(tmp_path, ONE_RANK)
     assert outcome.code is ExitCode.STORAGE and outcome.problems[0].message == "no space"
+
+
+def in_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any) -> tuple[Any, list[int]]:
+    """Run ``rank.main`` with another training in its place; returns the rank's record and how it left."""
+    left: list[int] = []
+    streams = [os.dup(1), os.dup(2)]
+    (tmp_path / "attempts" / "0001").mkdir(parents=True, exist_ok=True)
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    with monkeypatch.context() as patch:
+        patch.setattr(rank, "train", train)
+        patch.setattr(rank, "_bind_to_launcher", lambda path: True)
+        patch.setattr(os, "_exit", left.append)
+        patch.setenv("RANK", "0")
+        try:
+            rank.main(tmp_path, 1, quiet=True)
+        finally:
+            for number, stream in enumerate(streams, 1):
+                os.dup2(stream, number)
+                os.close(stream)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            faulthandler.unregister(signal.SIGUSR2)
+    return json.loads((tmp_path / "attempts" / "0001" / "rank-0.json").read_text()), left
+
+
+def test_a_rank_that_raised_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may wait in a collective for it, also where it is to be started again: the orderly end waits for them."""
+
+    def fail(*args: Any) -> Any:
+        args[3]("train", 7)
+        raise UserError("interrupted", ExitCode.AGAIN)
+
+    record, left = in_attempt(tmp_path, monkeypatch, fail)
+    assert left == [75] and (record["code"], record["step"], record["host"]) == (75, 7, os.uname().nodename)
+    assert (tmp_path / "attempts" / "0001" / "rank-0.beat").read_text().split()[1:] == ["end", "7"]
+    record, left = in_attempt(tmp_path, monkeypatch, lambda *args: ExitCode.OK)
+    assert left == [] and record["code"] == 0
+
+
+def test_what_fails_in_an_attempt_that_was_followed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are taken away under it, and its peers are gone: exit 75, and W&B's run is left to the next attempt."""
+    finished: list[int] = []
+    monkeypatch.setattr(tracker, "finish_wandb", lambda code: finished.append(code) or True)
+
+    def fail(*args: Any) -> Any:
+        (tmp_path / "attempts" / "0002").mkdir()
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "shard")
+
+    record, left = in_attempt(tmp_path, monkeypatch, fail)
+    assert left == [75] and record["code"] == 75 and "attempt 2 has taken over" in record["problems"][0]["message"]
+    assert finished == []
+    record, left = in_attempt(tmp_path, monkeypatch, lambda *args: pytest.fail("it began"))
+    assert left == [75]
+
+
+def test_the_plan_s_variables_go_first_and_are_told_where_they_change_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Any] = []
+    monkeypatch.setattr(
+        rank.binding, "bind", lambda *args: bound.append(args) or "rank 3: not bound, the NUMA node is not known"
+    )
+    monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "RANK": "3", "LOCAL_RANK": "1"})
+    nodes = (Node("a", "a"), Node("b", "b"))
+    values = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "bond0"}
+    plan = Plan(attempt=1, nodes=nodes, ranks_per_node=2, environment=values, numa_gpus=((0,), (1,)), numa_cpus=("0", "1"))
+    notes = rank._follow_plan(plan)
+    assert values.items() <= os.environ.items()
+    assert notes == [
+        "NCCL_DEBUG=WARN by the plan of this attempt; it was INFO in the environment",
+        "rank 3: not bound, the NUMA node is not known",
+    ]
+    assert bound == [(3, 1, 2, ((0,), (1,)), ("0", "1"))]
+    assert rank._follow_plan(None) == [] and rank._follow_plan(ONE_RANK) == [] and len(bound) == 1
+
+
+def test_the_node_of_a_rank_is_its_plan_s(tmp_path: Path) -> None:
+    """Each node's agent leaves its own pid file: another node's process of the same number is no parent."""
+    assert rank._node_of(5, tmp_path) == 0
+    Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=4).write(tmp_path)
+    assert [rank._node_of(number, tmp_path) for number in (0, 3, 4, 7)] == [0, 0, 1, 1]
+    assert launcher_pid_file(tmp_path, 1).name == "node-1.pid"
+
+
+def test_w_and_b_has_one_run_for_all_attempts_and_another_for_another_folder(tmp_path: Path) -> None:
+    resolved: Any = SimpleNamespace(name="a/b#c " * 20, fingerprint=lambda: "f" * 64)
+    ids = []
+    for name, created in (("one", 1.0), ("two", 2.0)):
+        folder = RunDir(tmp_path / name)
+        folder.path.mkdir()
+        folder.run_json.write_text(json.dumps({"created": created}))
+        ids += [rank._tracker_id(folder, resolved)] * 2
+    assert ids[0] == ids[1] != ids[2] and all(len(i) <= 64 and not set(i) & set("/\\#?%: ") for i in ids)

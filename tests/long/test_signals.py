@@ -52,7 +52,8 @@ def test_asked_to_stop_at_the_last_step_the_export_does_not_start(fresh: Fresh, 
     code, text = command.end()
     assert code == 75 and not (folder / "adapter").exists(), text
     assert Command(folder, STEPS).end()[0] == 0
-    assert attempts(folder) == 1 and adapter_sha(folder) == reference
+    # A second attempt where the stop fell into the last evaluation: it makes that up, and takes no step.
+    assert attempts(folder) <= 2 and len(events(folder, "step")) == 6 and adapter_sha(folder) == reference
 
 
 @pytest.mark.parametrize(

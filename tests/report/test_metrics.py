@@ -49,9 +49,25 @@ def test_the_last_attempt_wins_and_what_it_threw_away_is_gone(tmp_path: Path) ->
     assert metrics.attempts[1].repeated == 3
 
 
-def test_without_a_start_event_the_later_line_wins(tmp_path: Path) -> None:
+def test_late_lines_of_an_attempt_that_was_followed_do_not_count(tmp_path: Path) -> None:
+    """Its node was cut off: what it had logged comes out after the next attempt's first lines, in any order."""
+    late = [step(n, 1, loss=float(n)) for n in (4, 5)]
+    old_eval, new_eval = ({"event": "eval", "attempt": a, "step": 3, "eval_loss": float(a)} for a in (1, 2))
+    start = {"event": "start", "attempt": 2, "step": 2}
+    metrics = write(
+        tmp_path / "m", step(1), step(2), start, step(3, 2, loss=30.0), new_eval, step(3, 1, loss=3.0), *late, old_eval
+    )
+    assert [(record.step, record.attempt) for record in metrics.steps] == [(1, 1), (2, 1), (3, 2)]
+    assert [(record.attempt, record.eval_loss) for record in metrics.evals] == [(2, 2.0)]
+    again = write(tmp_path / "m", start, step(3, 2), {"event": "start", "attempt": 1, "step": 0}, step(1), step(2), step(3))
+    assert [(record.step, record.attempt) for record in again.steps] == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_without_a_start_event_the_later_attempt_wins(tmp_path: Path) -> None:
     metrics = write(tmp_path / "m", step(1, loss=1.0), step(2, loss=2.0), step(1, 2, loss=10.0))
     assert [record.loss for record in metrics.steps] == [10.0, 2.0]
+    metrics = write(tmp_path / "m", step(1, 2, loss=10.0), step(1, 1, loss=1.0))
+    assert [record.loss for record in metrics.steps] == [10.0]
 
 
 def test_missing_file_is_an_empty_run(tmp_path: Path) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +15,7 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from clustertune.training import tracker
+from clustertune.training import build, tracker
 
 
 class WandbCallback(TrainerCallback):  # type: ignore[misc]
@@ -52,3 +58,96 @@ def test_only_trackers_are_guarded() -> None:
     tracker.guard(callbacks.callbacks, print)
     with pytest.raises(ConnectionResetError):
         log(callbacks, 2)
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    """A server of W&B's address that knows nobody."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(b'{"errors":[{"message":"user is not logged in"}]}')
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}"
+        found.shutdown()
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """A server that takes a connection and then says nothing, as behind a firewall that drops."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        found.listen()
+        yield f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+def test_a_server_is_asked_once_and_briefly(server: str, deaf: str) -> None:
+    """wandb itself waits 90 s for a server that does not answer, and all ranks with it."""
+    assert tracker.unreachable(server) is None
+    began = time.monotonic()
+    assert "no answer" in (tracker.unreachable(deaf, 0.3) or "") or "timed out" in (tracker.unreachable(deaf, 0.3) or "")
+    assert time.monotonic() - began < 30
+    for wrong in ("http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense"):
+        assert "cannot be reached" in (tracker.unreachable(wrong, 20) or "no answer: cannot be reached")
+
+
+@pytest.mark.parametrize("kind", ["refused", "unreachable"])
+def test_a_key_that_is_not_taken_means_offline_and_nothing_is_lost(
+    kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    key = "c4nary0123456789abcdef0123456789abcdef01"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    address = server if kind == "refused" else "http://127.0.0.1:1"
+    monkeypatch.setattr(os, "environ", os.environ)
+    for name in set(os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_CONSOLE", "WANDB_MODE", "WANDB_SILENT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", address)
+    before = dict(os.environ)
+    wandb.teardown()
+    try:
+        build.set_tracker_environment(tmp_path, "one-run", "project", has_key=True)
+        assert "WANDB_MODE" not in os.environ
+        on, notes = tracker.start_wandb(key)
+        assert on and len(notes) == 1 and "W&B is offline" in notes[0] and "wandb sync" in notes[0]
+        assert wandb.run is not None and wandb.run.settings.mode == "offline" and wandb.run.id == "one-run"
+        wandb.log({"loss": 1.0})
+        assert tracker.finish_wandb(0)
+    finally:
+        wandb.teardown()
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert not (tmp_path / ".netrc").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+
+
+def test_the_end_does_not_wait_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut link: wandb.finish() goes on trying, and the rank would hold its GPUs."""
+    import sys
+
+    waiting = threading.Event()
+    fake = SimpleNamespace(run=object(), finish=lambda exit_code: waiting.wait(60))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert not tracker.finish_wandb(0, seconds=0.1)
+    waiting.set()
+    fake.run = None
+    assert tracker.finish_wandb(0)

@@ -1,0 +1,110 @@
+"""One attempt at training: who takes part, and the files by which its processes speak to each other.
+
+``attempts/0001/`` of a run holds ``plan.json`` (written before any process starts), ``rendezvous.json`` (by the first node's
+agent), for each node ``node-0.pid``, ``node-0.log`` and ``node-0.json``, for each rank ``rank-0.pid``, ``rank-0.log``,
+``rank-0.beat`` and ``rank-0.json``, and ``outcome.json`` (written last, by who started the attempt).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.manifest import write_durably
+
+PLAN = "plan.json"
+RENDEZVOUS = "rendezvous.json"
+OUTCOME = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of an attempt."""
+
+    name: str
+    """As the scheduler calls it; for messages."""
+    address: str
+    """A name or address that the other nodes reach it by."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every process of an attempt must know alike."""
+
+    attempt: int
+    nodes: tuple[Node, ...]
+    """In rank order: node R holds the ranks from ``R * ranks_per_node`` on."""
+    ranks_per_node: int
+    launcher: str = "local"
+    """``local``, ``slurm``, ``torchrun`` or ``ray``."""
+    job: str | None = None
+    """The scheduler's id of the job."""
+    restart: int = 0
+    """How often the scheduler has restarted that job."""
+    from_step: int = 0
+    """Step of the newest whole checkpoint when the attempt began; 0 where there was none."""
+    interface: str | None = None
+    """Network interface between the nodes; None: the one that the route to the first node takes."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """NCCL's, gloo's and torch's variables for every rank."""
+    numa_gpus: tuple[tuple[int, ...], ...] = ()
+    """GPU indices of each NUMA node; empty: ranks are not bound."""
+    numa_cpus: tuple[str, ...] = ()
+    """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
+    stall_seconds: float | None = None
+    """Seconds without a sign of life from a rank after which the attempt is ended; None: derived from what was measured."""
+    port: int | None = None
+    """Where the search for a rendezvous port begins; None: any free one (one node only)."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes) * self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of a node."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    def where(self, rank: int) -> str:
+        """``rank 11 on node2``; without the node where there is only one."""
+        if len(self.nodes) == 1:
+            return f"rank {rank}"
+        return f"rank {rank} on {self.nodes[rank // self.ranks_per_node].name}"
+
+    def write(self, folder: Path) -> None:
+        """Write ``plan.json`` into an attempt's folder, durably."""
+        write_durably(folder / PLAN, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """The plan of an attempt's folder. Raises UserError where there is none."""
+        try:
+            body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
+            body["nodes"] = tuple(Node(**node) for node in body["nodes"])
+            body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
+            body["numa_cpus"] = tuple(body["numa_cpus"])
+            return cls(**body)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(Problem(f"no plan of an attempt: {error}", file=str(folder / PLAN))) from None
+
+
+def newest_attempt(run_path: Path) -> int:
+    """The highest attempt number of a run; 0 where there is none."""
+    try:
+        return max((int(p.name) for p in (run_path / "attempts").iterdir() if p.name.isdigit()), default=0)
+    except OSError:
+        return 0
+
+
+def check_fence(run_path: Path, attempt: int) -> None:
+    """Refuse to act for an attempt that another one has followed: the scheduler gave its work to other processes.
+
+    A node that was cut off goes on computing; whatever it would write from then on would mix with the new attempt's.
+    Raises UserError (exit 75).
+    """
+    newest = newest_attempt(run_path)
+    if newest > attempt:
+        problem = Problem(f"attempt {newest} has taken over from attempt {attempt}: this one ends here", file=str(run_path))
+        raise UserError(problem, ExitCode.AGAIN)

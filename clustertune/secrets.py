@@ -1,0 +1,198 @@
+"""Tokens of a user, from a ``.env`` file that nobody else can read: parsed strictly, never executed, never repeated.
+
+No value is ever part of a message, and neither is a line that does not parse: it may be a token pasted without its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from clustertune.console import say
+from clustertune.errors import Problem, UserError
+
+DEFAULT = Path(__file__).resolve().parents[1] / ".env"
+"""Beside the ``recipes`` folder."""
+SECRET = ("HF_TOKEN", "WANDB_API_KEY")
+"""Keys that give access to an account: taken out of the environment again once their client has them."""
+KNOWN = (
+    *SECRET, "HF_REPO_ID", "HF_ENDPOINT", "WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+)  # fmt: skip
+_MAX_BYTES = 64 << 10
+_NAME = re.compile(r"[A-Z][A-Z0-9_]*|https?_proxy|no_proxy")
+"""Other names in lower case are refused and not repeated: ``hfAbC...=`` is a token that ends in base64's padding."""
+_PLAIN = re.compile(r"[!%+,\-./0-9:=?@A-Z^_a-z{}~\[\]]+")
+"""A value without quotes: nothing that a shell would read in another way."""
+_FORM = "KEY=value, one a line"
+
+
+def read_env(path: Path, note: Callable[[str], None] = say) -> dict[str, str]:
+    """The known keys of a ``.env`` file and their values; empty where there is no file.
+
+    ``KEY=value``, the value plain or in single or double quotes, without any expansion; blank lines and lines that begin
+    with ``#``. Keys that nothing here uses are left out, with a note. The file must be a regular one (no link), belong to
+    the user, and be closed to all others (mode 0600). Raises UserError naming everything that is wrong with it.
+    """
+    found = _read(path)
+    if found is None:
+        return {}
+    values, unknown, problems = parse(found, str(path))
+    if problems:
+        raise UserError(problems)
+    if unknown:
+        note(f"{path}: not used here: {', '.join(unknown)}")
+    return values
+
+
+def apply_env(path: Path = DEFAULT, names: Iterable[str] = KNOWN) -> tuple[str, ...]:
+    """Set those of ``names`` that the file holds in this process's environment; what stands there already stays.
+
+    Returns the names that were set. Raises UserError as :func:`read_env` does.
+    """
+    values, set_now = read_env(path), []
+    for name in names:
+        if name in values and name not in os.environ:
+            os.environ[name] = values[name]
+            set_now.append(name)
+    return tuple(set_now)
+
+
+def drop(names: Iterable[str] = SECRET) -> dict[str, str]:
+    """Take keys out of this process's environment, so that no process started from here on inherits them."""
+    return {name: value for name in names if (value := os.environ.pop(name, None)) is not None}
+
+
+@contextmanager
+def lent(values: Mapping[str, str]) -> Iterator[None]:
+    """Have keys in the environment for a while: for a library that looks nowhere else, and starts no process."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        drop(values)
+        os.environ.update(before)
+
+
+def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Problem]]:
+    """Values of known keys, names of unknown ones, and what is wrong, from the content of a ``.env`` file."""
+    values: dict[str, str] = {}
+    unknown: list[str] = []
+    try:
+        lines = text.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        line = text[: error.start].count(b"\n") + 1
+        return {}, [], [Problem("is not UTF-8 text", file=f"{file}:{line}", fix=f"write it anew: {_FORM}")]
+    if b"\r" in text:
+        line = text[: text.index(b"\r")].count(b"\n") + 1
+        problem = Problem("carriage return: the line ends are Windows'", file=f"{file}:{line}", fix=f"sed -i 's/\\r$//' {file}")
+        return {}, [], [problem]
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for number, content in enumerate(lines, 1):
+        if not content.strip() or content.lstrip().startswith("#"):
+            continue
+        try:
+            name, value = _assignment(content)
+        except _Wrong as wrong:
+            problems.append(Problem(str(wrong), file=f"{file}:{number}", fix=wrong.fix))
+            continue
+        if name in seen:
+            problems.append(Problem(f"{name} stands here for the second time", file=f"{file}:{number}", fix="leave one"))
+        elif name in KNOWN:
+            values[name] = value
+        else:
+            unknown.append(name)
+        seen.add(name)
+    return values, unknown, problems
+
+
+class _Wrong(ValueError):
+    """What is wrong with a line, and the remedy."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+def _assignment(line: str) -> tuple[str, str]:
+    """Name and value of a line. Raises _Wrong."""
+    if re.match(r"\s*export\s", line):
+        raise _Wrong("'export' is shell", f"leave the word out: {_FORM}")
+    name, equals, value = line.partition("=")
+    if not equals:
+        raise _Wrong("is no assignment", _FORM)
+    if not _NAME.fullmatch(name):
+        raise _Wrong("bad name before '='", f"capital letters, digits and _, without blanks: {_FORM}")
+    if any(not c.isprintable() for c in value):
+        raise _Wrong(f"{name} holds a character that cannot be printed", "type the value anew")
+    quote = value[:1]
+    if quote in ("'", '"'):
+        inner = value[1:-1]
+        if len(value) < 2 or value[-1] != quote or quote in inner:
+            raise _Wrong(f"{name}: the quotes do not close at the line's end", "nothing may follow the closing quote")
+        if quote == '"' and any(c in inner for c in "$`\\"):
+            raise _Wrong(f"{name} holds $, ` or \\ in double quotes", "nothing is expanded here: use single quotes")
+        value = inner
+    elif value and not _PLAIN.fullmatch(value):
+        raise _Wrong(f"{name} holds a blank or a sign that a shell would read", "put the value in single quotes")
+    if not value:
+        raise _Wrong(f"{name if name in KNOWN else 'a key'} has no value", "give it one, or leave the line out")
+    return name, value
+
+
+def _read(path: Path) -> bytes | None:
+    """The content of a file that is the user's alone. Looked at through one descriptor: it cannot be exchanged in between."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        what = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
+        raise UserError(Problem(what, file=str(path), fix="a regular file of your own, mode 0600")) from None
+    try:
+        problems = file_problems(os.fstat(fd), os.stat(path.parent), path)  # noqa: PTH116 - both from the system, alike
+        if problems:
+            raise UserError(problems)
+        data = os.read(fd, _MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path))) from None
+    finally:
+        os.close(fd)
+    if len(data) > _MAX_BYTES:
+        raise UserError(Problem(f"larger than {_MAX_BYTES >> 10} KiB: this is no .env", file=str(path)))
+    return data
+
+
+def file_problems(found: os.stat_result, folder: os.stat_result, path: Path) -> list[Problem]:
+    """What lets others read or exchange the file."""
+    problems, user = [], os.geteuid()
+    if not stat.S_ISREG(found.st_mode):
+        return [Problem("is no regular file", file=str(path), fix="a regular file of your own, mode 0600")]
+    if found.st_uid != user:
+        fix = f"make one of your own: install -m 600 /dev/null {path}"
+        problems.append(Problem(f"belongs to user {found.st_uid}, not to you", file=str(path), fix=fix))
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o177:
+        problems.append(Problem(f"mode {mode:04o}: it must be yours alone", file=str(path), fix=f"chmod 600 {path}"))
+    open_to = stat.S_IMODE(folder.st_mode) & (0o022 if not _is_private(folder.st_gid) else 0o002)
+    if open_to and not folder.st_mode & stat.S_ISVTX:
+        fix = f"chmod go-w {path.parent}"
+        problems.append(Problem("others may write in its folder, and put another file there", file=str(path.parent), fix=fix))
+    return problems
+
+
+def _is_private(group: int) -> bool:
+    """The user's own group of one, as most distributions make it; folders are group-writable by default there."""
+    try:
+        named, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return named.gr_name == user.pw_name and group == user.pw_gid and set(named.gr_mem) <= {user.pw_name}

@@ -1,0 +1,66 @@
+"""What ``accelerate launch`` puts into a rank's environment, for launchers that do not know accelerate (torchrun, Ray)."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from clustertune.errors import Problem, UserError
+
+MARK = "ACCELERATE_MIXED_PRECISION"
+"""``accelerate launch`` sets it for every kind of distribution."""
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def is_launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``accelerate launch`` started this process (or one above it)."""
+    return MARK in (os.environ if environment is None else environment)
+
+
+def apply(config_file: Path, world_size: int) -> bool:
+    """Set what ``accelerate launch`` would have set, unless it did; before torch is imported. Returns whether it was set.
+
+    A variable that is there already stays: whoever started the rank chose it.
+    """
+    if is_launched():
+        return False
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as accelerate and torchrun do; OpenMP reads it when torch is loaded
+    for key, value in accelerate_environment(config_file, world_size).items():
+        os.environ.setdefault(key, value)
+    return True
+
+
+def accelerate_environment(config_file: Path, world_size: int) -> dict[str, str]:
+    """The variables that ``accelerate launch --config_file`` sets from the file, by accelerate 1.15's own code.
+
+    Left out is what a launcher decides: addresses, ports and threads.
+    Raises UserError where accelerate refuses the file.
+    """
+    from accelerate.commands import launch
+
+    arguments = ["--config_file", str(config_file), "--num_processes", str(world_size), "--num_machines", "1"]
+    # One machine and any free port: neither reaches the variables, and accelerate tries to bind the port that it is given.
+    arguments += ["--machine_rank", "0", "--main_process_port", "0", "--module", "clustertune"]
+    parsed = launch.launch_command_parser().parse_args(arguments)
+    try:
+        parsed, defaults, precision_of_file = launch._validate_launch_command(parsed)
+        if parsed.use_deepspeed:
+            fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if precision_of_file else [])]
+            parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        found = _prepare(parsed)
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        raise UserError(Problem(f"accelerate refuses it: {error}", file=str(config_file))) from None
+    return {key: str(value) for key, value in found.items() if key.startswith(PREFIXES)}
+
+
+def _prepare(parsed: Namespace) -> Mapping[str, str]:
+    """The environment of a rank, by the function that ``accelerate launch`` itself would choose."""
+    from accelerate.utils import launch
+
+    if parsed.use_deepspeed:
+        return dict(launch.prepare_deepspeed_cmd_env(parsed)[1])
+    if parsed.use_fsdp or parsed.multi_gpu:
+        return dict(launch.prepare_multi_gpu_env(parsed))
+    return dict(launch.prepare_simple_launcher_cmd_env(parsed)[1])

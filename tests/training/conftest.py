@@ -1,0 +1,78 @@
+"""A prepared run that each test copies, and its ranks started as a launcher that knows nothing of the run starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import REPO, run
+
+RECIPE = "recipes/tiny-oasst2"
+SMALL = ["train.max_length=64", "train.save_steps=2", "train.eval_steps=2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", f"{RECIPE}/accelerate.yaml", "--num_machines", "1"]
+ACCELERATE += ["--machine_rank", "0", "--main_process_port", "0", "--num_processes"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+class Ranks:
+    """The ranks of one attempt at a run folder, without any agent that watches them."""
+
+    def __init__(self, folder: Path, attempt: int, launcher: list[str], count: int = 2, **environment: str) -> None:
+        self.folder = folder
+        self.records = folder / "attempts" / f"{attempt:04d}"
+        self.records.mkdir(parents=True, exist_ok=True)
+        program = ["train", "--run-dir", str(folder), "--attempt", str(attempt)]
+        module = ["-m" if launcher is TORCHRUN else "--module", "clustertune"]
+        self._child = subprocess.Popen(
+            [sys.executable, *launcher, str(count), *module, *program],
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": str(REPO), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def until(self, condition: Callable[[], Any], seconds: float = 300) -> bool:
+        """Wait for a condition; False where the ranks ended before."""
+        deadline = time.monotonic() + seconds
+        while self._child.poll() is None and time.monotonic() < deadline:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def end(self) -> str:
+        """Wait for all ranks; returns what the launcher and rank 0 said."""
+        return self._child.communicate(timeout=300)[0]
+
+    def record(self, rank: int) -> Mapping[str, Any]:
+        """What a rank left at its end."""
+        found: dict[str, Any] = json.loads((self.records / f"rank-{rank}.json").read_bytes())
+        return found
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations and base model of a run; nothing is trained."""
+    folder = tmp_path_factory.mktemp("prepared") / "run"
+    done = run("run", RECIPE, "--run-dir", folder, "--to", "prepare", *SMALL, "train.max_steps=4")
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def fresh(prepared: Path, tmp_path: Path) -> Path:
+    """A run folder of one's own in which training is next: four steps, saved and evaluated at 2 and 4."""
+    folder = tmp_path / "run"
+    shutil.copytree(prepared, folder)
+    return folder

@@ -1,0 +1,58 @@
+"""Ranks that torchrun or Ray started read the same of accelerate's file as ranks that ``accelerate launch`` started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clustertune.errors import UserError
+from clustertune.training import accelerate_env
+
+CHILD = "import json, os, sys; os.environ['RANK'] == '0' and json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+HSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_offload_params: true}
+parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 1}
+"""
+FILES = ["tiny-oasst2/accelerate.yaml", "tiny-oasst2/accelerate-fsdp1.yaml", "llama405b-oasst2/accelerate.yaml", HSDP]
+
+
+@pytest.mark.parametrize("given", FILES, ids=["fsdp2", "fsdp1", "reference", "hsdp"])
+def test_it_is_what_accelerate_launch_passes_on(given: str, repo: Path, tmp_path: Path) -> None:
+    """accelerate's variables are its own business: the launcher itself says what they must be."""
+    config = repo / "recipes" / given if "\n" not in given else tmp_path / "accelerate.yaml"
+    if "\n" in given:
+        config.write_text(given)
+    (tmp_path / "child.py").write_text(CHILD)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    launcher += ["--num_machines", "1", "--machine_rank", "0", "--main_process_port", "0"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(accelerate_env.PREFIXES)}
+    subprocess.run([*launcher, str(tmp_path / "child.py"), str(tmp_path / "out")], check=True, env=clean, capture_output=True)
+    passed = json.loads((tmp_path / "out").read_text())
+    wanted = {key: value for key, value in passed.items() if key.startswith(accelerate_env.PREFIXES)}
+    assert accelerate_env.accelerate_environment(config, 2) == wanted
+    assert accelerate_env.is_launched(passed) and len(wanted) > 15
+
+
+def test_it_is_left_alone_where_accelerate_launch_was_there(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = repo / "recipes" / FILES[0]
+    monkeypatch.setattr(os, "environ", {**os.environ, accelerate_env.MARK: "no"})
+    assert not accelerate_env.apply(config, 2) and "FSDP_VERSION" not in os.environ
+    monkeypatch.setattr(os, "environ", {**os.environ, "FSDP_OFFLOAD_PARAMS": "true"})
+    os.environ.pop(accelerate_env.MARK)
+    assert accelerate_env.apply(config, 2)
+    assert (os.environ["FSDP_VERSION"], os.environ["FSDP_OFFLOAD_PARAMS"]) == ("2", "true")
+
+
+def test_a_file_that_accelerate_refuses(tmp_path: Path) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nno_such_key: 1\n")
+    with pytest.raises(UserError, match="accelerate refuses it"):
+        accelerate_env.accelerate_environment(config, 2)

@@ -1,0 +1,134 @@
+"""What ends a training between two steps: a signal, another attempt, an evaluation that is no number."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from trl import SFTTrainer
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.plan import check_fence
+from clustertune.process import stop_signals
+from clustertune.training.beat import Beat
+from clustertune.training.events import EventLog
+from clustertune.training.stop import StopFlag
+from clustertune.training.trainer import NothingLeft, Trainer
+
+
+class Ranks:
+    """This rank of two; ``others`` is what the other one brings to a maximum."""
+
+    world_size = 2
+
+    def __init__(self, rank: int = 0, others: tuple[float, ...] = ()) -> None:
+        self.rank, self.others = rank, others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def maximum(self, values: list[float]) -> list[float]:
+        others = (*self.others, *[0.0] * len(values))
+        return [max(pair) for pair in zip(values, others, strict=False)]
+
+
+def make(monkeypatch: pytest.MonkeyPatch, fence: Any = lambda: None, step: int = 0, start: int = 0, **metrics: float) -> Any:
+    made: Any = object.__new__(Trainer)
+    made.group, made.stop, made.beat, made.fence = Ranks(), StopFlag(), Beat(), fence
+    made.stopping, made.eval_skipped, made.peak_memory_bytes, made.start_step = False, False, 0, start
+    made.state = SimpleNamespace(global_step=step, max_steps=8)
+    made.control, made._metrics, made.model = SimpleNamespace(), {"eval": {}}, SimpleNamespace(train=lambda: None)
+
+    def evaluate(self: Any, **kwargs: Any) -> Any:
+        self.prediction_step()
+        return metrics
+
+    monkeypatch.setattr(SFTTrainer, "evaluate", evaluate)
+    monkeypatch.setattr(SFTTrainer, "prediction_step", lambda self: None)
+    return made
+
+
+def taken_over() -> None:
+    raise UserError(Problem("attempt 2 has taken over from attempt 1"), ExitCode.AGAIN)
+
+
+def test_all_ranks_end_where_rank_0_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a step's end and within an evaluation; ranks other than 0 hear of it in the collective that is there anyway."""
+    first = make(monkeypatch, taken_over)
+    other = make(monkeypatch, taken_over)
+    other.group = Ranks(rank=1)
+    assert not other.agree()
+    other.group = Ranks(rank=1, others=(0.0, 0.0, 1.0))
+    for trainer, act in ((first, "agree"), (first, "evaluate"), (other, "agree")):
+        with pytest.raises(UserError, match="has taken over") as caught:
+            getattr(trainer, act)()
+        assert caught.value.code is ExitCode.AGAIN
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_an_evaluation_that_is_no_number_stops_for_good(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
+    trainer = make(monkeypatch, step=4, eval_loss=loss)
+    with pytest.raises(UserError, match=rf"not finite at step 5 \(rank 0: eval loss {loss}") as caught:
+        trainer.evaluate()
+    assert caught.value.code is ExitCode.STOP and "eval split" in str(caught.value)
+    assert make(monkeypatch, step=4, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
+
+
+def test_asked_to_stop_ahead_of_the_first_step_no_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock loop looks for a stop only after a step: it would take one more, even behind the last one."""
+    trainer = make(monkeypatch, step=8, start=8, eval_loss=1.0)
+    trainer.stop.signal_name = "SIGUSR1"
+    with pytest.raises(NothingLeft):
+        trainer.evaluate()
+    assert trainer.eval_skipped
+    under_way = make(monkeypatch, step=4, start=2, eval_loss=1.0)
+    under_way.stop.signal_name = "SIGUSR1"
+    assert under_way.evaluate() == {} and under_way.control.should_training_stop
+
+
+def test_behind_the_last_step_only_the_evaluation_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(monkeypatch, step=8, start=8, eval_loss=1.0)
+    with pytest.raises(NothingLeft):
+        trainer.evaluate()
+    assert not trainer.eval_skipped
+    assert make(monkeypatch, step=8, start=6, eval_loss=1.0).evaluate() == {"eval_loss": 1.0}
+
+
+def test_no_event_is_written_for_an_attempt_that_was_followed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = EventLog(path, 1, lambda: check_fence(tmp_path, 1))
+    log.write("step", step=1)
+    (tmp_path / "attempts" / "0002").mkdir(parents=True)
+    for act in (lambda: log.write("step", step=2), lambda: EventLog(path, 1, lambda: check_fence(tmp_path, 1))):
+        with pytest.raises(UserError, match="taken over"):
+            act()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signal handlers of the test run itself, put back."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked_for(handlers: None) -> None:
+    """The system's own answer to SIGHUP is to kill: the steps since the last checkpoint would be lost."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    stop = StopFlag()
+    stop.install()
+    signal.raise_signal(signal.SIGHUP)
+    assert stop.is_set and stop.signal_name == "SIGHUP"
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert signal.SIGHUP not in stop_signals()
+    StopFlag().install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
