@@ -14,16 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune import manifest
+from clustertune import manifest, secrets
 from clustertune.checkpoint import store
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local
+from clustertune.launch.agent import Agent
+from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.plan import Plan
 from clustertune.rundir import STAGES, RunDir
 from clustertune.training.events import EventLog
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
+_OF_THE_HUB = ("HF_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -69,9 +73,13 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     return run
 
 
+_BEFORE = ("lock", "owner.json", "attempts", "jobs", "logs")
+"""What a job makes in its run folder before ``run.json``."""
+
+
 def _is_ours(name: str) -> bool:
     """A file that a command which was killed before it had written ``run.json`` leaves."""
-    return name == "lock" or (name.startswith(".run.json.") and name.endswith(".tmp"))
+    return name in _BEFORE or (name.startswith((".run.json.", ".owner.json.")) and name.endswith(".tmp"))
 
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
@@ -188,7 +196,8 @@ class Chain:
             "report": self.report,
         }
         try:
-            values = steps[stage]()
+            with secrets.lent(self._tokens(stage)):
+                values = steps[stage]()
         except BaseException as error:
             code = int(error.code) if isinstance(error, UserError) else 1
             seconds = round(time.perf_counter() - began, 3)
@@ -200,6 +209,13 @@ class Chain:
         log.close()
         self.results[stage] = self.run.finish_stage(stage, seconds, **values)
         say(f"{stage}: {seconds:.1f} s")
+
+    def _tokens(self, stage: str) -> dict[str, str]:
+        """What ``.env`` holds for the Hub, where a stage may load from it. The ranks of the training read it themselves."""
+        if stage not in ("prepare", "merge", "eval"):
+            return {}
+        found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
+        return {key: value for key, value in found.items() if key in _OF_THE_HUB}
 
     def prepare(self) -> dict[str, Any]:
         """The conversations, and the base model where the recipe makes its own."""
@@ -221,20 +237,26 @@ class Chain:
         if newest is None or not _is_final(newest):
             for bad, problems in broken if self.quiet else []:  # the ranks' own words go to their logs only
                 say(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
-            attempt = self.run.new_attempt()
-            program = [
-                "train",
-                "--run-dir",
-                str(self.run.path.resolve()),
-                "--attempt",
-                str(attempt),
-                *(["--quiet"] if self.quiet else []),
-            ]
-            command = local.accelerate_command(self.resolved, program)
-            outcome = local.run_ranks(command, self.run.attempt(attempt), self.resolved.world_size, quiet=self.quiet)
+            outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), newest.step if newest else 0))
             if outcome.code is not ExitCode.OK:
                 raise UserError(outcome.problems or [self._stopped()], outcome.code)
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
+
+    def make_plan(self, attempt: int, from_step: int) -> Plan:
+        """Who takes part in an attempt: here, all ranks on this machine."""
+        return local.local_plan(self.resolved, attempt, from_step)
+
+    def run_attempt(self, plan: Plan) -> Outcome:
+        """One attempt at training on this machine, from its plan to its outcome."""
+        folder = self.run.attempt(plan.attempt)
+        plan.write(folder)
+        program = local.rank_program(self.run.path, plan.attempt, quiet=self.quiet)
+        agent = Agent(self.run.path, plan, node=0)
+        agent.run(local.accelerate_command(self.resolved, program), quiet=self.quiet)
+        outcome = judge(folder, plan)
+        with contextlib.suppress(OSError):  # a full disk is what it may have to tell
+            outcome.write(folder)
+        return outcome
 
     def _stopped(self) -> Problem:
         return Problem("stopped as asked, at a saved step", file=str(self.run.path), fix="run the same command again to go on")
@@ -275,7 +297,9 @@ class Chain:
         if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
         # Random weights are never worth the benchmark's 541 prompts.
-        result = evaluate(self.run.merged, self.run.eval, settings=recipe.eval.ifeval, benchmark=recipe.model.weights == "hub")
+        device = "auto" if visible_gpus() > 1 and recipe.model.weights == "hub" and not self.resolved.tiny else None
+        benchmark = recipe.model.weights == "hub"
+        result = evaluate(self.run.merged, self.run.eval, settings=recipe.eval.ifeval, benchmark=benchmark, device=device)
         require_pass(result)
         return {"scores": result["scores"], "settings": settings}
 

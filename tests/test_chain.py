@@ -124,7 +124,7 @@ def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(finished: tuple[P
     folder = tmp_path / "run"
     arguments = ["run", RECIPE, "--run-dir", folder, "--to", "export", *SHORT]
     killed = run_until(stepped(folder, 1, 3), kill(folder, 1, signal.SIGKILL), *arguments)
-    assert killed.code == 75 and "rank 1 ended without a word" in killed.err
+    assert killed.code == 75 and "rank 1 failed first: killed (SIGKILL" in killed.err
     warned = run_until(stepped(folder, 2, 1), lambda pid: os.kill(pid, signal.SIGUSR1), *arguments)
     assert warned.code == 75 and "stopped as asked" in warned.err
     stopped = events(folder, "checkpoint")[-1]

@@ -20,6 +20,7 @@ ON_THE_COMMAND_LINE = {
     "model.path": "weights that lie on this site's storage: model.path=DIR",
     "model.chat_template": "a base model without one: the file lies beside the recipe that needs it",
     "data.eval_fraction": "data without splits of its own, in another proportion than the default",
+    "slurm.stall_seconds": "a site whose storage is silent for longer than five steps",
     "accelerate": "another file of the folder: accelerate=accelerate-fsdp1.yaml",
     "eval.ifeval.batch_size": "as the GPU's memory allows",
     "eval.ifeval.limit": "a look at the first prompts while a recipe is written",

@@ -92,6 +92,8 @@ class Slurm(Section):
     gpus_per_node: Annotated[Positive, Field(le=1_000)] = 1
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$")] = "24:00:00"
     """Wall time limit in Slurm's form."""
+    stall_seconds: Annotated[Number, Field(ge=1)] | None = None
+    """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
 
 
 class IFEval(Section):

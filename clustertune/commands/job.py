@@ -1,0 +1,94 @@
+"""What Slurm starts: ``job`` on the first node of an allocation, ``node`` on every one of them for an attempt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clustertune import secrets
+from clustertune.arguments import path_argument
+from clustertune.console import say
+from clustertune.errors import Problem, UserError
+from clustertune.rundir import STAGES
+
+
+def add(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(job)
+    app.command()(node)
+
+
+def job(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Scaled down; one rank per GPU of the allocation.")] = False,
+    cluster: Annotated[str | None, typer.Option(help="A file below ops/clusters/, a path, or local.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The run's folder.")] = None,
+    first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
+    last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
+    sweep: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A sweep; the task picks.")] = None,
+    script: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run inside a Slurm job: what launch/run.sbatch starts.
+
+    Checks the allocation, runs the stages, and has the job requeued where it can go on later.
+    """
+    from clustertune import chain
+    from clustertune import job as program
+    from clustertune.config.cluster import load_cluster
+    from clustertune.launch import allocation, lead
+
+    for key, stage in (("--from", first), ("--to", last)):
+        if stage not in STAGES:
+            raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
+    words = list(overrides or [])
+    point_dir = None
+    if sweep is not None:
+        from clustertune.sweep.points import point
+
+        chosen = point(sweep, _task())
+        recipe, words, tiny, point_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
+    secrets.read_env(secrets.DEFAULT)
+    given = allocation.read()
+    machine = load_cluster(cluster)
+    resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
+    asked = [recipe, *words, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
+    if problems := allocation.check(given, resolved, machine, asked, (first, last)):
+        raise UserError(problems)
+    path = point_dir or run_dir or chain.default_run_dir(resolved, Path("runs"))
+    for line in program.describe(resolved, machine, given, path, (first, last)):
+        say(line)
+    needed = lead.needed(path, resolved)
+    if script is not None and (warning := lead.warning(lead.given_in(script.read_text(errors="replace")), needed)):
+        say(f"warning: {warning}")
+    for text in resolved.warnings:
+        say(f"warning: {text}")
+    program.run(resolved, machine, given, path, (first, last), chain.command_line())
+    say(f"done: {path}")
+
+
+def _task() -> int:
+    text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    if not text.isdigit():
+        raise UserError(Problem("--sweep runs as a task of a job array", fix="clustertune sweep submits it"))
+    return int(text)
+
+
+def node(
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A prepared run folder.")],
+    attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")],
+    node_rank: Annotated[int | None, typer.Option("--node", min=0, help="Which node; without it, as Slurm says.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log only.")] = False,
+) -> None:
+    """Run one node's ranks of an attempt: what srun starts on every node."""
+    from clustertune.launch.node import main
+
+    if node_rank is None:
+        text = os.environ.get("SLURM_NODEID", "")
+        if not text.isdigit():
+            raise UserError(Problem("which node is this?", key="--node", fix="give --node, or start it with srun"))
+        node_rank = int(text)
+    raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet))

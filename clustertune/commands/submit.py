@@ -1,0 +1,302 @@
+"""``clustertune submit``: the chain as dependent jobs on Slurm, and how they are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune.arguments import existing_folder, path_argument
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.submit import split_script
+from clustertune.rundir import STAGES, RunDir
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+    from clustertune.config.resolved import Resolved
+    from clustertune.launch.lead import Lead
+    from clustertune.launch.status import Status
+    from clustertune.launch.submit import StageJob
+
+DONE = "every stage is finished: nothing is left to submit"
+PLANNED = "JOB"
+"""Stands for a job's id where nothing was submitted yet."""
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(submit)
+
+
+def submit(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.", show_default=False)
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.", show_default=False)
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it runs/<recipe>/<fingerprint>."),
+    ] = None,
+    first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
+    last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
+    one_job: Annotated[bool, typer.Option("--one-job", help="All stages in one job of the training's size.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print scripts and commands; needs no Slurm.")] = False,
+    status: Annotated[
+        Path | None, typer.Option("--status", metavar="RUN", parser=path_argument, help="Show the jobs of a run instead.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Run the chain on Slurm: each stage a job of its own size.
+
+    Every flag is derived from the recipe and the cluster file. What is finished is not submitted again.
+    """
+    if status is not None:
+        _show_status(status, as_json)
+        return
+    if recipe is None:
+        raise UserError(Problem("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN"))
+    plan = Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last, one_job)
+    problems = plan.find_problems(dry_run)
+    if problems:
+        raise UserError(problems)
+    for warning in plan.warnings():
+        say(f"warning: {warning}")
+    if dry_run:
+        plan.show(as_json)
+    else:
+        plan.send(as_json)
+
+
+@dataclass
+class Submission:
+    """One submission on its way."""
+
+    resolved: Resolved
+    machine: Cluster
+    path: Path
+    stages: list[str]
+    lead: Lead
+    jobs: list[StageJob]
+
+    @classmethod
+    def make(
+        cls,
+        recipe: str,
+        overrides: list[str],
+        tiny: bool,
+        cluster: str | None,
+        run_dir: Path | None,
+        first: str | None,
+        last: str,
+        one_job: bool,
+    ) -> Submission:
+        """Resolve and derive. Raises UserError."""
+        from clustertune import chain
+        from clustertune.config.cluster import load_cluster
+        from clustertune.config.resolve import resolve
+        from clustertune.launch import lead, shape
+        from clustertune.launch import submit as launch
+
+        for key, stage in (("--from", first), ("--to", last)):
+            if stage is not None and stage not in STAGES:
+                fix = f"one of {', '.join(STAGES)}"
+                raise UserError(Problem(f"there is no stage {stage!r}", file="command line", key=key, fix=fix))
+        resolved = resolve(recipe, overrides, tiny=tiny)
+        machine = load_cluster(cluster)
+        shaped = [*overrides, *shape.shape_overrides(resolved, machine)]
+        resolved = resolved if shaped == overrides else resolve(recipe, shaped, tiny=tiny)
+        path = (run_dir or chain.default_run_dir(resolved, Path("runs"))).absolute()
+        finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
+        stages = launch.left_to_do(finished, first, last)
+        needed = lead.needed(path, resolved)
+        jobs = []
+        if stages:
+            jobs = launch.make_jobs(
+                resolved.name,
+                stages,
+                shape.stage_shapes(resolved, machine),
+                path,
+                words=[resolved.folder, *shaped],
+                flags=[*(["--tiny"] if tiny else []), *(["--cluster", _cluster_word(cluster)] if cluster else [])],
+                signal_seconds=min(needed.seconds, lead.LONGEST_SECONDS),
+                one_job=one_job,
+            )
+        return cls(resolved, machine, path, stages, needed, jobs)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the training is among what is submitted."""
+        return "train" in self.stages
+
+    def find_problems(self, dry_run: bool) -> list[Problem]:
+        """Everything that keeps this from being submitted, at once."""
+        from clustertune import secrets
+        from clustertune.config.resolved import is_there
+        from clustertune.launch import lead, shape, visible
+        from clustertune.launch.submit import REPO
+
+        problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
+        if self.trains:
+            minutes = shape.train_shape(self.resolved, self.machine).minutes
+            problems += lead.find_problems(self.lead, minutes, file=self.resolved.name)
+        if self.path.exists() and not self.path.is_dir():
+            problems.append(Problem("is a file, a run needs a folder", file=str(self.path), fix="give another --run-dir"))
+        source = self.resolved.input_path
+        if source is not None and "prepare" in self.stages and not is_there(source):
+            problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
+        if dry_run:
+            return problems
+        try:
+            secrets.read_env(REPO / ".env")
+        except UserError as error:
+            problems += error.problems
+        if shutil.which("sbatch") is None:
+            fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
+            problems.append(Problem("sbatch is not on PATH", fix=fix))
+        if self.machine.slurm is None:
+            fix = "add a slurm section to its file, or --cluster names another one"
+            problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
+        places = [("the run folder", self.path), ("the checkout", REPO)]
+        mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
+        problems += visible.find_problems(places, self.machine, platform.node(), mounts)
+        return problems
+
+    def warnings(self) -> list[str]:
+        """What is allowed and probably not meant."""
+        from clustertune.launch import shape
+
+        return [*self.resolved.warnings, *self.machine.notes, *shape.warnings(self.resolved, self.machine)]
+
+    def node_lines(self) -> tuple[list[dict[str, str]], list[str]]:
+        """The environment of the ranks with the reason of each variable, and the command that starts every node."""
+        from clustertune import job as program
+        from clustertune.launch.allocation import Allocation
+        from clustertune.launch.environment import environment
+        from clustertune.launch.plan import newest_attempt
+        from clustertune.launch.shape import train_shape
+
+        shape = train_shape(self.resolved, self.machine)
+        names = tuple(host.name for host in self.machine.compute_nodes[: shape.nodes])
+        given = Allocation(PLANNED, 0, names, shape.gpus_per_node, shape.cpus_per_node, 1, None)
+        settings = environment(
+            self.machine,
+            world_size=self.resolved.world_size,
+            ranks_per_node=shape.ranks_per_node,
+            cpus_per_node=shape.cpus_per_node,
+            job=PLANNED,
+            cpu_only=not shape.gpus_per_node,
+        )
+        command = program.step_command(self.path, newest_attempt(self.path) + 1, self.machine, given)
+        return [{"name": s.name, "value": s.value, "reason": s.reason} for s in settings], command
+
+    def commands(self) -> list[list[str]]:
+        """The sbatch commands, with a name in place of the id that is not known yet."""
+        before: list[str | None] = [None, *(f"<id of {job.stage}>" for job in self.jobs)]
+        return [job.command(after) for job, after in zip(self.jobs, before, strict=False)]
+
+    def show(self, as_json: bool) -> None:
+        """Print what ``submit`` would do."""
+        if as_json:
+            settings, command = self.node_lines()
+            jobs = [
+                {"stage": job.stage, "shape": vars(job.shape), "file": str(job.path), "script": job.script, "command": words}
+                for job, words in zip(self.jobs, self.commands(), strict=True)
+            ]
+            lead = {"seconds": self.lead.seconds, "reason": self.lead.reason}
+            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": lead}
+            emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
+            return
+        for line in self.lines():
+            say(line)
+
+    def lines(self) -> list[str]:
+        """The same for people. The body, which all scripts have alike, stands once."""
+        found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
+        if not self.jobs:
+            return [*found, DONE]
+        for number, (job, words) in enumerate(zip(self.jobs, self.commands(), strict=True)):
+            header, body = split_script(job.script)
+            text = header + body if number == 0 else f"{header}# ... and the body of launch/run.sbatch, as above"
+            found += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(words)}"]
+        if self.trains:
+            settings, command = self.node_lines()
+            found += ["", f"# warned {self.lead.seconds} s before the time limit: {self.lead.reason}"]
+            found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
+            found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
+        return found
+
+    def send(self, as_json: bool) -> None:
+        """Submit, or say why not."""
+        from clustertune import chain, lock
+        from clustertune.launch import slurm
+        from clustertune.launch import submit as launch
+
+        opened = chain.open_run(self.resolved, self.path, chain.command_line())
+        folder = self.path / "jobs"
+        fix = "wait for it"
+        with lock.held(folder / "lock", "submits this run", shown=self.path, fix=fix):
+            if live := launch.live_jobs(self.path):
+                fix = (
+                    f"clustertune submit --status {shlex.quote(str(self.path))} shows them; scancel {' '.join(live)} ends them"
+                )
+                problem = Problem(f"jobs of this run are in the queue: {', '.join(live)}", file=str(self.path), fix=fix)
+                raise UserError(problem, ExitCode.AGAIN)
+            sent = launch.submit_all(
+                opened.path, self.jobs, lambda options, script, words: slurm.submit(options, script, words, os.environ)
+            )
+        if as_json:
+            emit_json({"run_dir": str(self.path), "jobs": sent})
+            return
+        for entry, job in zip(sent, self.jobs, strict=True):
+            say(f"{entry['stage']}: job {entry['id']}, {job.shape}" + (f", after {entry['after']}" if entry["after"] else ""))
+        if not sent:
+            say(DONE)
+        say(f"run folder: {self.path}")
+        say(f"clustertune submit --status {shlex.quote(str(self.path))}")
+
+
+def _cluster_word(cluster: str) -> str:
+    """The cluster as the job gets it: a path must be found from another working folder."""
+    return str(Path(cluster).absolute()) if "/" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
+
+
+def _show_status(path: Path, as_json: bool) -> None:
+    from clustertune.launch import status
+
+    run = RunDir(existing_folder(path, "a run folder"))
+    if not run.run_json.exists() and not (path / "jobs").is_dir():
+        run.read()  # says that it is none
+    found = status.read(run)
+    if as_json:
+        emit_json({"run_dir": str(path), **found.as_dict()})
+        return
+    _render(found)
+    say(f"run folder: {path}")
+
+
+def _render(found: Status) -> None:
+    """A table whose lines are never broken: job states are looked for by programs and people alike."""
+    from clustertune.launch.status import duration
+
+    names = ("stage", "job", "state", "time", "nodes", "restarts", "attempts", "step", "reason")
+    lines: list[tuple[str, ...]] = [names]
+    for row in found.rows:
+        numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
+        lines.append((row.stage, row.job or "", row.state, duration(row.seconds), row.nodes, *numbers, row.reason))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
+    for line in lines:
+        say("  ".join(line[i].ljust(widths[i]) for i in used).rstrip())
+    if found.note:
+        say(f"note: Slurm could not be asked: {found.note}")

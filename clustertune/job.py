@@ -1,0 +1,200 @@
+"""The program of a Slurm job, on its first node: check the allocation, run the stages, restart or requeue what can go on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune import chain
+from clustertune.checkpoint import store
+from clustertune.config.cluster import Cluster
+from clustertune.config.resolved import Resolved
+from clustertune.console import say, show_error
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch import lease, progress, slurm, srun, step
+from clustertune.launch.allocation import Allocation
+from clustertune.launch.environment import Setting, environment
+from clustertune.launch.judge import Outcome, any_node_failed, judge
+from clustertune.launch.plan import Node, Plan
+from clustertune.launch.rendezvous import first_port
+from clustertune.process import STOP_SIGNALS, Stopped
+from clustertune.rundir import STAGES, RunDir
+
+
+@dataclass
+class JobChain(chain.Chain):
+    """The chain with its training spread over the nodes of an allocation."""
+
+    allocation: Allocation = field(kw_only=True)
+    cluster: Cluster = field(kw_only=True)
+    signals: list[int] = field(default_factory=list)
+    """Stop signals that this process got, in order."""
+    outcome: Outcome | None = None
+
+    def train(self) -> dict[str, Any]:
+        """Attempt after attempt in this allocation, as long as all nodes answer and a new checkpoint is reached."""
+        while True:
+            newest, _ = store.newest_whole(self.run.checkpoints)
+            progress.check(self.run.path, self.allocation.job_id, newest.step if newest else 0)
+            self.outcome = None
+            try:
+                return super().train()
+            except UserError as error:
+                if not self._may_go_on(error):
+                    raise
+                show_error(UserError(error.problems, ExitCode.AGAIN))
+                say("the next attempt begins in this allocation")
+
+    def _may_go_on(self, error: UserError) -> bool:
+        """Whether another attempt makes sense here and now: nobody asked to stop, and every node spoke."""
+        if self.outcome is None or error.code not in (ExitCode.AGAIN, ExitCode.FAILED) or self.signals:
+            return False
+        return not self.outcome.asked and not self.outcome.nodes_gone and self.still_mine()
+
+    def still_mine(self) -> bool:
+        """Whether no later start of this job works in the run folder."""
+        return lease.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
+
+    def make_plan(self, attempt: int, from_step: int) -> Plan:
+        names = self.allocation.nodes
+        traces = str(self.run.attempt(attempt).resolve())
+        settings = settings_of(self.resolved, self.cluster, self.allocation, traces)
+        compute = self.cluster.compute
+        return Plan(
+            attempt=attempt,
+            nodes=tuple(Node(name, name) for name in names),
+            ranks_per_node=self.resolved.world_size // len(names),
+            launcher="slurm",
+            job=self.allocation.job_id,
+            restart=self.allocation.restart,
+            from_step=from_step,
+            interface=self.cluster.network.interface if len(names) > 1 else None,
+            environment={setting.name: setting.value for setting in settings},
+            numa_gpus=tuple(tuple(group) for group in compute.numa_gpus or ()),
+            numa_cpus=tuple(compute.numa_cpus or ()),
+            stall_seconds=self.resolved.recipe.slurm.stall_seconds,
+            port=first_port(self.allocation.job_id, attempt),
+        )
+
+    def run_attempt(self, plan: Plan) -> Outcome:
+        """One attempt as one step of the job."""
+        folder = self.run.attempt(plan.attempt)
+        plan.write(folder)
+        command = step_command(self.run.path, plan.attempt, self.cluster, self.allocation)
+        say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
+        srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan))
+        self.outcome = judge(folder, plan, asked=bool(self.signals))
+        self.outcome.write(folder)
+        return self.outcome
+
+
+def step_command(run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
+    """``srun`` of the node's program, in the cluster's container if it has one."""
+    gpus = bool(allocation.gpus_per_node)
+    inside = step.container_command(
+        step.node_command(run_path, attempt),
+        runtime=cluster.container.runtime,
+        image=cluster.container.image,
+        binds=[str(run_path.resolve()), cluster.storage.scratch, *cluster.container.binds],
+        gpus=gpus,
+        repo=chain.REPO,
+    )
+    return step.srun_command(inside, nodes=len(allocation.nodes), cpus=allocation.cpus_per_node, gpus=gpus, environ=os.environ)
+
+
+def run(
+    resolved: Resolved, cluster: Cluster, allocation: Allocation, path: Path, stages: tuple[str, str], command: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The stages of a job. Where it has to end before them, and may go on later, it is requeued.
+
+    Raises UserError as the chain does, or Stopped.
+    """
+    holder = RunDir(path)
+    with lease.taken_over(holder, allocation.job_id, allocation.restart, slurm.is_running):
+        opened = chain.open_run(resolved, path, command)
+        opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
+        links = JobChain(opened, resolved, allocation=allocation, cluster=cluster)
+        try:
+            return links.go(*stages)
+        except UserError as error:
+            if error.code is ExitCode.AGAIN:
+                _requeue(links)
+            raise
+        except Stopped as stopped:
+            links.signals.append(signal.Signals[str(stopped)])
+            _requeue(links)
+            raise
+
+
+def _requeue(links: JobChain) -> None:
+    """Ask Slurm to start the job again, unless somebody else has decided over it already."""
+    job = links.allocation.job_id
+    if not links.still_mine():
+        return
+    if links.signals and signal.SIGUSR1 not in links.signals and not _ended_by_nobody(job):
+        return
+    for number in STOP_SIGNALS:  # Slurm ends what it requeues; what is left to do here is to say so
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        slurm.requeue(job)
+    except UserError as error:
+        fix = "submit it again: it goes on from the newest whole checkpoint"
+        say(f"note: job {job} could not be requeued: {error.problems[0].message} -> {fix}")
+        return
+    say(f"job {job} is requeued: it goes on from the newest whole checkpoint")
+
+
+def _ended_by_nobody(job: str) -> bool:
+    """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and nobody with a cancelled one.
+
+    ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first. A job
+    that ran into its limit unwarned goes on later. One that Slurm takes for running was hit by accident: a node that comes
+    back after it was cut off ends what it had of the job, and with it what has just been started there.
+    """
+    try:
+        found = slurm.show_job(job) or {}
+    except UserError:
+        return False
+    return found.get("Reason") == "TimeLimit" or found.get("JobState") == "RUNNING"
+
+
+def describe(resolved: Resolved, cluster: Cluster, allocation: Allocation, path: Path, stages: tuple[str, str]) -> list[str]:
+    """What a job is about to do, line by line: nodes, ranks, environment with the reason of each variable, the command."""
+    start = f", start {allocation.restart + 1}" if allocation.restart else ""
+    what = stages[0] if stages[0] == stages[1] else f"{stages[0]} to {stages[1]}"
+    head = f"job {allocation.job_id}{start}: {resolved.name}, {what}, on {', '.join(allocation.nodes)}; run folder {path}"
+    if "train" not in STAGES[STAGES.index(stages[0]) : STAGES.index(stages[1]) + 1]:
+        return [head]
+    ranks = resolved.world_size // len(allocation.nodes)
+    return [
+        head,
+        f"{resolved.world_size} ranks, {ranks} on each node; cluster {cluster.name}",
+        *(f"  {s.name}={s.value}  # {s.reason}" for s in settings_of(resolved, cluster, allocation)),
+        f"on every node: {shlex.join(step_command(path, 1, cluster, allocation))}",
+    ]
+
+
+def has_gpus() -> bool:
+    """Whether this node really has GPUs: those of a rehearsal are names only."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def settings_of(resolved: Resolved, cluster: Cluster, allocation: Allocation, traces: str | None = None) -> list[Setting]:
+    """The environment of every rank. Cores are those that this node really has: a rehearsal claims more."""
+    ranks = max(1, resolved.world_size // len(allocation.nodes))
+    here = len(os.sched_getaffinity(0))
+    return environment(
+        cluster,
+        world_size=resolved.world_size,
+        ranks_per_node=ranks,
+        cpus_per_node=allocation.cpus_per_node or here,
+        job=allocation.job_id,
+        cpu_only=not has_gpus(),
+        present=here,
+        traces=traces,
+    )

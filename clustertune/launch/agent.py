@@ -1,0 +1,183 @@
+"""The process of one node: starts its ranks, asks them to save on a signal, and ends them when they hang or are superseded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from clustertune.errors import ExitCode, Problem
+from clustertune.launch.plan import Plan, newest_attempt
+from clustertune.launch.vitals import Vitals
+from clustertune.manifest import write_durably
+from clustertune.process import die_with_parent, stop_signals
+
+POLL_SECONDS = 0.25
+LINGER_SECONDS = 20.0
+"""How long a node whose ranks failed waits for the words of the other nodes: the scheduler kills them when it ends."""
+
+
+def launcher_pid_file(folder: Path, node: int) -> Path:
+    """Holds the parent that a node's ranks must have. A rank that finds another one is an orphan, and ends."""
+    return folder / f"node-{node}.pid"
+
+
+def log_file(folder: Path, node: int) -> Path:
+    """What the launcher of a node said: mostly tracebacks of its own when a rank fails."""
+    return folder / f"node-{node}.log"
+
+
+def record_file(folder: Path, node: int) -> Path:
+    """How a node's part of the attempt ended."""
+    return folder / f"node-{node}.json"
+
+
+@dataclass
+class Agent:
+    """The ranks of one node of an attempt, from their start to their end."""
+
+    run_path: Path
+    plan: Plan
+    node: int
+    patient: bool = False
+    """A signal that comes twice does not end the ranks at once: schedulers send SIGTERM to every process, again and again."""
+    asked: list[int] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.run_path / "attempts" / f"{self.plan.attempt:04d}"
+
+    def run(self, command: Sequence[str], *, quiet: bool, environment: Mapping[str, str] | None = None) -> ExitCode:
+        """Run the launcher's command to its end and leave ``node-N.json``.
+
+        Returns OK where the ranks ended by themselves, AGAIN where this agent ended them (hung, superseded, asked before
+        there was anything to save), FAILED otherwise. What it means for the attempt is judged from all records together.
+        The launcher's own words go to ``node-N.log``: what it prints when a rank fails is a traceback of its own code.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with log_file(self.folder, self.node).open("ab") as log:
+            child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log if quiet else sys.stderr.fileno(),
+                stderr=log,
+                # A new session keeps a terminal's Ctrl-C from reaching the launcher, which would kill the ranks after 30 s:
+                # it is passed on below, and the ranks save before they end. SIGUSR1 would kill the launcher.
+                start_new_session=True,
+                preexec_fn=_in_launcher,  # noqa: PLW1509 - no thread is running here yet, and it calls libc only
+                env={**os.environ, **(environment or {}), "PYTHONFAULTHANDLER": "1"},
+            )
+        previous = {number: signal.signal(number, self._forward(child)) for number in stop_signals()}
+        try:
+            launcher_pid_file(self.folder, self.node).write_text(f"{child.pid}\n")
+            ended = self._watch(child)
+        except OSError:
+            child.kill()
+            raise
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return self._leave_record(ended)
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait for the launcher; end it where its ranks are superseded or show no life."""
+        vitals = Vitals(self.folder, self.plan, self.node)
+        while True:
+            try:
+                return child.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+            if (newest := newest_attempt(self.run_path)) > self.plan.attempt:
+                text = f"attempt {newest} has taken over from attempt {self.plan.attempt}: this one ends here"
+                self.problems.append(Problem(text, file=str(self.run_path)))
+            elif hung := vitals.look():
+                self.problems += hung
+                vitals.dump_stacks()
+            if self.problems:
+                child.kill()  # the ranks die with it, stopped ones too
+                return child.wait()
+
+    def _forward(self, child: subprocess.Popen[bytes]) -> Any:
+        """A handler that asks every rank to save and stop; an impatient Ctrl-C or ``kill``, given twice, ends them at once."""
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            # Slurm warns with SIGUSR1 and ends with SIGTERM: another signal is no reason to break off the save of the first.
+            impatient = not self.patient and number in self.asked and number != signal.SIGUSR1
+            self.asked.append(number)
+            pids = rank_pids(self.folder, self.plan, self.node)
+            if impatient or len(pids) < self.plan.ranks_per_node:  # no rank has anything to save before all are up
+                child.kill()  # the ranks die with it
+                return
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+
+        return handle
+
+    def _leave_record(self, ended: int) -> ExitCode:
+        if self.problems:
+            code = ExitCode.AGAIN
+        elif ended == 0 or self._orderly():
+            code = ExitCode.OK
+        else:
+            code = ExitCode.AGAIN if self.asked else ExitCode.FAILED
+        record = {
+            "node": self.node,
+            "host": os.uname().nodename,
+            "code": int(code),
+            "launcher": ended,
+            "asked": [signal.Signals(number).name for number in self.asked],
+            "time": time.time(),
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+        with contextlib.suppress(OSError):  # a full disk is judged by who started the attempt
+            write_durably(record_file(self.folder, self.node), json.dumps(record) + "\n")
+        return code
+
+    def _orderly(self) -> bool:
+        """Whether every rank of the node ended by itself, finished or stopped as asked; launchers know 0 and failure only."""
+        codes = [rank_record(self.folder, rank).get("code") for rank in self.plan.ranks_of(self.node)]
+        return all(code in (int(ExitCode.OK), int(ExitCode.AGAIN)) for code in codes)
+
+    def linger(self) -> None:
+        """Wait until every node has left its record: a scheduler ends the others as soon as this one ends with a failure."""
+        for number in stop_signals():  # what is asked of the ranks has been told by their records
+            signal.signal(number, signal.SIG_IGN)
+        deadline = time.monotonic() + LINGER_SECONDS
+        missing = [node for node in range(len(self.plan.nodes)) if node != self.node]
+        while missing and time.monotonic() < deadline and newest_attempt(self.run_path) <= self.plan.attempt:
+            missing = [node for node in missing if not record_file(self.folder, node).exists()]
+            time.sleep(POLL_SECONDS)
+
+
+def rank_record(folder: Path, rank: int) -> dict[str, Any]:
+    """How a rank says that it ended; empty where it has not (yet)."""
+    try:
+        body = json.loads((folder / f"rank-{rank}.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return body if isinstance(body, dict) and "rank" in body and "code" in body else {}
+
+
+def rank_pids(folder: Path, plan: Plan, node: int) -> dict[int, int]:
+    """The process id of each rank of a node that has begun: rank to id. Ids mean something on that node only."""
+    found = {}
+    for rank in plan.ranks_of(node):
+        with contextlib.suppress(OSError, ValueError):
+            found[rank] = int((folder / f"rank-{rank}.pid").read_text())
+    return found
+
+
+def _in_launcher() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)

@@ -1,0 +1,202 @@
+"""Whether a recipe can fit at all: lower bounds of what a GPU and a node must hold. What passes may still be too large.
+
+Every part is certain to be in memory at the same moment (in the forward pass of the last layer); what depends on kernels,
+the allocator and NCCL is left out. Counts are exact for the architectures that config/parameters.py knows; nothing is said
+of others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config.parameters import linear_shapes, lora_parameter_count, parameter_count
+from clustertune.config.resolved import Resolved
+
+HALF, FULL = 2, 4
+"""Bytes of a bfloat16 and of a float32 number."""
+PREFETCHED = 2
+"""Layers gathered at once: the one that computes, and the next, whose all-gather runs beside it."""
+RANK_HOST_BYTES = 2e9
+"""Host memory of a rank beside the weights: interpreter, torch, CUDA context."""
+MOST_NODES = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that takes memory."""
+
+    what: str
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.bytes / 1e9:.1f} GB"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over how many ranks weights and optimizer state are split."""
+
+    weights: int
+    states: int
+    offloaded: bool
+    """Weights and states lie in host memory between uses."""
+    gathered_whole: bool
+    """Weights stay gathered from forward to backward (FSDP without resharding)."""
+    name: str
+
+
+def weight_bytes(resolved: Resolved) -> float | None:
+    """Bytes of the model's weights in bfloat16; None where the architecture cannot be counted."""
+    count = parameter_count(resolved.architecture)
+    return None if count is None else float(HALF * count)
+
+
+def trainable(resolved: Resolved) -> int | None:
+    """Parameters that are trained; None where they cannot be counted."""
+    if resolved.recipe.lora is None:
+        return parameter_count(resolved.architecture)
+    return lora_parameter_count(resolved.architecture, resolved.recipe.lora)
+
+
+def spread(resolved: Resolved, world: int, per_node: int) -> Spread:
+    """How the accelerate file splits the model over ``world`` ranks with ``per_node`` on a node."""
+    body = resolved.accelerate
+    kind = str(body.get("distributed_type", "NO"))
+    if kind == "FSDP":
+        return _fsdp(body, world, per_node)
+    if kind == "DEEPSPEED":
+        stage, offloaded = _zero(body, Path(resolved.folder))
+        return Spread(world if stage >= 3 else 1, world if stage >= 1 else 1, offloaded, False, f"ZeRO-{stage}")
+    return Spread(1, 1, False, False, kind)
+
+
+def _fsdp(body: Mapping[str, Any], world: int, per_node: int) -> Spread:
+    config = acc.section(body, "fsdp_config")
+    version = str(config.get("fsdp_version", config.get("version", 1)))
+    offloaded = acc.flag(config, "offload_params")
+    if version == "2":
+        shards = max(1, world // acc.parallel_sizes(body).get("dp_replicate", 1))
+        reshard = config.get("fsdp_reshard_after_forward", config.get("reshard_after_forward", True))
+        whole = str(reshard).lower() == "false"
+        return Spread(shards, shards, offloaded, whole, "FSDP2 without resharding" if whole else "FSDP2")
+    name = str(config.get("fsdp_sharding_strategy", config.get("sharding_strategy", "FULL_SHARD"))).upper()
+    words = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+    name = words.get(name, name)
+    shards = 1 if name == "NO_SHARD" else per_node if name.startswith("HYBRID") else world
+    return Spread(shards, shards, offloaded, name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"), name)
+
+
+def _zero(body: Mapping[str, Any], folder: Path) -> tuple[int, bool]:
+    """The ZeRO stage, and whether parameters are offloaded; from accelerate's section or the DeepSpeed file it names."""
+    config = acc.section(body, "deepspeed_config")
+    stage, offload = config.get("zero_stage"), config.get("offload_param_device")
+    named = config.get("deepspeed_config_file")
+    if isinstance(named, str):
+        try:
+            zero = json.loads((folder / named).read_bytes()).get("zero_optimization", {})
+            stage, offload = zero.get("stage", stage), zero.get("offload_param", {}).get("device", offload)
+        except (OSError, ValueError, AttributeError):
+            return 3, True  # unreadable: the widest split keeps the bound below the truth
+    try:
+        return int(stage) if stage is not None else 2, offload not in (None, "none")
+    except (ValueError, TypeError):
+        return 3, True
+
+
+def rank_parts(resolved: Resolved, world: int, per_node: int) -> list[Part]:
+    """What one rank holds on its GPU at least; empty where the architecture cannot be counted."""
+    total, trained = parameter_count(resolved.architecture), trainable(resolved)
+    shapes = linear_shapes(resolved.architecture)
+    if total is None or trained is None or shapes is None:
+        return []
+    split = spread(resolved, world, per_node)
+    frozen = total if resolved.recipe.lora is not None else 0
+    parts = []
+    if not split.offloaded:
+        text = f"bf16 weights {HALF * total / 1e9:.1f} GB / {split.weights} ranks"
+        if frozen:
+            parts.append(Part(text, HALF * frozen / split.weights))
+        parts += _trained_parts(resolved, trained, split)
+    gathered = _gathered(resolved, shapes, split, HALF * total)
+    parts += [gathered] if gathered else []
+    return parts + _token_parts(resolved, shapes)
+
+
+def _trained_parts(resolved: Resolved, trained: int, split: Spread) -> list[Part]:
+    """Trained parameters with gradients and the optimizer's two moments.
+
+    In float32 for LoRA (PEFT's autocast_adapter_dtype) and under mixed precision where the model is split (accelerate and
+    DeepSpeed upcast what is trained); plain data parallelism leaves it as loaded.
+    """
+    args = resolved.train_args
+    mixed = bool(args.get("bf16", True)) or bool(args.get("fp16"))
+    upcast = mixed and resolved.accelerate.get("distributed_type") in ("FSDP", "DEEPSPEED")
+    number = FULL if upcast or resolved.recipe.lora is not None else HALF
+    optimizer = str(args.get("optim", "adamw_torch"))
+    if "adam" not in optimizer:
+        moments = 0
+    else:
+        moments = 2 if any(word in optimizer for word in ("8bit", "4bit", "paged", "anyprecision", "bnb")) else 2 * number
+    parts = [Part(f"trained weights ({number} B each)", number * trained / split.weights)]
+    return [*parts, Part(f"gradients and optimizer ({number + moments} B each)", (number + moments) * trained / split.states)]
+
+
+def _gathered(resolved: Resolved, shapes: Mapping[str, tuple[int, int]], split: Spread, whole: float) -> Part | None:
+    """Weights that are gathered from the other ranks for the moment of their use."""
+    if split.weights == 1 and not split.offloaded:
+        return None
+    if split.gathered_whole:
+        return Part("all weights gathered from forward to backward", whole)
+    layer = HALF * sum(inputs * outputs for inputs, outputs in shapes.values())
+    layers = min(PREFETCHED, int(resolved.architecture["num_hidden_layers"]))
+    return Part(f"{layers} layers gathered ({layer / 1e9:.1f} GB each)", layers * layer)
+
+
+def _token_parts(resolved: Resolved, shapes: Mapping[str, tuple[int, int]]) -> list[Part]:
+    """Activations of one micro batch: a layer's input where they are checkpointed, else what the products' backward needs."""
+    architecture, args = resolved.architecture, resolved.train_args
+    tokens = int(args.get("per_device_train_batch_size") or 8) * int(args.get("max_length") or 1024)
+    shared = max(1, resolved.world_size // max(1, resolved.data_parallel_size))
+    tokens = tokens // shared
+    hidden, layers = int(architecture["hidden_size"]), int(architecture["num_hidden_layers"])
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    checkpointed = acc.flag(config, "activation_checkpointing") or bool(args.get("activation_checkpointing"))
+    offloaded = acc.flag(config, "activation_checkpointing_offload")
+    inner = shapes["mlp.gate_proj"][1]
+    numbers = 0 if offloaded else hidden if checkpointed else 2 * hidden + 2 * inner
+    what = "checkpointed activations" if checkpointed else "activations"
+    return [Part(f"{what} of {tokens} tokens", HALF * numbers * layers * tokens)]
+
+
+def loading_parts(resolved: Resolved, per_node: int, *, first: bool = True) -> list[Part]:
+    """Host memory of a node while the weights are loaded; ``first``: the node of rank 0."""
+    weights = weight_bytes(resolved)
+    if weights is None:
+        return []
+    own = Part(f"{per_node} ranks", per_node * RANK_HOST_BYTES)
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    kind = resolved.accelerate.get("distributed_type")
+    if kind == "DEEPSPEED":
+        return [own]  # ZeRO-3 loads shard by shard
+    if kind == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading"):
+        return [Part("all weights in rank 0 (fsdp_cpu_ram_efficient_loading)", weights), own] if first else [own]
+    return [Part(f"all weights in each of {per_node} ranks", per_node * weights), own]
+
+
+def total(parts: list[Part]) -> float:
+    """Bytes of all parts together."""
+    return math.fsum(part.bytes for part in parts)
+
+
+def smallest_nodes(resolved: Resolved, per_node: int, available: float) -> int | None:
+    """The fewest nodes with ``per_node`` ranks each on which a rank's parts fit into ``available`` bytes; None: on none."""
+    nodes = 1
+    while nodes <= MOST_NODES and total(rank_parts(resolved, nodes * per_node, per_node)) > available:
+        nodes += 1
+    return nodes if nodes <= MOST_NODES else None

@@ -1,0 +1,93 @@
+"""What one node of a multi-node attempt runs: find the others, then start and watch this node's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import local, rendezvous
+from clustertune.launch.agent import Agent, record_file
+from clustertune.launch.environment import make_own_folder
+from clustertune.launch.plan import Plan, check_fence, newest_attempt
+from clustertune.manifest import write_durably
+from clustertune.rundir import RunDir
+
+PATIENCE_SECONDS = 60.0
+"""How long a node looks for the plan: an NFS client may answer from its cache of absent names for so long (acdirmax)."""
+INTERFACES = Path("/sys/class/net")
+
+
+def main(run_path: Path, attempt: int, node: int, *, quiet: bool) -> int:
+    """Run node ``node`` of an attempt. Returns 0 where its ranks ended by themselves: their records say how.
+
+    Any other code tells the launcher that the other nodes have to be ended too.
+    """
+    folder = RunDir(run_path).attempt(attempt)
+    try:
+        plan = _read_plan(folder)
+        check_fence(run_path, attempt)
+        _check_interface(plan, node)
+        own = make_own_folder(plan.environment)
+        address, port = _meet(run_path, folder, plan, node)
+    except UserError as error:
+        record = {
+            "node": node,
+            "host": os.uname().nodename,
+            "code": int(error.code),
+            "launcher": None,
+            "asked": [],
+            "time": time.time(),
+            "problems": [asdict(problem) for problem in error.problems],
+        }
+        write_durably(record_file(folder, node), json.dumps(record) + "\n")
+        raise
+    resolved = RunDir(run_path).resolved()
+    agent = Agent(run_path, plan, node, patient=True)
+    program = local.rank_program(run_path, attempt, quiet=quiet)
+    command = local.accelerate_command(resolved, program, plan, node, address, port)
+    try:
+        code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+    if code is ExitCode.OK:
+        return 0
+    agent.linger()
+    return int(code)
+
+
+def _read_plan(folder: Path) -> Plan:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return Plan.read(folder)
+        except UserError as error:
+            if time.monotonic() > deadline:
+                fix = "is the run folder on storage that all nodes see?"
+                raise UserError([*error.problems, Problem("waited for it in vain", file=str(folder), fix=fix)]) from None
+        time.sleep(0.5)
+
+
+def _check_interface(plan: Plan, node: int) -> None:
+    """NCCL and gloo fail with words of their own, minutes later, where the interface is not there."""
+    if plan.interface is None or (INTERFACES / plan.interface).exists() or not INTERFACES.is_dir():
+        return
+    there = ", ".join(sorted(entry.name for entry in INTERFACES.iterdir()))
+    fix = "network.interface of the cluster file must be the name on every compute node"
+    raise UserError(Problem(f"{plan.nodes[node].name} has no interface {plan.interface} (it has {there})", fix=fix))
+
+
+def _meet(run_path: Path, folder: Path, plan: Plan, node: int) -> tuple[str, int]:
+    if len(plan.nodes) == 1:
+        return "", 0
+    if node > 0:
+        return rendezvous.await_published(folder, plan, lambda: newest_attempt(run_path) > plan.attempt)
+    start = plan.port or rendezvous.first_port(plan.job or os.getpid(), plan.attempt)
+    port = rendezvous.free_port(start)
+    rendezvous.publish(folder, plan.nodes[0].address, port)
+    return plan.nodes[0].address, port

@@ -1,0 +1,109 @@
+"""Whether a job still gets anywhere: attempts that end without a new checkpoint are counted, and the reason is looked for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.plan import OUTCOME, Plan
+
+FAILED_LIMIT = 3
+"""Attempts in a row that failed by themselves without a new checkpoint, after which a job stops (NVRx: 3 cycles)."""
+ENDED_LIMIT = 10
+"""The same for attempts that were ended from outside (node lost, preempted, requeued): not the job's fault, but no end."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One earlier attempt, as its folder tells."""
+
+    number: int
+    from_step: int
+    job: str | None
+    outside: bool
+    """Ended by what is not in the job: no outcome was written, a node was gone, or it was asked to stop."""
+    problems: tuple[str, ...] = field(default=())
+
+
+def read_attempts(run_path: Path) -> list[Attempt]:
+    """All attempts of a run that had a plan, oldest first."""
+    folder = run_path / "attempts"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not path.name.isdigit():
+            continue
+        try:
+            plan = Plan.read(path)
+        except UserError:
+            continue
+        outcome = _outcome(path)
+        outside = outcome is None or bool(outcome.get("asked") or outcome.get("nodes_gone") or outcome.get("port_taken"))
+        problems = tuple(str(p.get("message")) for p in (outcome or {}).get("problems", []))
+        found.append(Attempt(int(path.name), plan.from_step, plan.job, outside, problems))
+    return found
+
+
+def _outcome(path: Path) -> dict[str, Any] | None:
+    try:
+        body = json.loads((path / OUTCOME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def without_progress(attempts: Sequence[Attempt], job: str | None, step: int) -> list[Attempt]:
+    """The attempts of this job at the end of the list that began at the step at which the next one would begin."""
+    found: list[Attempt] = []
+    for attempt in reversed(attempts):
+        if attempt.job != job or attempt.from_step != step:
+            break
+        found.append(attempt)
+    return found[::-1]
+
+
+def check(run_path: Path, job: str | None, step: int) -> None:
+    """Refuse another attempt of a job that gets nowhere. A new job, submitted after a look, begins to count anew.
+
+    Raises UserError (exit 93) with what the attempts have in common.
+    """
+    stuck = without_progress(read_attempts(run_path), job, step)
+    failed = [attempt for attempt in stuck if not attempt.outside]
+    if len(failed) < FAILED_LIMIT and len(stuck) < ENDED_LIMIT:
+        return
+    where = f"since step {step}" if step else "from the beginning"
+    if len(failed) >= FAILED_LIMIT:
+        head = f"{len(failed)} attempts {where} failed without a new checkpoint: the job stops"
+    else:
+        head = f"{len(stuck)} attempts {where} were ended from outside before a new checkpoint: the job stops"
+    problems = [Problem(head, file=str(run_path / "attempts"), fix=_advice(failed or stuck))]
+    for attempt in (failed or stuck)[-FAILED_LIMIT:]:
+        said = "; ".join(attempt.problems) or "ended from outside, without a word"
+        problems.append(Problem(f"attempt {attempt.number}: {said}", file=str(run_path / "attempts" / f"{attempt.number:04d}")))
+    raise UserError(problems, ExitCode.STOP)
+
+
+def _advice(attempts: Sequence[Attempt]) -> str:
+    """What the words of the attempts have in common."""
+    texts = [" ".join(attempt.problems) for attempt in attempts]
+    places = Counter(word for text in texts for word in set(_places(text)))
+    if places:
+        place, count = places.most_common(1)[0]
+        if count == len(texts) and " on " in place:
+            node = place.rpartition(" on ")[2]
+            return f"{place} failed each time: try without that node (sbatch --exclude={node}), and look at its log"
+    if texts and all("SIGKILL" in text or "killed" in text for text in texts):
+        return "killed each time: most often memory; more memory, more nodes, or a smaller train.max_length"
+    if len(set(texts)) == 1 and texts[0]:
+        return "the same each time: not the machine; mend it, then submit again"
+    return "look at the logs of the attempts, mend it, then submit again: a new job counts anew"
+
+
+def _places(text: str) -> list[str]:
+    import re
+
+    return re.findall(r"rank \d+ on [A-Za-z0-9._-]+", text)

@@ -1,0 +1,100 @@
+"""Where the ranks of several nodes meet: a port that is free on the first node, told to the others through the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.plan import RENDEZVOUS, Plan
+from clustertune.manifest import write_durably
+
+_FIRST, _COUNT = 20_000, 12_000
+"""20000 to 31999: above the ports of Slurm (6817 to 6819) and of common services, below Linux' ephemeral range, from which
+any outgoing connection may take a port at any moment (net.ipv4.ip_local_port_range, 32768 and up)."""
+_TRIES = 200
+_STEP = 7
+"""Jobs with neighbouring numbers search from neighbouring ports: a stride keeps their searches apart."""
+
+
+def first_port(job: str | int, attempt: int) -> int:
+    """Where the search for a job's port begins: another one for each job, and for each attempt of a job."""
+    digits = "".join(c for c in str(job) if c.isdigit()) or "0"
+    return _FIRST + (int(digits) * 37 + attempt) % _COUNT
+
+
+def free_port(start: int, *, ephemeral_from: int | None = None) -> int:
+    """The first port from ``start`` on that can be bound here now, outside the ephemeral range.
+
+    Raises UserError (exit 75) where none of 200 can.
+    """
+    limit = min(_FIRST + _COUNT, ephemeral_from or _ephemeral_from())
+    if limit < 4096:  # every port is ephemeral here: there is nothing outside
+        low, count = _FIRST, _COUNT
+    elif limit <= _FIRST + 1000:  # an administrator has widened the ephemeral range downwards: stay below it
+        low, count = limit - 2000, 2000
+    else:
+        low, count = _FIRST, limit - _FIRST
+    for offset in range(_TRIES):
+        port = low + (start - low + offset * _STEP) % count
+        if _can_bind(port):
+            return port
+    problem = Problem(f"no free port among {_TRIES} from {start} on", file=socket.gethostname(), fix="requeue the job")
+    raise UserError(problem, ExitCode.AGAIN)
+
+
+def _ephemeral_from() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768
+
+
+def _can_bind(port: int) -> bool:
+    """Bound as torch's store binds it: on all addresses, IPv6 and IPv4 alike."""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104 - a probe, closed at once
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+        except OSError as error:
+            if family == socket.AF_INET6 and not _has_ipv6(error):
+                continue
+            return False
+    return True
+
+
+def _has_ipv6(error: OSError) -> bool:
+    import errno
+
+    return error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+
+
+def publish(folder: Path, address: str, port: int) -> None:
+    """Tell the other nodes where the first one listens."""
+    write_durably(folder / RENDEZVOUS, json.dumps({"address": address, "port": port, "host": os.uname().nodename}) + "\n")
+
+
+def await_published(folder: Path, plan: Plan, give_up: Callable[[], bool], seconds: float = 300) -> tuple[str, int]:
+    """The address and port that the first node published. Raises UserError (exit 75) where it does not in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not give_up():
+        try:
+            # A listing makes an NFS client ask the server; a look-up by name may be answered from its cache of absences.
+            if RENDEZVOUS in os.listdir(folder):  # noqa: PTH208
+                found = json.loads((folder / RENDEZVOUS).read_bytes())
+                return str(found["address"]), int(found["port"])
+        except (OSError, ValueError, KeyError):
+            pass
+        time.sleep(0.2)
+    name = plan.nodes[0].name
+    fix = "is the run folder on storage that all nodes see?"
+    raise UserError(
+        Problem(f"{name} did not say where to meet within {seconds:.0f} s", file=str(folder), fix=fix), ExitCode.AGAIN
+    )

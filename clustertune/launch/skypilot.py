@@ -1,0 +1,158 @@
+"""A recipe as a SkyPilot task: ``launch/skypilot.yaml`` filled in, and a check of the result against SkyPilot's own fields."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.resolved import Resolved
+from clustertune.config.schema import NAME
+from clustertune.errors import Problem, UserError
+
+REPO = Path(__file__).resolve().parent.parent.parent
+TEMPLATE = REPO / "launch" / "skypilot.yaml"
+MOUNT = "/clustertune-runs"
+VOLUME = "clustertune-runs"
+_GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PLAIN_PATH = re.compile(r"/[A-Za-z0-9._/@%+=,-]{1,1000}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recipe does not say about the machines."""
+
+    gpu: str = "H100"
+    """SkyPilot's name of the GPU."""
+    volume: str | None = None
+    """The SkyPilot volume that holds the runs; None: ``clustertune-runs``, or none where ``runs`` is given."""
+    runs: str | None = None
+    """A folder that all nodes share already, instead of a volume."""
+    spot: bool = False
+    """Machines that can be taken away."""
+
+
+def render(resolved: Resolved, overrides: Sequence[str] = (), options: Options | None = None) -> str:
+    """The task's YAML. ``overrides`` are the ``section.key=value`` that made ``resolved``.
+
+    Raises UserError with everything that cannot be written into a task.
+    """
+    import jinja2
+
+    options = options or Options()
+    problems = _problems(resolved, overrides, options)
+    if problems:
+        raise UserError(problems)
+    slurm = resolved.recipe.slurm
+    runs = options.runs or MOUNT
+    # Not --run-dir of the recipe's name alone: another setting is another run, and must find another folder.
+    folder = f"{runs.rstrip('/')}/{resolved.name}/{resolved.fingerprint()[:12]}"
+    arguments = [Path(resolved.folder).relative_to(REPO).as_posix(), *overrides, "--run-dir", folder]
+    arguments += ["--tiny"] if resolved.tiny else []
+    values = {
+        "name": json.dumps(task_name(resolved)),
+        "workdir": json.dumps("."),
+        "nodes": slurm.nodes,
+        "accelerators": None if _needs_no_gpu(resolved) else json.dumps({options.gpu: slurm.gpus_per_node}),
+        "spot": json.dumps(options.spot),
+        "volume": None if options.runs else json.dumps(options.volume or VOLUME),
+        "runs": json.dumps(runs),
+        "secrets": secrets(resolved),
+        "arguments": shlex.join(arguments),
+    }
+    # Not HTML: every value is JSON or quoted for the shell above, and the result is parsed and checked below.
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)  # noqa: S701
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
+    assert not (faults := check(text)), faults
+    return text
+
+
+def task_name(resolved: Resolved) -> str:
+    """The recipe's name as SkyPilot and its clouds take names: lower case, digits and ``-``, a letter first, 40 at most."""
+    words = re.sub(r"[^a-z0-9]+", "-", resolved.name.lower()).strip("-")
+    return f"ct-{words}"[:40].rstrip("-")
+
+
+def secrets(resolved: Resolved) -> list[str]:
+    """Names of the secrets that the run cannot do without; their values never stand in the task."""
+    model, data = resolved.recipe.model, resolved.recipe.data
+    from_hub = (model.weights == "hub" and model.path is None) or data.input is None
+    return ["HF_TOKEN"] if from_hub else []
+
+
+def _needs_no_gpu(resolved: Resolved) -> bool:
+    """A model of random weights is there to rehearse: it runs on CPUs."""
+    return resolved.tiny or resolved.recipe.model.weights == "random"
+
+
+def _problems(resolved: Resolved, overrides: Sequence[str], options: Options) -> list[Problem]:
+    problems = []
+
+    def refuse(text: str, key: str, fix: str) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
+    if not _GPU.fullmatch(options.gpu):
+        refuse(f"{options.gpu!r} is no name of a GPU", "--gpu", "`sky show-gpus` lists the names, such as H100 or A100-80GB")
+    if options.volume is not None and not re.fullmatch(NAME, options.volume):
+        refuse(f"{options.volume!r} is no name of a volume", "--volume", "letters, digits, '.', '_' and '-'")
+    if options.runs is not None and options.volume is not None:
+        refuse("a volume or a shared folder, not both", "--runs", "leave one out")
+    if options.runs is not None and not (_PLAIN_PATH.fullmatch(options.runs) and ".." not in Path(options.runs).parts):
+        refuse(f"{options.runs!r} is no absolute plain path", "--runs", "letters, digits and . _ / @ % + = , - only")
+    for text in overrides:
+        if not text.isprintable() or text.startswith("-"):
+            refuse(f"{text!r} cannot stand in a task", "section.key=value", "printable characters, on one line")
+    if not Path(resolved.folder).is_relative_to(REPO):
+        text, fix = "lies outside of the checkout, which is what SkyPilot copies", "move the recipe below recipes/"
+        problems.append(Problem(text, file=resolved.folder, fix=fix))
+    if (given := resolved.recipe.data.input) is not None and (path := resolved.input_path) and not path.is_relative_to(REPO):
+        text, fix = f"{given} lies outside of the checkout, which is what SkyPilot copies", "move it below recipes/"
+        problems.append(Problem(text, file=resolved.name, key="data.input", fix=fix))
+    return problems
+
+
+def check(text: str) -> list[str]:
+    """What SkyPilot's parser would refuse in a task of ours: an empty list where it would take it.
+
+    After ``sky/utils/schemas.py`` of SkyPilot 0.14.1, cut to the fields that the template uses.
+    """
+    import yaml
+
+    try:
+        task = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return [f"no YAML: {error}"]
+    if not isinstance(task, dict):
+        return ["no mapping"]
+    faults = _fields(task, _TASK, "")
+    resources = task.get("resources")
+    if isinstance(resources, dict):
+        faults += _fields(resources, _RESOURCES, "resources.")
+        for name, fields in (("autostop", _AUTOSTOP), ("job_recovery", _RECOVERY)):
+            if isinstance(resources.get(name), dict):
+                faults += _fields(resources[name], fields, f"resources.{name}.")
+    faults += [f"secrets.{name}: a value" for name, value in (task.get("secrets") or {}).items() if value is not None]
+    return faults
+
+
+_TASK: dict[str, type | tuple[type, ...]] = {
+    "name": str, "workdir": str, "num_nodes": int, "resources": dict, "volumes": dict, "secrets": dict,
+    "setup": str, "run": str,
+}  # fmt: skip
+_RESOURCES: dict[str, type | tuple[type, ...]] = {
+    "accelerators": dict, "cpus": str, "memory": str, "use_spot": bool, "autostop": dict, "job_recovery": dict,
+}  # fmt: skip
+_AUTOSTOP: dict[str, type | tuple[type, ...]] = {"idle_minutes": int, "down": bool}
+_RECOVERY: dict[str, type | tuple[type, ...]] = {"max_restarts_on_errors": int, "recover_on_exit_codes": list}
+
+
+def _fields(found: Mapping[str, Any], known: Mapping[str, type | tuple[type, ...]], prefix: str) -> list[str]:
+    faults = [f"{prefix}{name}: SkyPilot has no such field" for name in found if name not in known]
+    for name, kind in known.items():
+        if name in found and (not isinstance(found[name], kind) or (kind is int and isinstance(found[name], bool))):
+            faults.append(f"{prefix}{name}: {found[name]!r} is of another kind")
+    return faults

@@ -1,0 +1,160 @@
+"""The jobs of a run as they are: from the controller while it knows them, else from what they left in the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import UserError
+from clustertune.launch import slurm
+from clustertune.launch.plan import OUTCOME, Plan
+from clustertune.launch.submit import WHOLE, is_ours, read_jobs
+from clustertune.rundir import STAGES, RunDir
+
+FORGOTTEN = "FORGOTTEN"
+"""The controller does not know the job any more, and the run folder does not tell how it ended."""
+UNKNOWN = "UNKNOWN"
+"""The controller cannot be asked."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage, or one job that runs several."""
+
+    stage: str
+    job: str | None = None
+    state: str = "-"
+    """Slurm's word in capitals; ``done`` where the stage's record is there."""
+    reason: str = ""
+    seconds: float | None = None
+    """Run time of the job's newest start, or of the finished stage; None for one that never began."""
+    nodes: str = ""
+    restarts: int = 0
+    attempts: int | None = None
+    """Of the training: its attempts so far."""
+    step: int | None = None
+    """Of the training: step of the newest whole checkpoint."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """All stages of a run."""
+
+    rows: tuple[Row, ...]
+    note: str | None = None
+    """Why Slurm could not be asked."""
+
+    @property
+    def live(self) -> bool:
+        """Whether a job runs or may run yet."""
+        outside = {*slurm.ENDED, FORGOTTEN, UNKNOWN, "done", "-"}
+        return any(row.state not in outside for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``--json`` form."""
+        return {"stages": [vars(row) for row in self.rows], "live": self.live, "note": self.note}
+
+
+def read(run: RunDir, run_command: slurm.Run = slurm.call) -> Status:
+    """The status of a run. Raises UserError where the folder's own files cannot be read; never for lack of Slurm."""
+    newest: dict[str, Mapping[str, Any]] = {str(entry.get("stage")): entry for entry in read_jobs(run.path)["jobs"]}
+    note: str | None = None
+    rows = []
+    for stage in (*([WHOLE] if WHOLE in newest else []), *STAGES):
+        entry = newest.get(stage)
+        found: dict[str, str] | None = None
+        if entry is not None and note is None:
+            try:
+                found = slurm.show_job(str(entry.get("id")), run_command)
+            except UserError as error:
+                note = error.problems[0].message
+        if found is not None and entry is not None and not is_ours(entry, found):
+            found = None
+        rows.append(_row(run, stage, entry, found, asked=note is None))
+    return Status(tuple(rows), note)
+
+
+def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, asked: bool) -> Row:
+    record = run.stage(stage) or {}
+    training: dict[str, Any] = {}
+    if stage in ("train", WHOLE):
+        training = {"attempts": len(attempt_folders(run.path)), "step": newest_step(run.path)}
+    job = str(entry["id"]) if entry is not None else None
+    if found is not None:
+        return Row(
+            stage,
+            job,
+            found.get("JobState", UNKNOWN),
+            _shown(found.get("Reason")),
+            _seconds(found.get("RunTime")) if found.get("NodeList") else None,
+            _shown(found.get("NodeList")),
+            int(found.get("Restarts", "0") or 0) if found.get("Restarts", "0").isdigit() else 0,
+            **training,
+        )
+    if record:  # a controller that has forgotten a job, or is down, does not undo what the job finished
+        return Row(stage, job, "done", "", _float(record.get("seconds")), **training)
+    if job is None:
+        return Row(stage, **training)
+    reason = last_words(run.path) if stage in ("train", WHOLE) else ""
+    return Row(stage, job, FORGOTTEN if asked else UNKNOWN, reason, **training)
+
+
+def _shown(value: str | None) -> str:
+    return "" if value in (None, "None", "(null)") else str(value)
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _seconds(text: str | None) -> float | None:
+    minutes = slurm.parse_minutes(text or "")
+    return None if minutes is None else round(minutes * 60)
+
+
+def attempt_folders(run_path: Path) -> list[Path]:
+    """The attempts that had a plan, oldest first."""
+    folder = run_path / "attempts"
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        if path.name.isdigit() and path.is_dir():
+            try:
+                Plan.read(path)
+            except UserError:
+                continue
+            found.append(path)
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def newest_step(run_path: Path) -> int | None:
+    """The highest step of a checkpoint with a manifest. Files are not compared here: a look must not read terabytes."""
+    steps = []
+    for path in (run_path / "checkpoints").glob("step-*/MANIFEST.json"):
+        number = path.parent.name.removeprefix("step-").partition(".")[0]
+        steps += [int(number)] if number.isdigit() else []
+    return max(steps, default=None)
+
+
+def last_words(run_path: Path) -> str:
+    """What the newest attempt's outcome says, in one line; empty where there is none."""
+    for folder in reversed(attempt_folders(run_path)):
+        try:
+            outcome = json.loads((folder / OUTCOME).read_bytes())
+            problems = [str(problem.get("message", "")) for problem in outcome.get("problems", [])]
+            return problems[0] if problems else f"attempt {int(folder.name)} ended with code {outcome.get('code')}"
+        except (OSError, ValueError, AttributeError, TypeError):
+            continue
+    return ""
+
+
+def duration(seconds: float | None) -> str:
+    """``1:02:03``, or nothing."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,116 @@
+"""Signs of life of a node's ranks: which are stopped, which say nothing any more, and since when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clustertune.errors import Problem
+from clustertune.launch.plan import Plan
+
+STOPPED_SECONDS = 30.0
+"""A rank that the kernel holds stopped (SIGSTOP, a debugger) for so long is ended: all others wait for it in a collective."""
+STARTUP_SECONDS = 3600.0
+"""Without a sign of life before the first step: loading 812 GB (Llama 3.1 405B) from NFS at 0.3 GB/s takes 45 minutes."""
+LEAST_SECONDS = 300.0
+GAPS = 5.0
+"""Under way a rank may be silent for 5 times its longest silence so far, and 300 s at least (NVRx waits 300 s for its
+heartbeat): an evaluation or a save may be slower than any step."""
+AGAIN_FIX = "the next attempt goes on from the newest whole checkpoint"
+
+
+@dataclass
+class _Pulse:
+    """What was last heard of one rank, by this machine's clock."""
+
+    text: str = ""
+    since: float = 0.0
+    longest: float = 0.0
+    """The longest silence between two signs while training, seconds."""
+    stopped_since: float | None = None
+
+
+@dataclass
+class Vitals:
+    """The ranks of one node. :meth:`look` is called again and again."""
+
+    folder: Path
+    plan: Plan
+    node: int
+    clock: Callable[[], float] = time.monotonic
+    _pulses: dict[int, _Pulse] = field(default_factory=dict)
+
+    def look(self) -> list[Problem]:
+        """The ranks that have to be given up now; none while all live."""
+        now = self.clock()
+        found = []
+        for rank in self.plan.ranks_of(self.node):
+            pulse = self._pulses.setdefault(rank, _Pulse(since=now))
+            beat = _read(self.folder / f"rank-{rank}.beat")
+            if beat != pulse.text:
+                if _phase(pulse.text) == _phase(beat) == "train":
+                    pulse.longest = max(pulse.longest, now - pulse.since)
+                pulse.text, pulse.since = beat, now
+            if (text := self._stopped(rank, pulse, now) or self._silent(pulse, now)) is not None:
+                found.append(
+                    Problem(f"{self.plan.where(rank)} {text}", file=str(self.folder / f"rank-{rank}.log"), fix=AGAIN_FIX)
+                )
+        return found
+
+    def _stopped(self, rank: int, pulse: _Pulse, now: float) -> str | None:
+        """Held by the kernel: certain, whatever its beats say."""
+        pid = _read(self.folder / f"rank-{rank}.pid").strip()
+        if not pid.isdigit() or process_state(int(pid)) not in ("T", "t"):
+            pulse.stopped_since = None
+            return None
+        if pulse.stopped_since is None:
+            pulse.stopped_since = now
+        held = now - pulse.stopped_since
+        return f"hangs: its process is stopped (state T) for {held:.0f} s" if held >= STOPPED_SECONDS else None
+
+    def _silent(self, pulse: _Pulse, now: float) -> str | None:
+        if _phase(pulse.text) == "end":
+            return None
+        quiet = now - pulse.since
+        if quiet < self.limit(pulse):
+            return None
+        last = " ".join(pulse.text.split()[1:]) or "nothing at all"
+        return f"hangs: no sign of life for {quiet:.0f} s (last: {last})"
+
+    def limit(self, pulse: _Pulse) -> float:
+        """Seconds of silence that are allowed now."""
+        if self.plan.stall_seconds is not None:
+            return self.plan.stall_seconds
+        return max(LEAST_SECONDS, GAPS * pulse.longest) if pulse.longest else STARTUP_SECONDS
+
+    def dump_stacks(self) -> None:
+        """Ask every rank of the node for the stacks of its threads, in its own log (faulthandler on SIGUSR2)."""
+        for rank in self.plan.ranks_of(self.node):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int((self.folder / f"rank-{rank}.pid").read_text()), signal.SIGUSR2)
+        time.sleep(0.5)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process does (proc(5)): R, S, D, T, Z; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _phase(beat: str) -> str:
+    words = beat.split()
+    return words[1] if len(words) > 1 else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,170 @@
+"""The process of one node: signals go to the ranks, hung and superseded ranks are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertune.errors import ExitCode
+from clustertune.launch import vitals
+from clustertune.launch.agent import Agent, launcher_pid_file, record_file
+from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.plan import Node, Plan
+
+
+def agent_of(run: Path, ranks: int = 1, *, patient: bool = False, stall: float | None = None) -> Agent:
+    plan = Plan(attempt=1, nodes=(Node("here", "127.0.0.1"),), ranks_per_node=ranks, stall_seconds=stall)
+    agent = Agent(run, plan, node=0, patient=patient)
+    agent.folder.mkdir(parents=True)
+    return agent
+
+
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do something from another thread as soon as a condition holds."""
+
+    def wait() -> None:
+        while not condition():
+            time.sleep(0.02)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def to_this(number: int) -> Callable[[], None]:
+    main = threading.main_thread().ident or 0
+    return lambda: signal.pthread_kill(main, number)
+
+
+def filled(path: Path) -> Callable[[], bool]:
+    return lambda: path.exists() and bool(path.read_text().strip())
+
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+def handle(number, frame):
+    (folder / "rank-0.json").write_text(json.dumps({"rank": 0, "code": 75, "time": 1.0, "problems": []}))
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, handle)
+(folder / "rank-0.pid").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_stop_signal_reaches_the_ranks_and_not_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    agent = agent_of(tmp_path)
+    when(filled(agent.folder / "rank-0.pid"), to_this(number))
+    code = agent.run([sys.executable, "-c", RANK, str(agent.folder)], quiet=True)
+    assert code is ExitCode.OK, "the rank ended by itself"
+    assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, asked=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_stop_before_the_first_rank_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
+    agent = agent_of(tmp_path, ranks=2)
+    when(launcher_pid_file(agent.folder, 0).exists, to_this(number))
+    assert agent.run([sys.executable, "-c", "import time; time.sleep(60)"], quiet=True) is ExitCode.AGAIN
+    assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, asked=True)
+
+
+COUNTING = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+seen = []
+def handle(number, frame):
+    seen.append(number)
+    (folder / "seen").write_text(str(len(seen)))
+signal.signal(signal.SIGUSR1, handle)
+(folder / "rank-0.pid").write_text(str(os.getpid()))
+time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "patient", "ended"),
+    [
+        (signal.SIGUSR1, signal.SIGTERM, False, False),
+        (signal.SIGUSR1, signal.SIGUSR1, False, False),
+        (signal.SIGTERM, signal.SIGTERM, False, True),
+        (signal.SIGINT, signal.SIGINT, False, True),
+        (signal.SIGTERM, signal.SIGTERM, True, False),
+    ],
+)
+def test_only_impatience_breaks_off_a_save(tmp_path: Path, first: int, second: int, patient: bool, ended: bool) -> None:
+    """Under a scheduler even that does not: it sends SIGTERM to every process, and more than once."""
+    agent = agent_of(tmp_path, patient=patient)
+    seen = agent.folder / "seen"
+    when(filled(agent.folder / "rank-0.pid"), to_this(first))
+    when(filled(seen), to_this(second))
+    agent.run([sys.executable, "-c", COUNTING, str(agent.folder)], quiet=True)
+    record = json.loads(record_file(agent.folder, 0).read_text())
+    assert (record["launcher"] == -signal.SIGKILL) is ended
+    assert seen.read_text() == ("1" if ended else "2")
+
+
+SLEEPER = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], "rank-0.pid").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+def test_a_newer_attempt_ends_the_ranks_of_an_older_one(tmp_path: Path) -> None:
+    """A node that was cut off goes on computing; nothing of it may be written once others do its work."""
+    agent = agent_of(tmp_path)
+    when(filled(agent.folder / "rank-0.pid"), (tmp_path / "attempts" / "0002").mkdir)
+    assert agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True) is ExitCode.AGAIN
+    assert "attempt 2 has taken over" in judge(agent.folder, agent.plan).problems[0].message
+
+
+def test_a_stopped_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP leaves it in every collective for ever; SIGKILL ends also a stopped process."""
+    monkeypatch.setattr(vitals, "STOPPED_SECONDS", 0.5)
+    agent = agent_of(tmp_path)
+    pid = agent.folder / "rank-0.pid"
+    when(filled(pid), lambda: os.kill(int(pid.read_text()), signal.SIGSTOP))
+    agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True)
+    outcome = judge(agent.folder, agent.plan)
+    assert outcome.code is ExitCode.AGAIN and "its process is stopped" in outcome.problems[0].message
+
+
+def test_a_silent_rank_is_ended(tmp_path: Path) -> None:
+    agent = agent_of(tmp_path, stall=1.0)
+    (agent.folder / "rank-0.beat").write_text("7 train 3\n")
+    agent.run([sys.executable, "-c", "import time; time.sleep(120)"], quiet=True)
+    outcome = judge(agent.folder, agent.plan)
+    assert outcome.code is ExitCode.AGAIN and "no sign of life" in outcome.problems[0].message
+    assert "(last: train 3)" in outcome.problems[0].message
+
+
+def test_patience_follows_the_pace(tmp_path: Path) -> None:
+    """Loading may take an hour; under way five times the longest silence, 300 s at least."""
+    now = [0.0]
+    plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
+    look = vitals.Vitals(tmp_path, plan, 0, clock=lambda: now[0])
+
+    def at(seconds: float, beat: str | None = None) -> bool:
+        now[0] = seconds
+        if beat:
+            (tmp_path / "rank-0.beat").write_text(beat)
+        return bool(look.look())
+
+    assert not at(0) and not at(1000, "1 model 0") and not at(4000)
+    assert not at(4100, "2 train 1") and not at(4110, "3 train 2") and not at(4400)
+    assert at(4411)
+    assert not at(4500, "4 train 3") and not at(4500 + 5 * 390 - 1) and at(4500 + 5 * 390)
+    assert not at(9000, "9 end 3") and not at(20_000), "a rank that has ended is not waited for"

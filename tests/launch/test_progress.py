@@ -1,0 +1,73 @@
+"""When a job gets nowhere: what counts, what does not, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import progress
+from clustertune.launch.judge import Outcome
+from clustertune.launch.plan import Node, Plan
+
+KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")
+
+
+def attempt(run: Path, number: int, step: int, outcome: Outcome | None, job: str = "7") -> None:
+    folder = run / "attempts" / f"{number:04d}"
+    folder.mkdir(parents=True)
+    Plan(attempt=number, nodes=(Node("gpu-b", "gpu-b"),), ranks_per_node=4, job=job, from_step=step).write(folder)
+    if outcome:
+        outcome.write(folder)
+
+
+FAILED = Outcome(ExitCode.AGAIN, [KILLED])
+ASKED = Outcome(ExitCode.AGAIN, asked=True)
+GONE = Outcome(ExitCode.AGAIN, nodes_gone=("gpu-b",))
+
+
+def test_three_failures_at_one_step_stop_the_job(tmp_path: Path) -> None:
+    for number in (1, 2):
+        attempt(tmp_path, number, 20, FAILED)
+        progress.check(tmp_path, "7", 20)
+    attempt(tmp_path, 3, 20, FAILED)
+    with pytest.raises(UserError) as caught:
+        progress.check(tmp_path, "7", 20)
+    assert caught.value.code is ExitCode.STOP
+    text = str(caught.value)
+    assert "3 attempts since step 20 failed" in text and "--exclude=gpu-b" in text and "attempt 1: rank 3 on gpu-b" in text
+
+
+def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
+    for number, step in ((1, 20), (2, 20), (3, 22), (4, 22)):
+        attempt(tmp_path, number, step, FAILED)
+    progress.check(tmp_path, "7", 22)
+    progress.check(tmp_path, "7", 24)
+
+
+def test_a_new_job_begins_the_count_anew(tmp_path: Path) -> None:
+    """Somebody has looked, and submitted again."""
+    for number in (1, 2, 3):
+        attempt(tmp_path, number, 0, FAILED)
+    progress.check(tmp_path, "8", 0)
+
+
+@pytest.mark.parametrize("outcome", [None, ASKED, GONE, Outcome(ExitCode.AGAIN, port_taken=True)])
+def test_what_comes_from_outside_is_not_the_job_s_fault(tmp_path: Path, outcome: Outcome | None) -> None:
+    """Preempted or on lost nodes a job may start often; not for ever."""
+    for number in range(1, 10):
+        attempt(tmp_path, number, 0, outcome)
+        progress.check(tmp_path, "7", 0)
+    attempt(tmp_path, 10, 0, outcome)
+    with pytest.raises(UserError) as caught:
+        progress.check(tmp_path, "7", 0)
+    assert caught.value.code is ExitCode.STOP and "ended from outside" in str(caught.value)
+
+
+def test_folders_without_a_plan_are_no_attempts(tmp_path: Path) -> None:
+    """A restarted job makes one to fence off its former self."""
+    (tmp_path / "attempts" / "0001").mkdir(parents=True)
+    (tmp_path / "attempts" / "notes").mkdir()
+    assert progress.read_attempts(tmp_path) == []
+    progress.check(tmp_path / "absent", "7", 0)

@@ -1,0 +1,236 @@
+"""Ray Train: the worker around a rank, and real runs on a local Ray with two workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import raytrain
+from clustertune.commands import launchers
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.judge import Outcome
+from clustertune.launch.plan import Node, Plan
+from clustertune.rundir import RunDir
+from tests.command import REPO, SHORT, Done, rank_pid
+
+ADAPTER = "adapter/adapter_model.safetensors"
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+from clustertune.process import die_with_parent
+die_with_parent(signal.SIGKILL)
+record = '{"rank": 0, "code": 75, "time": 1, "problems": []}'
+save = lambda *_: (print("saved", flush=True), (folder / "rank-0.json").write_text(record), sys.exit(75))
+signal.signal(signal.SIGUSR1, save)
+(folder / "parent").write_text(str(os.getppid()))
+(folder / "rank-0.pid").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def plan(run: RunDir, ranks: int = 1) -> Plan:
+    found = Plan(run.new_attempt(), tuple(Node(f"n{i}", "127.0.0.1") for i in range(ranks)), 1, launcher="ray", job="j")
+    found.write(run.attempt(found.attempt))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Worker(threading.Thread):
+    """A rank as a worker of Ray starts it: from a thread."""
+
+    def __init__(self, run: RunDir, made: Plan, stop: Path) -> None:
+        super().__init__(daemon=True)
+        self.agent, self.stop = raytrain.RankAgent(run.path, made, 0), stop
+        self.code: ExitCode | None = None
+        self.start()
+
+    def run(self) -> None:
+        command = [sys.executable, "-c", RANK, str(self.agent.folder), str(REPO)]
+        self.code = self.agent.run_rank(command, {"RANK": "0"}, self.stop, quiet=False)
+
+
+def test_a_worker_passes_the_wish_to_stop_on(tmp_path: Path) -> None:
+    """Ray's own stop kills the worker: the driver asks by a file, and the rank saves first."""
+    run = RunDir(tmp_path)
+    worker = Worker(run, plan(run), tmp_path / "stop")
+    until((run.attempt(1) / "rank-0.pid").exists)
+    assert (run.attempt(1) / "parent").read_text() == (run.attempt(1) / "node-0.pid").read_text().strip() == str(os.getpid())
+    (tmp_path / "stop").touch()
+    worker.join(60)
+    assert worker.code is ExitCode.OK and worker.agent.asked == [signal.SIGUSR1]
+    assert (run.attempt(1) / raytrain.PROGRESS).read_text() == "saved\n"
+
+
+def test_a_superseded_rank_is_ended(tmp_path: Path) -> None:
+    """Ray took the worker for dead and started the next attempt; this one is only cut off."""
+    run = RunDir(tmp_path)
+    worker = Worker(run, plan(run), tmp_path / "stop")
+    until((run.attempt(1) / "rank-0.pid").exists)
+    pid = int((run.attempt(1) / "rank-0.pid").read_text())
+    plan(run)
+    worker.join(60)
+    assert worker.code is ExitCode.AGAIN and not alive(pid)
+
+
+def test_a_rank_dies_with_its_worker(tmp_path: Path) -> None:
+    """Ray kills workers with SIGKILL: a rank that outlived it would go on writing, and hold the GPU."""
+    run = RunDir(tmp_path)
+    plan(run)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from clustertune.launch.plan import Plan\n"
+        "from clustertune.rundir import RunDir\n"
+        "from tests.launch import test_ray as t\n"
+        "run = RunDir(Path(sys.argv[1])); t.Worker(run, Plan.read(run.attempt(1)), Path('none')).join()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(REPO)], cwd=REPO) as worker:
+        until((run.attempt(1) / "rank-0.pid").exists)
+        pid = int((run.attempt(1) / "rank-0.pid").read_text())
+        assert alive(pid)
+        worker.kill()
+    until(lambda: not alive(pid))
+
+
+def test_every_restart_is_a_new_attempt_until_nothing_moves(tmp_path: Path) -> None:
+    """Ray restarts for ever if it is let; attempts without a new checkpoint are counted as they are on Slurm."""
+    run = RunDir(tmp_path)
+    config = {"attempt": run.new_attempt(), "job": "j", "stop": str(tmp_path / "stop")}
+    for number in (1, 2, 3):
+        assert raytrain._begin(run, config) == number
+        made = Plan(number, (Node("n", "a"),), 1, launcher="ray", job="j")
+        made.write(run.attempt(number))
+        Outcome(ExitCode.FAILED).write(run.attempt(number))
+    assert raytrain._begin(run, config) is None
+    config["job"] = "the next call"
+    assert raytrain._begin(run, config) == 4
+    Plan(4, (Node("n", "a"),), 1, launcher="ray", job="j").write(run.attempt(4))
+    (tmp_path / "stop").touch()  # asked to, while Ray was about to start the workers anew
+    assert raytrain._begin(run, config) is None
+
+
+def test_the_driver_shows_what_rank_0_says_and_why_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from clustertune.errors import Problem
+
+    run = RunDir(tmp_path)
+    plan(run)
+    shown = raytrain.Shown(tmp_path)
+    (run.attempt(1) / raytrain.PROGRESS).write_text("step 1\nstep")
+    shown.follow()
+    (run.attempt(1) / raytrain.PROGRESS).write_text("step 1\nstep 2\n")
+    Outcome(ExitCode.AGAIN, [Problem("rank 1 was killed")]).write(run.attempt(1))
+    plan(run)
+    (run.attempt(2) / raytrain.PROGRESS).write_text("step 3\n")
+    shown.follow()
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["step 1", "step 2", "attempt 1: rank 1 was killed", "attempt 2 ...", "step 3"]
+
+
+def test_a_worker_holds_no_process_group_and_no_gpu_context() -> None:
+    """TorchConfig's own would take half a GB of every GPU, and hide the GPUs of the other ranks from NCCL."""
+    config = raytrain.RanksOnly()
+    backend = config.backend_cls()
+    assert backend.share_cuda_visible_devices
+    assert type(backend).on_start is raytrain.Backend.on_start
+    with config.train_func_context():
+        pass
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
+    with pytest.raises(UserError, match="Ray is not installed") as caught:
+        launchers.ray_train("tiny-oasst2", run_dir=tmp_path / "run")
+    assert caught.value.code is ExitCode.CONFIG and caught.value.problems[0].fix
+    assert not (tmp_path / "run").exists()
+
+
+def driver(run: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, str(REPO / "launch" / "ray_train.py"), "tiny-oasst2", "--workers", "2"),
+            *("--run-dir", str(run), *SHORT, *arguments),
+        ],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+
+
+def end(call: subprocess.Popen[str]) -> Done:
+    try:
+        out, err = call.communicate(timeout=1200)
+    finally:
+        call.kill()  # Ray's processes end with their driver
+    assert "Traceback" not in err, err
+    return Done(call.returncode, out, err)
+
+
+def saved(run: Path, call: subprocess.Popen[str], step: int) -> None:
+    until(lambda: bool(list(run.glob(f"checkpoints/step-{step:06d}*/MANIFEST.json"))) or call.poll() is not None, 400)
+    assert call.poll() is None, end(call)
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(1800)
+def test_ray_starts_a_killed_rank_anew(tmp_path: Path, finished: tuple[Path, Done]) -> None:
+    """One call, two attempts, and the bytes of an uninterrupted run of ``clustertune run``."""
+    run = tmp_path / "run"
+    call = driver(run, "--json")
+    saved(run, call, 2)
+    os.kill(rank_pid(run, 1), signal.SIGKILL)
+    done = end(call)
+    assert done.code == 0, done
+    assert done.json["stages"]["train"]["status"] == "done"
+    first: Any = Plan.read(run / "attempts" / "0001")
+    assert first.launcher == "ray" and sorted(path.name for path in (run / "attempts").iterdir()) == ["0001", "0002"]
+    problems = json.loads((run / "attempts" / "0001" / "outcome.json").read_text())["problems"]
+    assert "rank 1 on " in problems[0]["message"] and "SIGKILL" in problems[0]["message"]
+    assert (run / ADAPTER).read_bytes() == (finished[0] / ADAPTER).read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_stop_saves_and_the_same_command_goes_on(tmp_path: Path, finished: tuple[Path, Done], number: signal.Signals) -> None:
+    """Ray's own answer to Ctrl-C is to kill the workers: whatever is not saved is lost."""
+    run = tmp_path / "run"
+    call = driver(run)
+    saved(run, call, 2)
+    call.send_signal(number)
+    stopped = end(call)
+    assert stopped.code == 75 and "stopped as asked, at a saved step" in stopped.err
+    assert not list(run.glob("stop-*")) and not (run / "ray").exists()
+    whole = end(driver(run))
+    assert whole.code == 0, whole
+    assert (run / ADAPTER).read_bytes() == (finished[0] / ADAPTER).read_bytes()

@@ -1,0 +1,144 @@
+"""Every recipe as a SkyPilot task: fields that SkyPilot has, values that stay values, and a run that starts as written."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.launch import skypilot
+from clustertune.launch.skypilot import Options, check, render
+from tests.command import REPO, run
+
+RECIPES = sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml"))
+
+
+def task(recipe: str, *overrides: str, tiny: bool = False, options: Options | None = None) -> dict[str, Any]:
+    text = render(resolve(recipe, overrides, tiny=tiny), overrides, options)
+    assert check(text) == []
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def started(found: dict[str, Any], folder: Path, rank: int = 1) -> list[str]:
+    """The arguments that the task's run gives to launch/torchrun.sh, with the variables that SkyPilot sets."""
+    (folder / "launch").mkdir(parents=True, exist_ok=True)
+    fake = folder / "launch" / "torchrun.sh"
+    fake.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > arguments\n")
+    fake.chmod(0o755)
+    env = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    env |= {"SKYPILOT_TASK_ID": "sky-managed-2030-01-01_ct_3-0", "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-c", found["run"]], cwd=folder, env=env, check=True, timeout=60)
+    return (folder / "arguments").read_text().split("\0")[:-1]
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_task(recipe: str, tiny: bool, tmp_path: Path) -> None:
+    found = task(recipe, tiny=tiny)
+    shape = resolve(recipe, tiny=tiny).recipe
+    assert found["num_nodes"] == shape.slurm.nodes
+    on_cpu = tiny or shape.model.weights == "random"
+    assert found["resources"].get("accelerators") == (None if on_cpu else {"H100": shape.slurm.gpus_per_node})
+    assert found["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert found.get("secrets") == (None if on_cpu else {"HF_TOKEN": None})
+    assert found["volumes"] == {"/clustertune-runs": "clustertune-runs"}
+    arguments = started(found, tmp_path)
+    assert arguments[0] == f"recipes/{recipe}" and ("--tiny" in arguments) is tiny
+    assert arguments[-8:] == [
+        *("--node-rank", "1", "--nodes", "2", "--master", "10.0.0.1", "--job", "sky-managed-2030-01-01_ct_3-0")
+    ]
+    if importlib.util.find_spec("sky") is not None:  # SkyPilot is no part of the pinned stack: its own parser, where it is
+        path = tmp_path / "task.yaml"
+        path.write_text(render(resolve(recipe, tiny=tiny)))
+        assert importlib.import_module("sky").Task.from_yaml(str(path)).num_nodes == shape.slurm.nodes
+
+
+HOSTILE = ("data.name=a'b", "data.name=$(touch x)", "data.name=`touch x`", "data.name={{ 7 * 7 }}", 'data.name="#: x"')
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_user_gives_stays_one_argument(text: str, tmp_path: Path) -> None:
+    """In the template, in YAML and in the shell that runs the task."""
+    found = yaml.safe_load(render(resolve("tiny-oasst2"), [text, "train.seed=1"]))
+    assert started(found, tmp_path)[1:3] == [text, "train.seed=1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arguments", "launch"]
+
+
+def test_what_cannot_stand_in_a_task_is_refused_at_once(tmp_path: Path) -> None:
+    """All of it in one message."""
+    options = Options(gpu="H100: {x", volume="a b", runs="../x y")
+    with pytest.raises(UserError) as caught:
+        render(resolve("tiny-oasst2"), ["data.name=a\nrm: x", "--tiny"], options)
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["--gpu", "--volume", "--runs", "--runs", "section.key=value", "section.key=value"]
+    outside = tmp_path / "mine"
+    outside.mkdir()
+    for path in (REPO / "recipes" / "tiny-oasst2").iterdir():
+        (outside / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match="lies outside of the checkout"):
+        render(resolve(outside))
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    with pytest.raises(UserError, match=r"data\.input: .* lies outside"):
+        render(resolve("tiny-oasst2", [f"data.input={data}"]))
+
+
+def test_a_shared_folder_takes_the_volume_s_place() -> None:
+    found = task("llama405b-oasst2", options=Options(gpu="A100-80GB", runs="/fsx/runs/", spot=True))
+    assert "volumes" not in found and found["resources"]["use_spot"] is True
+    assert found["resources"]["accelerators"] == {"A100-80GB": 8}
+    assert "--run-dir /fsx/runs/llama405b-oasst2/" in found["run"]
+    assert task("llama405b-oasst2", options=Options(volume="pvc-1"))["volumes"] == {"/clustertune-runs": "pvc-1"}
+
+
+def test_another_setting_is_another_run_folder() -> None:
+    """A recovered job must find its checkpoints; another job must not find them."""
+    assert task("tiny-oasst2")["run"] == task("tiny-oasst2")["run"]
+    folder = [word for word in task("tiny-oasst2", "lora.r=8")["run"].split() if word.startswith("/clustertune-runs")]
+    assert folder and folder[0] not in task("tiny-oasst2")["run"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"num_node": 2}, "num_node: SkyPilot has no such field"),
+        ({"num_nodes": "2"}, "num_nodes: '2' is of another kind"),
+        ({"num_nodes": True}, "num_nodes: True is of another kind"),
+        ({"secrets": {"HF_TOKEN": "hf_x"}}, "secrets.HF_TOKEN: a value"),
+        ({"resources": {"gpus": 8}}, "resources.gpus: SkyPilot has no such field"),
+        ({"resources": {"autostop": {"idle": 1}}}, "resources.autostop.idle: SkyPilot has no such field"),
+        ({"resources": {"job_recovery": {"codes": [75]}}}, "resources.job_recovery.codes: SkyPilot has no such field"),
+    ],
+)
+def test_a_planted_fault_is_found(change: dict[str, Any], fault: str) -> None:
+    """A check that finds nothing may be a check that looks at nothing."""
+    assert fault in check(json.dumps({**task("tiny-oasst2"), **change}))
+    assert check("a: [") and check("[]")
+
+
+def test_a_name_is_one_that_clouds_take() -> None:
+    from types import SimpleNamespace
+
+    for name, expected in (("Llama_3.1-405B", "ct-llama-3-1-405b"), ("x" * 64, f"ct-{'x' * 37}")):
+        assert skypilot.task_name(SimpleNamespace(name=name)) == expected  # type: ignore[arg-type]
+
+
+def test_the_command_prints_it_or_writes_it(tmp_path: Path) -> None:
+    """Nothing else on stdout: it is piped into a file."""
+    done = run("sky", "tiny-oasst2", "lora.r=8")
+    assert done.code == 0 and done.err == "" and check(done.out) == []
+    out = tmp_path / "task.yaml"
+    written = run("sky", "tiny-oasst2", "lora.r=8", "--out", out)
+    assert written.code == 0 and written.out == "" and out.read_text() == done.out
+    refused = run("sky", "tiny-oasst2", "--gpu", "no such")
+    assert refused.code == 2 and "sky show-gpus" in refused.err

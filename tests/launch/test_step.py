@@ -1,0 +1,117 @@
+"""The command that puts an attempt onto the nodes: what it passes on, and what stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clustertune.launch import srun, step
+
+SECRETS = {"HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "MY_PASSWORD": "canary"}
+
+
+def command(**changes: object) -> list[str]:
+    words = {"nodes": 2, "cpus": 64, "gpus": True, "environ": {"PATH": "/bin", "HOME": "/h", **SECRETS}} | changes
+    return step.srun_command(["python", "x"], **words)  # type: ignore[arg-type]
+
+
+def test_only_listed_variables_reach_the_nodes() -> None:
+    words = command()
+    assert "--export=PATH,HOME" in words
+    assert not any("canary" in word or name in word for word in words for name in SECRETS)
+    assert "--export=NIL" in command(environ=SECRETS), "an empty list would mean all of them"
+
+
+def test_srun_gets_the_cores_of_the_job() -> None:
+    """Since Slurm 22.05 it takes them from sbatch no longer."""
+    assert "--cpus-per-task=64" in command()
+    assert not any("cpus-per-task" in word for word in command(cpus=None))
+    assert "--kill-on-bad-exit=1" in command()
+    assert not any("gpu" in word for word in command(gpus=False))
+
+
+def test_which_node_it_is_the_node_finds_out(tmp_path: Path) -> None:
+    """Expanded on the first node, every node would be node 0: nothing of the kind is on the line."""
+    words = step.node_command(tmp_path, 3)
+    assert words[-4:] == ["--run-dir", str(tmp_path), "--attempt", "3"]
+    assert not any("SLURM" in word or "$" in word for word in [*words, *command()])
+
+
+def test_the_container_sees_the_checkout_and_the_run(tmp_path: Path) -> None:
+    inner = step.node_command(tmp_path, 1)
+    assert step.container_command(inner, runtime="none", image=None, binds=[], gpus=True, repo=tmp_path) == inner
+    words = step.container_command(
+        inner, runtime="apptainer", image="/pool/train.sif", binds=["/pool", "/pool"], gpus=True, repo=Path("/shared/repo")
+    )
+    assert words[:3] == ["apptainer", "exec", "--nv"] and "--no-home" in words
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--bind"] == ["/shared/repo", "/pool"]
+    assert words[words.index("/pool/train.sif") + 1 :] == ["python3", *inner[1:]]
+    bare = step.container_command(inner, runtime="apptainer", image="x.sif", binds=[], gpus=False, repo=tmp_path)
+    assert "--nv" not in bare
+
+
+STEP = """
+import signal, sys, time
+from pathlib import Path
+def handle(number, frame):
+    Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, handle)
+Path(sys.argv[1] + ".up").touch()
+time.sleep(60)
+"""
+
+
+def test_a_warning_reaches_the_step(tmp_path: Path) -> None:
+    """Also SIGTERM that only the batch script got asks the ranks for a save."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        mark = tmp_path / number.name
+        main = threading.main_thread().ident or 0
+
+        def ask(mark: Path = mark, main: int = main, number: int = number) -> None:
+            while not Path(f"{mark}.up").exists():
+                time.sleep(0.02)
+            signal.pthread_kill(main, number)
+
+        threading.Thread(target=ask, daemon=True).start()
+        signals: list[int] = []
+        assert srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: True) == 0
+        assert mark.read_text() == "SIGUSR1" and signals == [number]
+
+
+def test_a_step_is_left_when_a_later_start_has_taken_over(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code = srun.run_step([sys.executable, "-c", "import time; time.sleep(60)"], [], lambda: time.monotonic() - began < 1)
+    assert code == -signal.SIGKILL
+
+
+def test_a_step_that_does_not_end_after_a_failure_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun waits for the tasks of a node that lost its power, came back at once, and knows nothing of them."""
+    monkeypatch.setattr(srun, "END_SECONDS", 0.5)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert srun.run_step(command, [], lambda: True, lambda: True) == -signal.SIGKILL
+
+
+def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
+    """A job whose program was killed is requeued: its srun must not keep the old ranks."""
+    pid = tmp_path / "pid"
+    child = f"import os, time; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    if (parent := os.fork()) == 0:
+        try:
+            srun.run_step([sys.executable, "-c", child], [], lambda: True)
+        finally:
+            os._exit(0)
+    while not pid.exists() or not pid.read_text():
+        time.sleep(0.02)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid.read_text()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid.read_text()}").exists()

@@ -1,0 +1,383 @@
+"""Submission: what sbatch gets, what it must never get, and what is left behind when it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from clustertune.cluster.cluster import Cluster as Throwaway
+from clustertune.commands import submit as command
+from clustertune.config.resolve import resolve
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import lead, shape, slurm, submit, visible
+from clustertune.rundir import STAGES, RunDir
+from tests.launch import golden_submit
+from tests.launch.machines import machine
+from tests.slurm import slurm as slurm_cluster
+from tests.slurm import slurm_session
+
+__all__ = ["slurm_cluster", "slurm_session"]
+
+SMALL = shape.Shape(1, 0, 1, 1, 1, 5, "gpu")
+STAND_IN = '#!/bin/bash\n#SBATCH --nodes=2\nprintf "%s\\n" "$@"\n[[ $* != *fail* ]]\n'
+
+
+def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = ("/r/x",)) -> list[submit.StageJob]:
+    shapes = dict.fromkeys(STAGES, SMALL)
+    return submit.make_jobs("x", stages, shapes, run, words=words, flags=["--tiny"], signal_seconds=90)
+
+
+class Recorder:
+    """An sbatch and a scancel that remember."""
+
+    def __init__(self, refuse_at: int | None = None, cancel_fails: bool = False) -> None:
+        self.sent: list[list[str]] = []
+        self.cancelled: list[str] = []
+        self.refuse_at, self.cancel_fails = refuse_at, cancel_fails
+
+    def send(self, options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
+        if len(self.sent) == self.refuse_at:
+            raise UserError(Problem("sbatch: no such partition"))
+        self.sent.append([*options, script, *arguments])
+        return str(100 + len(self.sent))
+
+    def run(self, words: Sequence[str]) -> str:
+        assert words[0] == "scancel"
+        if self.cancel_fails:
+            raise slurm.Unreachable(Problem("away"), ExitCode.AGAIN)
+        self.cancelled += words[1:]
+        return ""
+
+
+# --- scripts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_body_has_one_home() -> None:
+    """Every script is the derived header over launch/run.sbatch, byte for byte."""
+    text = submit.SCRIPT.read_text()
+    header, body = submit.split_script(text)
+    assert header + body == text
+    assert "#SBATCH" not in body
+    rendered = submit.render("x-train", shape.Shape(2, 8, 8, 64, None, 60, "gpu"), 120)
+    found_header, found_body = submit.split_script(rendered)
+    assert found_body == body
+    assert lead.given_in(found_header) == 120
+    for line in ("--job-name=x-train", "--requeue", "--open-mode=append", "--export=NIL", "--gpus-per-node=8"):
+        assert f"#SBATCH {line}\n" in found_header
+
+
+@pytest.mark.parametrize("name", ["x --wrap=id", "x\n#SBATCH --export=ALL", "", "-x", "x'y", "x" * 200, "x/y", "x\u00e9"])
+def test_no_name_becomes_an_option(name: str) -> None:
+    """A header line is split at blanks: a name with one would bring an option of its own."""
+    with pytest.raises(UserError):
+        submit.render(name, SMALL, 60)
+
+
+@pytest.mark.parametrize("option", ["--array=0-3 --export=ALL", "--array=0\n#SBATCH --x", "--comment='a b'", "-x", "--a=$(id)"])
+def test_no_further_option_breaks_out(option: str) -> None:
+    """The same for what a sweep adds."""
+    with pytest.raises(UserError):
+        submit.render("x", SMALL, 60, extra=[option])
+    assert "#SBATCH --array=0-3%2\n" in submit.render("x", SMALL, 60, extra=["--array=0-3%2"])
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """Paths stand where no shell and no header splits them; a percent sign in one is no pattern of sbatch's."""
+    run = tmp_path / "a b %j 'q"
+    job = jobs_for(run, ["train"], ["/r/x y", 'data.input=$(id) `id`; "q"'])[0]
+    words = job.command("7")
+    assert f"--output={tmp_path}/a b %%j 'q/logs/%x-%j.log" in words
+    assert words.index("--dependency=afterok:7") < words.index(str(run / "jobs" / "train.sbatch"))
+    at = words.index(str(job.path))
+    assert words[at + 1 :] == [
+        "/r/x y", "data.input=$(id) `id`; \"q\"", "--tiny", "--run-dir", str(run), "--from", "train", "--to", "train",
+    ]  # fmt: skip
+    assert {"--export=NIL", "--kill-on-invalid-dep=yes", "--parsable"} <= set(words[:at])
+    with pytest.raises(UserError, match="backslash"):
+        jobs_for(tmp_path / "a\\b", ["train"])
+
+
+def test_one_job_for_all(tmp_path: Path) -> None:
+    """Where a site charges by the job, or queues are long."""
+    shapes = shape.stage_shapes(resolve("llama405b-oasst2"), machine())
+    jobs = submit.make_jobs("x", STAGES, shapes, tmp_path, words=["r"], flags=[], signal_seconds=90, one_job=True)
+    assert [(job.stage, job.shape) for job in jobs] == [("chain", shapes["train"])]
+    assert jobs[0].arguments[-4:] == ("--from", "prepare", "--to", "report")
+
+
+# --- which stages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("finished", "first", "last", "todo"),
+    [
+        ((), None, "report", STAGES),
+        (("prepare",), None, "report", STAGES[1:]),
+        (STAGES[:2], None, "export", ("export",)),
+        (STAGES, None, "report", ()),
+        (STAGES, "eval", "report", ("eval",)),
+        (("prepare", "train", "merge"), None, "report", STAGES[2:]),
+    ],
+)
+def test_what_is_left(finished: tuple[str, ...], first: str | None, last: str, todo: tuple[str, ...]) -> None:
+    """What is finished is not computed again, what rests on something newer is."""
+    assert tuple(submit.left_to_do(finished, first, last)) == todo
+
+
+@pytest.mark.parametrize(("finished", "first", "last"), [((), "export", "report"), (STAGES, "eval", "train")])
+def test_stages_that_cannot_be(finished: tuple[str, ...], first: str, last: str) -> None:
+    """Else the job finds out, after it has waited for its turn."""
+    with pytest.raises(UserError):
+        submit.left_to_do(finished, first, last)
+
+
+# --- submission --------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_depend_on_each_other_and_are_written_down(tmp_path: Path) -> None:
+    """Each after the success of the one before; ids, scripts and times are kept for status."""
+    recorder = Recorder()
+    entries = submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+    assert [entry["id"] for entry in entries] == ["101", "102", "103", "104", "105", "106"]
+    depends = [next((w for w in words if w.startswith("--dependency")), None) for words in recorder.sent]
+    assert depends == [None, *(f"--dependency=afterok:{n}" for n in range(101, 106))]
+    assert submit.read_jobs(tmp_path)["jobs"] == entries
+    assert (tmp_path / "logs").is_dir()
+    assert [Path(entry["script"]).name for entry in entries] == [f"{stage}.sbatch" for stage in STAGES]
+
+
+def test_a_refusal_takes_back_what_was_submitted(tmp_path: Path) -> None:
+    """Half a chain would run, and its other half be missing."""
+    recorder = Recorder(refuse_at=3)
+    with pytest.raises(UserError, match="nothing of this submission is left"):
+        submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+    assert recorder.cancelled == ["101", "102", "103"]
+    assert submit.read_jobs(tmp_path)["jobs"] == []
+
+
+def test_a_refusal_that_cannot_be_taken_back_names_the_jobs(tmp_path: Path) -> None:
+    """Somebody has to cancel them."""
+    recorder = Recorder(refuse_at=2, cancel_fails=True)
+    with pytest.raises(UserError, match="scancel 101 102"):
+        submit.submit_all(tmp_path, jobs_for(tmp_path), recorder.send, recorder.run)
+    assert [entry["id"] for entry in submit.read_jobs(tmp_path)["jobs"]] == ["101", "102"]
+
+
+def test_an_interrupted_submission_is_taken_back(tmp_path: Path) -> None:
+    """Ctrl-C between two jobs."""
+    recorder = Recorder()
+
+    def send(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
+        if recorder.sent:
+            raise KeyboardInterrupt
+        return recorder.send(options, script, arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit_all(tmp_path, jobs_for(tmp_path), send, recorder.run)
+    assert recorder.cancelled == ["101"]
+
+
+def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
+    """A new controller counts from 1 again: somebody else's job of the same number is none of ours."""
+    recorder = Recorder()
+    submit.submit_all(tmp_path, jobs_for(tmp_path, ["prepare", "train"]), recorder.send, recorder.run)
+
+    def shown(state: str, folder: Path) -> slurm.Run:
+        def run(words: Sequence[str]) -> str:
+            stage = "prepare" if words[-1] == "101" else "train"
+            return f"JobId={words[-1]} JobName=x-{stage} JobState={state} Command={folder}/jobs/{stage}.sbatch /r/x\n"
+
+        return run
+
+    assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path)) == ["101", "102"]
+    assert submit.live_jobs(tmp_path, shown("REQUEUED", tmp_path)) == ["101", "102"]
+    assert submit.live_jobs(tmp_path, shown("TIMEOUT", tmp_path)) == []
+    assert submit.live_jobs(tmp_path, shown("RUNNING", tmp_path / "other")) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"jobs": [1]}', '{"jobs": {}}x'])
+def test_a_damaged_list_of_jobs(tmp_path: Path, text: str) -> None:
+    """Not known is not the same as none: two chains would run in one folder."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "jobs.json").write_text(text)
+    with pytest.raises(UserError, match="submit again"):
+        submit.read_jobs(tmp_path)
+
+
+# --- where the run lies -------------------------------------------------------------------------------------------------
+
+MOUNTS = """\
+21 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
+30 21 0:5 / /pool rw - fuse.mergerfs pool rw
+31 21 0:6 / /nfs/a\\040b rw - nfs4 server:/x rw
+"""
+
+
+def test_folders_that_the_nodes_do_not_see() -> None:
+    """The job would fail on the second node, hours after it was submitted."""
+    shared = machine(storage={"shared": "/data"})
+    places = [("the run folder", Path(p)) for p in ("/tmp/x", "/pool/x", "/nfs/a b/x", "/data/x", "/database")]
+    found = visible.find_problems(places, shared, "n1", MOUNTS)
+    assert [problem.file for problem in found] == ["/tmp/x", "/database"]
+    assert "ext4" in found[0].message
+    assert visible.find_problems(places, shared, "elsewhere", MOUNTS) == []
+    assert visible.find_problems(places, machine(), "n1", MOUNTS) == []
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+def call(*arguments: str) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    command.add(app)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("case", golden_submit.CASES, ids=lambda case: golden_submit.file_name(*case))
+def test_dry_run_of_every_recipe_on_every_cluster(case: tuple[str, str, bool]) -> None:
+    """The whole text, as golden files: ``python -m tests.launch.golden_submit`` writes them again."""
+    golden = golden_submit.GOLDEN / golden_submit.file_name(*case)
+    assert golden_submit.document(*case) == golden.read_text()
+
+
+@pytest.mark.parametrize("recipe", golden_submit.RECIPES)
+def test_dry_run_needs_no_slurm(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a laptop, for the cluster that it is not; nothing is made."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = tmp_path / "run"
+    done = call(recipe, "--tiny", "--cluster", "local", "--dry-run", "--json", "--run-dir", str(run))
+    assert done.exception is None, done.exception
+    body = json.loads(done.stdout)
+    assert [job["stage"] for job in body["jobs"]] == list(STAGES)
+    assert body["node_command"][0] == "srun"
+    assert all(setting["reason"] for setting in body["environment"])
+    assert not run.exists()
+
+
+def test_every_problem_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first alone: each round costs the wait for the next."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cluster = golden_submit.CLUSTER_FILES[0]
+    done = call("llama405b-oasst2", "slurm.nodes=1", "slurm.time=00:10:00", "--cluster", cluster, "--run-dir", str(tmp_path))
+    assert isinstance(done.exception, UserError)
+    said = str(done.exception)
+    for words in ("slurm.nodes=2 is the least", "at least 49 minutes", "sbatch is not on PATH"):
+        assert words in said
+
+
+def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would refuse it hours later; its content is in no message."""
+    (tmp_path / ".env").write_text("HF_TOKEN=hf_canary\n")
+    (tmp_path / ".env").chmod(0o644)
+    monkeypatch.setattr(submit, "REPO", tmp_path)
+    done = call("tiny-oasst2", "--tiny", "--cluster", golden_submit.CLUSTER_FILES[0], "--run-dir", str(tmp_path / "run"))
+    assert isinstance(done.exception, UserError)
+    assert str(tmp_path / ".env") in str(done.exception)
+    assert "canary" not in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "recipe is missing"),
+        (("tiny-oasst2", "--from", "nothing"), "no stage"),
+        (("tiny-oasst2", "--cluster", "nowhere", "--dry-run"), "nowhere"),
+        (("tiny-oasst2", "--from", "eval", "--dry-run", "--run-dir", "no-run"), "not finished"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
+    """Words, not tracebacks."""
+    done = call(*arguments)
+    assert isinstance(done.exception, UserError)
+    assert words in str(done.exception)
+
+
+# --- on a real Slurm ---------------------------------------------------------------------------------------------------
+
+
+def cluster_call(cluster: Throwaway) -> slurm.Run:
+    """Slurm's commands on the login node of a throw-away cluster."""
+
+    def run(words: Sequence[str]) -> str:
+        done = cluster.run(list(words), check=False)
+        if done.returncode:
+            raise UserError(Problem(f"{words[0]}: {done.stderr}"))
+        return str(done.stdout)
+
+    return run
+
+
+def sender(cluster: Throwaway) -> submit.Send:
+    def send(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
+        return cluster_call(cluster)(["sbatch", "--parsable", *options, script, *arguments]).strip()
+
+    return send
+
+
+@pytest.mark.jobs
+def test_a_chain_with_names_chosen_to_hurt(slurm_cluster: Throwaway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every argument reaches the script as it was given, logs lie where they should, and each job follows the one before."""
+    stand_in = tmp_path / "run.sbatch"
+    stand_in.write_text(STAND_IN)
+    monkeypatch.setattr(submit, "SCRIPT", stand_in)
+    run = tmp_path / "a b %j %% 'q' $x ;&"
+    words = ["/r/$(id) `id` 'q'", 'data.input="a, b"; echo #', "a=\u00e9\n b"]
+    jobs = jobs_for(run, ["prepare", "train"], words)
+    entries = submit.submit_all(run, jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
+    assert len(submit.live_jobs(run, cluster_call(slurm_cluster))) >= 1
+    for entry, job in zip(entries, jobs, strict=True):
+        assert slurm_cluster.wait(entry["id"])["JobState"] == "COMPLETED"
+        log = run / "logs" / f"x-{job.stage}-{entry['id']}.log"
+        assert log.read_text() == "\n".join(job.arguments) + "\n"
+    assert submit.live_jobs(run, cluster_call(slurm_cluster)) == []
+
+
+def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --kill-on-invalid-dep it would wait in the queue for ever."""
+    stand_in = tmp_path / "run.sbatch"
+    stand_in.write_text(STAND_IN)
+    monkeypatch.setattr(submit, "SCRIPT", stand_in)
+    jobs = jobs_for(tmp_path / "run", ["prepare", "train"], ["fail"])
+    entries = submit.submit_all(tmp_path / "run", jobs, sender(slurm_cluster), cluster_call(slurm_cluster))
+    assert slurm_cluster.wait(entries[0]["id"])["JobState"] == "FAILED"
+    assert slurm_cluster.wait(entries[1]["id"])["JobState"] == "CANCELLED"
+
+
+def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> None:
+    """``sbatch --test-only`` of each stage of each recipe, in the shape of a cluster like this one."""
+    here = machine(2, 1, memory_gb=1000)
+    for recipe in golden_submit.RECIPES:
+        resolved = resolve(recipe, tiny=True)
+        for stage, wanted in shape.stage_shapes(resolved, here).items():
+            script = tmp_path / f"{recipe}-{stage}.sbatch"
+            script.write_text(submit.render(f"{recipe}-{stage}", wanted, 60))
+            done = slurm_cluster.run(["sbatch", "--test-only", str(script)], check=False)
+            assert done.returncode == 0, done.stderr
+
+
+def test_shell_quoting_of_what_is_shown(tmp_path: Path) -> None:
+    """The printed line, pasted into a shell, is the command."""
+    words = jobs_for(tmp_path / "a b'c", ["train"], ["/r/$(id)"])[0].command(None)
+    script = f"printf '%s\\0' {shlex.join(words)}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert done.stdout.split("\0")[:-1] == words
+
+
+def test_the_run_folder_is_the_same_for_every_job(tmp_path: Path) -> None:
+    """A tiny run takes the cluster's size: each job gets it as overrides, or its own allocation would name another run."""
+    found = command.Submission.make("llama405b-oasst2", [], True, "local", tmp_path / "run", None, "report", one_job=False)
+    nodes, ranks = shape.run_shape(resolve("llama405b-oasst2", tiny=True), found.machine)
+    for job in found.jobs:
+        assert {f"slurm.nodes={nodes}", f"slurm.gpus_per_node={ranks}"} <= set(job.arguments)
+        overrides = [word for word in job.arguments[1:] if "=" in word and not word.startswith("-")]
+        assert resolve("llama405b-oasst2", overrides, tiny=True).fingerprint() == found.resolved.fingerprint()
+    assert RunDir(found.path).stage("prepare") is None

@@ -1,0 +1,167 @@
+"""What the program of a Slurm job decides: another attempt here, back into the queue, or the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clustertune import chain, job
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import lease, slurm
+from clustertune.launch.allocation import Allocation
+from clustertune.launch.judge import Outcome
+from clustertune.process import Stopped
+from clustertune.rundir import RunDir
+
+KILLED = Outcome(ExitCode.AGAIN, [Problem("rank 1 on gpu-b failed first: killed")])
+
+
+def links_of(run: Path, restart: int = 0) -> job.JobChain:
+    allocation = Allocation(
+        "7", restart, ("gpu-a", "gpu-b"), gpus_per_node=1, cpus_per_node=4, tasks_per_node=1, memory_mb=None
+    )
+    cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {})
+    resolved: Any = SimpleNamespace(name="r", world_size=2)
+    return job.JobChain(RunDir(run), resolved, allocation=allocation, cluster=cluster)
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Attempts that end as given; returns the list in which they are counted."""
+
+    def give(*given: Outcome) -> list[int]:
+        counted: list[int] = []
+
+        def train(self: job.JobChain) -> dict[str, Any]:
+            self.outcome = given[len(counted)]
+            counted.append(1)
+            if self.outcome.code is ExitCode.OK:
+                return {"checkpoint": "step-000008"}
+            raise UserError(self.outcome.problems or [Problem("stopped as asked")], self.outcome.code)
+
+        monkeypatch.setattr(chain.Chain, "train", train)
+        return counted
+
+    return give
+
+
+def test_a_killed_rank_begins_again_in_the_same_allocation(tmp_path: Path, outcomes: Callable[..., list[int]]) -> None:
+    """Back in the queue the job might wait for days."""
+    counted = outcomes(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
+    with lease.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
+        assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
+    assert len(counted) == 3
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(ExitCode.AGAIN, asked=True),
+        Outcome(ExitCode.AGAIN, [Problem("gpu-b ended without a word")], nodes_gone=("gpu-b",)),
+        Outcome(ExitCode.STOP, [Problem("not finite")]),
+        Outcome(ExitCode.STORAGE, [Problem("full")]),
+        Outcome(ExitCode.CONFIG, [Problem("no interface")]),
+    ],
+)
+def test_what_another_attempt_here_would_not_mend(tmp_path: Path, outcomes: Callable[..., list[int]], outcome: Outcome) -> None:
+    counted = outcomes(outcome, Outcome(ExitCode.OK))
+    with pytest.raises(UserError) as caught:
+        links_of(tmp_path).train()
+    assert caught.value.code is outcome.code and len(counted) == 1
+
+
+def test_no_attempt_after_a_warning(tmp_path: Path, outcomes: Callable[..., list[int]]) -> None:
+    """The rank was killed while it saved: the time that is left is no time for a new attempt."""
+    counted = outcomes(KILLED, Outcome(ExitCode.OK))
+    links = links_of(tmp_path)
+    links.signals.append(signal.SIGUSR1)
+    with pytest.raises(UserError):
+        links.train()
+    assert len(counted) == 1
+
+
+def end_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    signals: list[int],
+    state: dict[str, str] | None = None,
+) -> list[str]:
+    """The jobs that are requeued when the chain ends in ``error`` after ``signals``."""
+    requeued: list[str] = []
+    monkeypatch.setattr(slurm, "requeue", requeued.append)
+    monkeypatch.setattr(slurm, "show_job", lambda job: state)
+    monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
+    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
+    quiet: Any = SimpleNamespace(update=lambda **values: None, path=tmp_path)
+    monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
+
+    def go(self: job.JobChain, *stages: str) -> None:
+        self.signals += signals
+        raise error
+
+    monkeypatch.setattr(job.JobChain, "go", go)
+    links = links_of(tmp_path)
+    with pytest.raises(type(error)):
+        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    return requeued
+
+
+ENDED = UserError("stopped as asked", ExitCode.AGAIN)
+RUNNING, CANCELLED = {"JobState": "RUNNING", "Reason": "None"}, {"JobState": "COMPLETING", "Reason": "None"}
+OUT_OF_TIME = {"JobState": "COMPLETING", "Reason": "TimeLimit"}
+
+
+@pytest.mark.parametrize(
+    ("error", "signals", "state", "again"),
+    [
+        (ENDED, [signal.SIGUSR1], CANCELLED, True),
+        (ENDED, [], CANCELLED, True),  # a node is gone
+        (ENDED, [signal.SIGTERM], CANCELLED, False),
+        (ENDED, [signal.SIGTERM], None, False),
+        (ENDED, [signal.SIGTERM], OUT_OF_TIME, True),
+        (ENDED, [signal.SIGTERM], RUNNING, True),  # hit by what ended another start of the job on this node
+        (ENDED, [signal.SIGUSR1, signal.SIGTERM], CANCELLED, True),
+        (Stopped("SIGUSR1"), [], CANCELLED, True),
+        (Stopped("SIGTERM"), [], CANCELLED, False),
+        (UserError("not finite", ExitCode.STOP), [], CANCELLED, False),
+        (UserError("full", ExitCode.STORAGE), [], CANCELLED, False),
+        (UserError("a bug", ExitCode.FAILED), [], CANCELLED, False),
+    ],
+)
+def test_who_goes_back_into_the_queue(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    signals: list[int],
+    state: dict[str, str] | None,
+    again: bool,
+) -> None:
+    """A cancelled job is not brought back; a decision is not tried again; all else goes on."""
+    assert end_of(tmp_path, monkeypatch, error, signals, state) == (["7"] if again else [])
+
+
+def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would pull the job from under the feet of its own successor."""
+
+    def another_start(self: job.JobChain, *stages: str) -> None:
+        monkeypatch.setattr(lease, "WAIT_SECONDS", 0.0)
+        with lease.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
+            pass
+        raise ENDED
+
+    monkeypatch.setattr(job.JobChain, "go", another_start)
+    requeued: list[str] = []
+    monkeypatch.setattr(slurm, "requeue", requeued.append)
+    monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
+    quiet: Any = SimpleNamespace(update=lambda **values: None, path=tmp_path)
+    monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
+    links = links_of(tmp_path)
+    with pytest.raises(UserError):
+        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    assert requeued == []
