@@ -1,0 +1,168 @@
+"""Rules for the file itself and for what sbatch reads from it."""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from clustertune.doctor.batch import Batch
+from clustertune.doctor.directives import MAGIC, Option, read_header
+from clustertune.doctor.finding import Finding, finding
+from clustertune.doctor.options import nearest
+from clustertune.doctor.script import walk
+
+_NEAR = re.compile(r"(?P<lead>\s*)#(?P<gap>[ \t]*)(?P<word>[A-Za-z]{5,8})(?P<rest>[ \t]+-.*)")
+_UNEXPANDED = re.compile(r"\$[\w{(]|`")
+_PATTERN = re.compile(r"%(\d*)([%AaJjNnstuxb])")
+_KNOWN_BEFORE = "xu"
+"""File name patterns whose value is known when the job is submitted: the job's and the user's name."""
+
+
+def check_file(batch: Batch, raw: str) -> Iterator[Finding]:
+    """Line ends, byte order mark and the first line; ``raw`` is the text with its own line ends."""
+    if raw.startswith("\ufeff"):
+        yield finding(1, "bom", "the file begins with a byte order mark", f"sed -i '1s/^\\xef\\xbb\\xbf//' {batch.path}")
+    if "\r\n" in raw:
+        line = raw[: raw.index("\r\n")].count("\n") + 1
+        yield finding(line, "crlf", "DOS line ends (\\r\\n)", f"sed -i 's/\\r$//' {batch.path}")
+    first = batch.lines[0]
+    if not first.startswith("#!"):
+        yield finding(1, "shebang", "the first line is not #! and an interpreter", "make the first line: #!/usr/bin/env bash")
+    elif not re.match(r"#![ \t]*/", first):
+        yield finding(1, "shebang", f"{first.split()[0]!r} names no path of an interpreter", "#!/usr/bin/env bash")
+
+
+def check_places(batch: Batch) -> Iterator[Finding]:
+    """Lines that look like directives and are none."""
+    inside = {line for command in walk(batch.commands) for text in command.texts() for line in text.lines}
+    inside |= {h.end for command in walk(batch.commands) for h in command.heredocs}
+    for number, line in enumerate(batch.lines, 1):
+        if number in inside:
+            continue
+        if line.startswith(MAGIC):
+            if batch.header.end and number > batch.header.end:
+                message = f"stands behind the first command (line {batch.header.end}): sbatch does not read it"
+                yield finding(number, "late-directive", message, f"move it up, in front of line {batch.header.end}")
+        elif (found := _NEAR.fullmatch(line)) and _is_near(found):
+            wanted = f"{MAGIC}{found.group('rest')}"
+            message = "is a comment for sbatch: a directive begins with #SBATCH at the start of the line"
+            yield finding(number, "not-a-directive", message, f"write {wanted.rstrip()!r}; to switch it off: ##SBATCH")
+
+
+def _is_near(found: re.Match[str]) -> bool:
+    """Whether a comment was meant as a directive; a usage line (``# sbatch --nodes=2 job.sh``) is not."""
+    word = found.group("word")
+    if _distance(word.upper(), "SBATCH") > 2 or (word.islower() and found.group("gap")):
+        return False
+    meant = read_header([MAGIC + found.group("rest")])
+    return bool(meant.options) and not meant.loose and all(option.name for option in meant.options)
+
+
+def _distance(one: str, other: str) -> int:
+    """Edits (insert, delete, replace, swap of neighbours) between two short words."""
+    rows = [list(range(len(other) + 1))]
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            best = min(row[j - 1] + 1, rows[-1][j] + 1, rows[-1][j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                best = min(best, rows[-2][j - 2] + 1)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def check_options(batch: Batch) -> Iterator[Finding]:
+    """What the directives say."""
+    header = batch.header
+    for number, text in header.lines.items():
+        written = text.split("#")[0]
+        if _UNEXPANDED.search(written) or re.search(r"[=\s]~/", written):
+            remedy = f"write the value, or give it when you submit: sbatch{_options_only(written)} {batch.path}"
+            yield finding(number, "variable-in-directive", f"sbatch does not expand this:{written.rstrip()}", remedy)
+    for word, number in header.cut:
+        yield finding(number, "cut-value", f"the # ends the value: it is {word!r}", "put the value in quotes")
+    for word, number in header.loose:
+        yield finding(number, "loose-word", f"{word!r} is no option", "write --name=value, and quote values that hold blanks")
+    for option in header.options:
+        if option.name is None:
+            close = nearest(option.written.lstrip("-"))
+            if close:
+                message = f"sbatch has no option {option.written}"
+                yield finding(option.line, "unknown-option", message, f"#SBATCH --{close}=...")
+    seen: dict[tuple[int, str], Option] = {}
+    for option in header.options:
+        if option.name is None:
+            continue
+        before = seen.setdefault((option.part, option.name), option)
+        if before.value != option.value:
+            message = f"--{option.name} is {option.value} here and {before.value} in line {before.line}"
+            yield finding(option.line, "repeated-option", message, "keep one of the two")
+
+
+def _options_only(text: str) -> str:
+    return " " + " ".join(text.split()) if text.strip() else ""
+
+
+def check_log_folder(batch: Batch) -> Iterator[Finding]:
+    """The folders of ``--output`` and ``--error``."""
+    seen = set()
+    for name in ("output", "error"):
+        option = batch.header.last(name)
+        value = option.value if option else None
+        if option is None or not value or "/" not in value.strip("/") or _UNEXPANDED.search(value) or value.startswith("~"):
+            continue
+        folder = value.rpartition("/")[0]
+        late = next((m for m in _PATTERN.finditer(folder) if m.group(2) not in _KNOWN_BEFORE + "%"), None)
+        shown = _PATTERN.sub(lambda m: _known(batch, m), folder)
+        if shown in seen:
+            continue
+        seen.add(shown)
+        if late:
+            message = f"--{name}: the folder {folder} has a name that is known only when the job runs ({late.group()})"
+            remedy = f"#SBATCH --{name}=logs/%x-%j.log, and: mkdir -p logs"
+            yield finding(option.line, "log-folder", message, remedy)
+        elif not _is_folder(batch, shown):
+            message = f"--{name}: there is no folder {shown} here; the job would fail at once, without a log"
+            yield finding(option.line, "log-folder", message, f"mkdir -p {shown}")
+
+
+def _known(batch: Batch, match: re.Match[str]) -> str:
+    if match.group(2) == "x":
+        return batch.header.value("job-name") or Path(batch.path).name
+    if match.group(2) == "u":
+        try:
+            return getpass.getuser()
+        except (KeyError, OSError):  # a user id without a name
+            return "user"
+    return "%" if match.group(2) == "%" else match.group()
+
+
+def _is_folder(batch: Batch, folder: str) -> bool:
+    """Whether it is there: from where sbatch is called, from ``--chdir``, or beside the script."""
+    places = [batch.cwd / (batch.header.value("chdir") or "."), batch.cwd, batch.cwd / Path(batch.path).parent]
+    try:
+        return any((place / folder).is_dir() for place in places)
+    except (OSError, ValueError):  # a name that cannot be one
+        return False
+
+
+def check_limits(batch: Batch) -> Iterator[Finding]:
+    """Time limit, requeue and the log that it must not empty."""
+    header = batch.header
+    if header.options and not (header.last("time") or header.last("time-min")):
+        yield finding(max(header.lines), "no-time", "no --time", "#SBATCH --time=24:00:00")
+    requeue, refused = header.last("requeue"), header.last("no-requeue")
+    calls = [
+        command.line
+        for command in batch.everything()
+        if command.name == "scontrol" and any(word.text == "requeue" for word in command.words[1:2])
+    ]
+    if calls and refused:
+        message = f"the job asks for a requeue, line {refused.line} refuses it"
+        yield finding(calls[0], "requeue-refused", message, "#SBATCH --requeue in the place of --no-requeue")
+    if (requeue or calls) and not refused and not (header.value("open-mode") or "").startswith("a"):
+        line = requeue.line if requeue else calls[0]
+        yield finding(line, "log-truncated", "requeue without --open-mode=append", "#SBATCH --open-mode=append")

@@ -1,0 +1,155 @@
+"""Rules for tokens and keys: where they end up when a script names them. A finding never repeats one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from clustertune.doctor.batch import Batch
+from clustertune.doctor.finding import Finding, finding
+from clustertune.doctor.script import Command
+
+_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD)$")
+_NOT_SECRET = re.compile(r"^(?:PAD|EOS|BOS|SEP|CLS|MASK|UNK|STOP|START|END|SPECIAL|IMAGE|EXTRA|NEXT|MAX|MIN|NUM)_")
+_KNOWN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|AKIA[0-9A-Z]{16})"
+)
+_OPTIONS = re.compile(r"--(?:(?:hub|hf|push_to_hub|auth|access)_)?token|--(?:wandb_)?(?:api_?)?key|--password|--secret")
+_GIVEN = re.compile(r"(?:^|[,\s])([A-Za-z_]\w*)=([^,\s]+)")
+_DOTENV = re.compile(r"(?:^|/)(?:\.env(?:\.\w+)?|secrets?(?:\.env|\.sh)?)$")
+_DECLARING = ("export", "declare", "typeset", "local", "readonly", "unset", "read", "[", "[[", "test", ":")
+_READ = 'HF_TOKEN=$(sed -n "s/^HF_TOKEN=//p" .env); export HF_TOKEN'
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that it holds a secret."""
+    return bool(_NAME.search(name.upper())) and not _NOT_SECRET.search(name.upper())
+
+
+def _looks_real(value: str) -> bool:
+    """A literal that is a key, and neither a reference, a path, nor a hint to put one in."""
+    if _KNOWN.search(value):
+        return True
+    hint = re.search(r"your|xxx|\.\.\.|change|example|placeholder|insert|<|>|dummy|none|true|false", value, re.IGNORECASE)
+    return not hint and bool(re.fullmatch(r"[A-Za-z0-9_+=.:-]{8,}", value)) and bool(re.search(r"\d", value))
+
+
+def check_secrets(batch: Batch) -> Iterator[Finding]:
+    """Keys in the file, in exports, on command lines and in the log."""
+    lines: set[int] = set()
+    for found in (_written(batch), _exported(batch), _shown(batch), _dotenv(batch)):
+        for item in found:
+            if item.rule == "secret-in-file":
+                lines.add(item.line)
+            elif item.line in lines and item.rule == "secret-in-arguments":
+                continue  # once is enough
+            yield item
+
+
+def _written(batch: Batch) -> Iterator[Finding]:
+    seen = set()
+    message = "a key stands in the script (not repeated here)"
+    for number, line in enumerate(batch.lines, 1):
+        if _KNOWN.search(line):
+            seen.add(number)
+            yield finding(number, "secret-in-file", message, f"revoke it, and read it from a file of mode 0600: {_READ}")
+    for command in batch.everything():
+        for assignment in command.assignments:
+            if is_secret(assignment.name) and assignment.line not in seen and _looks_real(assignment.value.text):
+                seen.add(assignment.line)
+                remedy = f"revoke it, and read it from a file of mode 0600: {_READ}"
+                yield finding(assignment.line, "secret-in-file", message, remedy)
+
+
+def _exported(batch: Batch) -> Iterator[Finding]:
+    values = [(option.line, option.value or "") for option in batch.header.options if option.name == "export"]
+    values += [(srun.line, srun.options.get("export") or "") for srun in batch.sruns]
+    for line, value in values:
+        for match in _GIVEN.finditer(value):
+            if is_secret(match.group(1)):
+                message = f"--export with the value of {match.group(1)}"
+                yield finding(
+                    line, "secret-in-export", message, f"name it only, without a value: --export=ALL,{match.group(1)}"
+                )
+
+
+def _shown(batch: Batch) -> Iterator[Finding]:
+    """Command lines and the log: ``set -x``, ``echo``, ``env``."""
+    tracing = "-" in batch.lines[0] and bool(re.search(r"\s-\w*x", batch.lines[0])) and batch.lines[0].startswith("#!")
+    traced = 1 if tracing else 0
+    holds = any(is_secret(name) for name in batch.assigned) or any(_reads_dotenv(c) for c in batch.everything())
+    holds = holds or any(_names(command) for command in batch.everything())
+    commands = list(batch.everything())
+    for at, command in enumerate(commands):
+        words = [word.text for word in command.words]
+        if words[:1] == ["set"]:
+            flags = " ".join(words[1:])
+            if re.search(r"(?:^|\s)-\w*x|-o xtrace", flags):
+                traced = command.line
+            elif re.search(r"(?:^|\s)\+\w*x|\+o xtrace", flags):
+                traced = 0
+        secrets = _names(command) or [a.name for a in command.assignments if is_secret(a.name)]
+        if traced and (secrets or _reads_dotenv(command)):
+            what = f"the value of {secrets[0]}" if secrets else "what .env holds"
+            yield finding(traced, "secret-in-log", f"set -x writes {what} (line {command.line}) into the log", "set +x")
+            traced = 0
+        follower = commands[at + 1].name if command.after == "|" and at + 1 < len(commands) else ""
+        if holds and _dumps_environment(command, follower):
+            message = f"{words[-1]} writes every variable of the job into the log, keys too"
+            yield finding(command.line, "secret-in-log", message, "env | grep -E '^(SLURM|NCCL)_'")
+        yield from _on_command_line(command, words)
+
+
+def _names(command: Command) -> list[str]:
+    """Secret variables whose value a command's own words hold."""
+    return [
+        reference.name
+        for word in command.words
+        for reference in word.references
+        if is_secret(reference.name) and not re.search(r"\$\{(?:#|\w+(?:\[\w\])?:?\+)", word.text)
+    ]
+
+
+def _on_command_line(command: Command, words: list[str]) -> Iterator[Finding]:
+    if not words or words[0] in _DECLARING:
+        return
+    names = _names(command)
+    quiet = command.after in ("|", "|&") or bool(command.targets)
+    if words[0] in ("echo", "printf"):
+        if names and not quiet:
+            yield finding(command.line, "secret-in-log", f"{words[0]} writes the value of {names[0]} into the log", "remove it")
+        return
+    remedy = "leave it out: the program reads it from its environment (HF_TOKEN, WANDB_API_KEY)"
+    for at, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        following = value if equals else (words[at + 1] if at + 1 < len(words) else "")
+        known = _OPTIONS.fullmatch("--" + option[2:].replace("-", "_")) if option.startswith("--") else None
+        if known and (_looks_real(following) or "$" in following):
+            yield finding(command.words[at].line, "secret-in-arguments", f"{option} with a value", remedy)
+            return
+    if names:
+        yield finding(command.line, "secret-in-arguments", f"{words[0]} with the value of {names[0]}", remedy)
+
+
+def _dumps_environment(command: Command, follower: str) -> bool:
+    """Whether every variable is printed; ``follower`` is the command behind a pipe, which may choose among them."""
+    words = [word.text for word in command.words]
+    if words[:1] == ["srun"]:
+        words = [word for word in words[1:] if not word.startswith("-")]
+    bare = words in (["env"], ["printenv"], ["export", "-p"], ["declare", "-x"], ["export"])
+    return bare and not command.assignments and not command.targets and follower not in ("grep", "sed", "awk", "wc", "cut")
+
+
+def _reads_dotenv(command: Command) -> bool:
+    words = [word.text for word in command.words]
+    if words[:1] in (["source"], ["."]) and len(words) > 1:
+        return bool(_DOTENV.search(words[1]))
+    inner = [w.text for word in command.words for c in word.inner for w in c.words]
+    return words[:1] == ["export"] and any(_DOTENV.search(word) for word in inner)
+
+
+def _dotenv(batch: Batch) -> Iterator[Finding]:
+    for command in batch.everything():
+        if _reads_dotenv(command):
+            message = f"{command.name} runs .env as a program and hands all of it on"
+            yield finding(command.line, "dotenv-sourced", message, f"take the names that you need: {_READ}")

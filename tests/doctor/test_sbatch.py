@@ -1,0 +1,191 @@
+"""The lint as a whole: good scripts, any bytes, a bare Python, sbatch's own reading, and the command line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clustertune.commands import doctor
+from clustertune.doctor.directives import read_header
+from clustertune.doctor.finding import RULES
+from clustertune.doctor.sbatch import lint
+from clustertune.front import run_command
+from tests import tree
+from tests.doctor.test_rules import CASES
+
+REPO = Path(__file__).resolve().parents[2]
+GOOD_SCRIPTS = re.findall(
+    r"^=== (\w+)\n(.*?)(?=^=== |\Z)", Path(__file__).with_name("good.txt").read_text(), re.MULTILINE | re.DOTALL
+)
+
+
+def test_the_own_script_has_no_finding() -> None:
+    """What is asked of others' scripts holds for the one that everybody here uses."""
+    text = (REPO / "launch" / "run.sbatch").read_text(encoding="utf-8")
+    assert text.count("#SBATCH") > 5
+    assert lint(text, "launch/run.sbatch", REPO) == []
+
+
+@pytest.mark.parametrize(("name", "text"), GOOD_SCRIPTS, ids=[name for name, _ in GOOD_SCRIPTS])
+def test_good_scripts_have_no_finding(name: str, text: str, tmp_path: Path) -> None:
+    """A lint that cries wolf is switched off: whole scripts in the styles that people write."""
+    (tmp_path / "logs").mkdir()
+    assert text.startswith("#!") and lint(text, f"{name}.sbatch", tmp_path) == []
+
+
+PIECES = """
+srun_ bash_-c_ $( ` ${ } ) $(( )) " ' \\ | & || [[_ _]] case_x_in esac { f()_{ A=( A= $A $SLURM_PROCID # scontrol_requeue
+#!/bin/bash@ #SBATCH_--nodes=2@ #SBATCH_-t <<EOF@ EOF@ @ trap_x_USR1 HF_TOKEN= --rdzv_endpoint= MASTER_PORT= $SLURM_NODELIST
+""".split()  # noqa: SIM905 (a piece a word; _ is a blank, @ a line end)
+PIECES = ["\0", "\r\n", "\r", "\ufeff", "\u2028", *(piece.replace("_", " ").replace("@", "\n") for piece in PIECES)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(max_size=300), st.lists(st.sampled_from(PIECES), max_size=40).map("".join)))
+def test_any_text_is_taken(text: str) -> None:
+    """Half a script, another language or a binary: findings or none, in lines that exist, and no exception."""
+    rows = text.count("\n") + 1
+    assert all(1 <= f.line <= rows and f.rule in RULES and f.message and f.remedy for f in lint(text, "x.sbatch"))
+
+
+@pytest.mark.parametrize(
+    "unit", ["$(", "`a", "${a:-", '"$(', "A=$A$A\n", "A=1 B=(", "<<E\n", "( ", "x", "a=(", "[[ ", "#SBATCH -N $a\n"]
+)
+def test_a_large_script_takes_no_time(unit: str) -> None:
+    """Deeply nested or self-referring text must neither end in a RecursionError nor in hours."""
+    lint((unit * 20_000)[:100_000], "x.sbatch")
+
+
+def test_case_scripts_cut_anywhere_are_taken() -> None:
+    """An editor that was killed leaves half a file."""
+    for _, bad, _ in CASES:
+        for end in range(0, len(bad), 7):
+            lint(bad[:end], "x.sbatch")
+
+
+# --- a bare Python -----------------------------------------------------------------------------------------------------
+
+
+def doctor_sources() -> dict[str, str]:
+    """The files that ``python3 -m clustertune.doctor.sbatch`` reads."""
+    return {path: text for path, text in tree.sources("clustertune/").items() if path.startswith("clustertune/doctor/")}
+
+
+def test_the_lint_needs_only_the_standard_library_of_python_3_8() -> None:
+    """Login nodes have the system's Python and nothing else. Checked by grammar and imports: no 3.8 is at hand."""
+    sources = {**doctor_sources(), "clustertune/__init__.py": (REPO / "clustertune/__init__.py").read_text(encoding="utf-8")}
+    assert len(sources) > 8
+    for path, text in sources.items():
+        module = ast.parse(text, path, feature_version=(3, 8))
+        for node in ast.walk(module):
+            names = [n.name for n in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.startswith("clustertune.doctor") or name.split(".")[0] in sys.stdlib_module_names, f"{path}: {name}"
+        assert not re.search(r"\.remove(prefix|suffix)\(|\bstrict=|\bslots=|\bkw_only=|\bcache\b|\bmatch \w+:", text), path
+
+
+def test_it_runs_without_any_package(tmp_path: Path) -> None:
+    """Exit codes and output of the module itself, with site-packages switched off."""
+    bad, good = tmp_path / "bad.sbatch", tmp_path / "good.sbatch"
+    bad.write_text("#!/bin/bash\n#SBATCH --time=1\nexport MASTER_PORT=29500\n")
+    good.write_text("#!/bin/bash\n#SBATCH --time=1\ntrue\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-E", "-m", "clustertune.doctor.sbatch", *arguments]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+
+    found = run(str(bad), str(good))
+    assert found.returncode == 1
+    assert found.stdout.startswith(f"{bad}:3: fixed-port: the port is always 29500 -> ")
+    assert run(str(good)).returncode == 0
+    assert json.loads(run("--json", str(bad)).stdout)["files"][0]["findings"][0]["line"] == 3
+    for wrong in ([], [str(tmp_path / "absent")], [str(tmp_path)], ["--what"]):
+        ended = run(*wrong)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr and ended.stderr.strip()
+
+
+def test_what_a_script_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    """Its words stand in the findings."""
+    script = tmp_path / "a.sbatch"
+    script.write_bytes(b"#!/bin/bash\n#SBATCH --time=1 \x1b[2J\xc2\x9b31m\xff\n#SBATCH --nodes=$\x1b]0;x\x07N\n")
+    command = [sys.executable, "-m", "clustertune.doctor.sbatch", str(script)]
+    shown = subprocess.run(command, cwd=REPO, capture_output=True, check=False).stdout
+    assert shown and not set(shown.decode()) & set("\x1b\x07\x9b")
+
+
+# --- sbatch itself -----------------------------------------------------------------------------------------------------
+
+HEADERS = [
+    "#SBATCH --nodes=3 --job-name=\"a b\" # comment --time=3\n#SBATCH --comment='x\\'y' --account=q\n",
+    "#SBATCH --output=~/x#y.log -c4 -N 2\n #SBATCH --mem=1\n#SBATCH--time=5\n\t# tab\n\n#SBATCH -q a\n:\n#SBATCH --mem=2\n",
+    "# SBATCH --mem=1\n##SBATCH --mem=2\n#sbatch --mem=3\n#SBATCH\t-J\tx --wckey=a\\b\n:\n#SBATCH --mem=4\n",
+    '\n\n#SBATCH --comment="it\'s # in" --nodes=1\n#SBATCH\n#SBATCH     --time=1\n',
+]
+REFUSED = "#!/bin/bash\n#SBATCH --nodes=x\n"
+"""sbatch says what it found and ends, without a search for its controller."""
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="sbatch is not installed")
+@pytest.mark.parametrize("text", HEADERS, ids=range(len(HEADERS)))
+def test_directives_are_read_as_sbatch_reads_them(text: str, tmp_path: Path) -> None:
+    """The real sbatch says with -vv what it found in a script, before it asks any controller."""
+    (tmp_path / "slurm.conf").write_text(
+        "ClusterName=t\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nNodeName=n1\nPartitionName=a Nodes=n1\n"
+    )
+    text = REFUSED + text
+    (tmp_path / "a.sbatch").write_text(text)
+    ended = subprocess.run(
+        ["timeout", "60", "sbatch", "-vvv", "--test-only", str(tmp_path / "a.sbatch")],
+        env={**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    theirs = re.findall(r'Found in script, argument "(.*)"$', ended.stderr, re.MULTILINE)
+    assert theirs and [word for word, _ in read_header(text.split("\n")).words] == theirs
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    app = typer.Typer()
+    doctor.add(app)
+    app.callback()(lambda: None)
+    monkeypatch.setattr(sys, "argv", ["clustertune", "doctor", "sbatch", *arguments])
+    return run_command(app)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """``clustertune doctor sbatch``: findings on stdout, one JSON document with --json, every unreadable file at once."""
+    bad, good = tmp_path / "bad.sbatch", tmp_path / "good.sbatch"
+    bad.write_text("#!/bin/bash\n#SBATCH --time=1\nexport MASTER_PORT=29500\n")
+    good.write_text("#!/bin/bash\n#SBATCH --time=1\ntrue\n")
+    assert call(monkeypatch, str(good)) == 0
+    assert capfd.readouterr().out == ""
+    assert call(monkeypatch, str(bad), str(good)) == 1
+    assert capfd.readouterr().out.startswith(f"{bad}:3: fixed-port: ")
+    assert call(monkeypatch, "--json", str(bad)) == 1
+    document = json.loads(capfd.readouterr().out)
+    assert document["findings"] == 1 and document["files"][0]["findings"][0]["link"].startswith("https://")
+    assert call(monkeypatch, "--json", str(tmp_path / "one"), str(tmp_path)) == 2
+    assert len(json.loads(capfd.readouterr().out)["problems"]) == 2
+
+
+def test_the_page_lists_every_rule() -> None:
+    """With the same words as the findings' own table."""
+    text = (REPO / "docs" / "sbatch-lint.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", text, re.MULTILINE))
+    assert rows == {name: rule.why for name, rule in RULES.items()}
