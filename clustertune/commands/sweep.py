@@ -1,0 +1,209 @@
+"""``clustertune sweep``: one recipe under varied settings, as a job array or here, and what came out."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune.arguments import existing_folder, path_argument
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.rundir import STAGES
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+    from clustertune.config.resolved import Resolved
+    from clustertune.sweep.points import Sweep
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(sweep)
+
+
+def sweep(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="section.key=a,b", help="Values to vary; log:, uniform: and int:LOW..HIGH.")
+    ] = None,
+    draws: Annotated[int | None, typer.Option("--random", metavar="N", help="N random points, not the whole grid.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random points.")] = 0,
+    at_once: Annotated[int | None, typer.Option("--max-parallel", min=1, help="Jobs that run side by side at most.")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")] = False,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.")] = None,
+    here: Annotated[bool, typer.Option("--here", help="On this machine, one after the other, without Slurm.")] = False,
+    last: Annotated[
+        str | None, typer.Option("--to", metavar="STAGE", help="End each after this stage; without it what --metric needs.")
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", help="Sort by: eval_loss, loss, or an IFEval score.")] = "eval_loss",
+    sweep_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The sweep's folder; without it below runs/.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option("--results", metavar="DIR", parser=path_argument, help="Show what a sweep reached instead.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and the job; needs no Slurm.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Run a recipe under varied settings and compare.
+
+    A grid, or random draws, as one job array: each point is a run of its own, and what is finished is not run again.
+    """
+    from clustertune.sweep import results as outcome
+    from clustertune.sweep.points import read_sweep, same_weights
+
+    outcome.check_metric(metric)
+    if results is not None:
+        _show_results(read_sweep(existing_folder(results, "a sweep")), metric, as_json)
+        return
+    if recipe is None:
+        raise UserError(Problem("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b"))
+    if last is not None and last not in STAGES:
+        raise UserError(
+            Problem(f"there is no stage {last!r}", file="command line", key="--to", fix=f"one of {', '.join(STAGES)}")
+        )
+    last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
+    options: dict[str, Any] = {"tiny": tiny, "last": last, "draws": draws, "seed": seed, "path": sweep_dir}
+    if here:
+        made, resolved = _here(recipe, settings or [], at_once, cluster, options)
+    else:
+        made, resolved, job = _array(recipe, settings or [], at_once, cluster, options, dry_run)
+    for warning in same_weights(made, resolved):
+        say(f"warning: {warning}")
+    if dry_run:
+        _show_plan(made, None if here else job, as_json)
+    elif here:
+        _run_here(made, metric, as_json)
+    else:
+        _submit(made, job, as_json)
+
+
+def _here(
+    recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any]
+) -> tuple[Sweep, list[Resolved]]:
+    from clustertune.chain import visible_gpus
+    from clustertune.sweep.points import make_sweep, missing_inputs
+
+    problems = [
+        Problem("has no meaning with --here: points run here, one after the other", file="command line", key=key)
+        for key, value in (("--max-parallel", at_once), ("--cluster", cluster))
+        if value is not None
+    ]
+    if problems:
+        raise UserError(problems)
+    made, resolved = make_sweep(recipe, settings, **options)
+    if problems := missing_inputs(made, resolved):
+        raise UserError(problems)
+    asked = max(item.world_size for item in resolved)
+    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and asked > visible_gpus():
+        text = f"asks for {asked} GPUs, this machine has {visible_gpus()}"
+        raise UserError(
+            Problem(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
+        )
+    return made, resolved
+
+
+def _array(
+    recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any], dry_run: bool
+) -> tuple[Sweep, list[Resolved], Any]:
+    """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
+    from clustertune.config.cluster import load_cluster
+    from clustertune.config.resolve import resolve
+    from clustertune.launch import shape
+    from clustertune.sweep import array
+    from clustertune.sweep.points import make_sweep
+
+    machine = load_cluster(cluster)
+    # Every task sees the ranks of a tiny training, whatever the allocation.
+    shaped = [word for word in settings if word.startswith("slurm.")]
+    more = shape.shape_overrides(resolve(recipe, shaped, tiny=True), machine) if options["tiny"] else []
+    made, resolved = make_sweep(recipe, settings, more=more, **options)
+    problems = array.find_problems(made, resolved, machine)
+    if not dry_run:
+        problems += _find_missing(made, machine)
+    if problems:
+        raise UserError(problems)
+    flags = [] if cluster is None else ["--cluster", array.cluster_word(cluster)]
+    job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
+    return made, resolved, job
+
+
+def _find_missing(made: Sweep, machine: Cluster) -> list[Problem]:
+    """What this machine lacks for a submission."""
+    from clustertune import secrets
+    from clustertune.launch import visible
+    from clustertune.launch.submit import REPO
+
+    problems: list[Problem] = []
+    try:
+        secrets.read_env(REPO / ".env")
+    except UserError as error:
+        problems += error.problems
+    if shutil.which("sbatch") is None:
+        fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
+        problems.append(Problem("sbatch is not on PATH", fix=fix))
+    mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
+    places = [("the sweep folder", made.path.absolute()), ("the checkout", REPO)]
+    return problems + visible.find_problems(places, machine, platform.node(), mounts)
+
+
+def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
+    from clustertune.sweep.here import run_command
+
+    commands = [] if job else [run_command(made, point) for point in made.left()]
+    if as_json:
+        points = [{"index": p.index, "values": p.values, "overrides": list(p.overrides)} for p in made.points]
+        script = {"script": job.script, "file": str(job.path), "command": job.command(None)} if job else None
+        emit_json({"sweep_dir": str(made.path), "points": points, "left": len(made.left()), "job": script, "here": commands})
+        return
+    say(f"sweep folder: {made.path}")
+    for point in made.points:
+        say(f"point {point.index}: {point.words}")
+    if job:
+        say(f"# {job.shape}\n# {job.path}\n{job.script.rstrip()}\n$ {shlex.join(job.command(None))}")
+    for command in commands:
+        say(f"$ {shlex.join(command)}")
+    if not made.left():
+        say("every point is finished")
+
+
+def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
+    from clustertune.sweep.here import run_all
+
+    failed = run_all(made)
+    _show_results(made, metric, as_json)
+    if failed:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _submit(made: Sweep, job: Any, as_json: bool) -> None:
+    from clustertune.sweep import array
+
+    number = array.send(made, job) if job else None
+    if as_json:
+        emit_json({"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())})
+        return
+    say(f"job {number}: {len(made.left())} of {len(made.points)} points" if number else "every point is finished")
+    say(f"clustertune sweep --results {shlex.quote(str(made.path))}")
+
+
+def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
+    from clustertune.sweep import page
+    from clustertune.sweep.results import as_json as document
+    from clustertune.sweep.results import collect
+
+    found = collect(made, metric)
+    report = page.build(made, metric, found)
+    if as_json:
+        emit_json({**document(made, metric, found), "report": str(report)})
+        return
+    for line in page.lines(made, metric, found):
+        say(line)
+    say(f"report: {report}")

@@ -1,0 +1,251 @@
+"""``clustertune sweep``: here, as a job array, and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from clustertune.cluster.cluster import Cluster
+from clustertune.commands import sweep as command
+from clustertune.doctor.sbatch import lint
+from clustertune.errors import ExitCode, UserError
+from clustertune.front import run_command
+from clustertune.launch import submit
+from clustertune.rundir import RunDir
+from clustertune.sweep import array, here
+from clustertune.sweep.points import Point, read_sweep
+from tests.command import REPO
+from tests.launch.machines import machine
+from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+
+WORDS = ["train.learning_rate=1e-3,5e-3", "lora.r=8,16"]
+
+
+class Call:
+    """The command in this process: exit code, and stdout as JSON."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+        self.err = ""
+
+    def __call__(self, *arguments: str | Path, code: int = 0) -> Any:
+        app = typer.Typer()
+        app.callback()(lambda: None)
+        command.add(app)
+        self.monkeypatch.setattr(sys, "argv", ["clustertune", "sweep", *map(str, arguments), "--json"])
+        ended = run_command(app)
+        out, self.err = self.capfd.readouterr()
+        assert ended == code, self.err
+        return json.loads(out)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    monkeypatch.chdir(tmp_path)
+    return Call(monkeypatch, capfd)
+
+
+STAND_IN = """
+import json, pathlib, sys
+words = sys.argv[1:]
+run = pathlib.Path(words[words.index("--run-dir") + 1])
+if "lora.r=16" in words and "train.learning_rate=1e-3" in words and not (run.parent / "mended").exists():
+    print("error: planted: this point fails")
+    sys.exit(1)
+(run / "stages").mkdir(parents=True)
+(run / "run.json").write_text("{}")
+loss = 1.0 if "train.learning_rate=5e-3" in words else 2.0
+(run / "metrics.jsonl").write_text(json.dumps({"event": "eval", "step": 1, "attempt": 1, "eval_loss": loss}) + "\\n")
+(run / "stages" / "train.json").write_text(json.dumps({"status": "done"}))
+"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+    """A ``clustertune run`` of milliseconds, of which one point fails; the points that were run."""
+    ran: list[Point] = []
+    real = here.run_command
+
+    def stub(sweep: Any, point: Point) -> list[str]:
+        ran.append(point)
+        words = real(sweep, point)
+        assert words[1:4] == ["-m", "clustertune", "run"]
+        return [words[0], "-c", STAND_IN, *words[4:]]
+
+    monkeypatch.setattr(here, "run_command", stub)
+    return ran
+
+
+def test_here_a_failure_is_isolated_and_the_same_command_goes_on(call: Call, stand_in: list[Point]) -> None:
+    """The other points run, the failed one has its reason, and only it is run again."""
+    first = call("tiny-oasst2", *WORDS, "--here", code=1)
+    assert [p.index for p in stand_in] == [0, 1, 2, 3]
+    assert [(p["index"], p["status"]) for p in first["points"]] == [(2, "done"), (3, "done"), (0, "done"), (1, "failed")]
+    assert first["points"][-1]["reason"] == "planted: this point fails"
+    assert Path(first["report"]).is_file()
+    stand_in.clear()
+    (Path(first["sweep_dir"]) / "points" / "mended").touch()
+    second = call("tiny-oasst2", *WORDS, "--here")
+    assert [p.index for p in stand_in] == [1] and second["counts"]["done"] == 4
+    assert call("--results", first["sweep_dir"])["points"] == second["points"]
+
+
+def test_a_dry_run_makes_nothing(call: Call, tmp_path: Path) -> None:
+    """It prints the points and what would be run."""
+    shown = call("tiny-oasst2", *WORDS, "--here", "--dry-run")
+    assert len(shown["points"]) == len(shown["here"]) == 4 and shown["job"] is None
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
+    """One script for all points, of the training's shape, so many at once; the own lint has nothing to say about it."""
+    name = "rno-rtxpro6000"
+    shown = call("llama405b-oasst2", *WORDS, "--cluster", name, "--max-parallel", "2", "--dry-run")
+    script, words = shown["job"]["script"], shown["job"]["command"]
+    assert "#SBATCH --array=0-3%2\n" in script and "#SBATCH --nodes=2\n" in script
+    assert script.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
+    after = words[words.index(shown["job"]["file"]) + 1 :]
+    assert after[1:] == [
+        "--sweep",
+        str(Path(shown["sweep_dir"]).absolute()),
+        "--from",
+        "prepare",
+        "--to",
+        "train",
+        "--cluster",
+        name,
+    ]
+    assert lint(script, "sweep.sbatch") == []
+
+
+def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
+    """An IFEval score needs the evaluation, a loss does not."""
+    shown = call("tiny-oasst2", *WORDS, "--here", "--dry-run", "--metric", "prompt_level_strict_acc")
+    assert shown["here"][0][-2:] == ["--to", "eval"]
+    assert call("tiny-oasst2", *WORDS, "--here", "--dry-run")["here"][0][-2:] == ["--to", "train"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "a recipe is missing"),
+        (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "there is no stage 'bake'"),
+        (["tiny-oasst2", *WORDS, "--metric", "vibes"], "there is no metric 'vibes'"),
+        (["tiny-oasst2", *WORDS, "--here", "--max-parallel", "2"], "--max-parallel: has no meaning with --here"),
+        (["tiny-oasst2", "train.learning_rate=1e-3,9", "lora.r=0,8", "--here"], "lora.r: 0 is outside"),
+        (["llama405b-oasst2", *WORDS, "--here"], "asks for 16 GPUs"),
+        (["tiny-oasst2", "data.input=absent.jsonl,conversations.jsonl", "--here"], "data.input: no such file or folder"),
+        (["--results", "nowhere"], "no such folder"),
+        (["--results", "."], "is no sweep"),
+        (["tiny-oasst2", *WORDS, "--cluster", "local", "--dry-run"], "has no Slurm"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], said: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 2, in words, and nothing is made."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    call(*arguments, code=2)
+    assert said in call.err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the array ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([3], "3"), ([0, 1, 2, 3], "0-3"), ([7, 0, 1, 3], "0-1,3,7")])
+def test_indices(numbers: list[int], text: str) -> None:
+    """As --array takes them: a grid of hundreds stays one short line."""
+    assert array.indices([Point(n, "r", (), False, Path(), {}) for n in numbers]) == text
+
+
+def test_finished_points_are_left_out_of_the_array(call: Call) -> None:
+    """A job array is submitted again after a failure for what is left alone."""
+    made = command._here("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": Path("s").absolute()})
+    run = RunDir(made[0].points[1].run_dir)
+    run.path.mkdir(parents=True)
+    run.finish_stage("train", 1.0)
+    job = array.make_job(*made, machine(2, 8))
+    assert "#SBATCH --array=0,2-3\n" in job.script
+
+
+def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks on one point would fight over its run folder."""
+    made, resolved = command._here("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": tmp_path / "s"})
+    job = array.make_job(made, resolved, machine(2, 8))
+    sent: list[list[str]] = []
+    monkeypatch.setattr(array.slurm, "submit", lambda options, script, words, environ: sent.append([script]) or "41")
+    assert array.send(made, job) == "41"
+    states = {"0": "COMPLETED", "1": "RUNNING"}
+
+    def scontrol(words: list[str]) -> str:
+        # As 22.05 prints it, shortened.
+        record = (
+            "JobId=4{0} ArrayJobId=41 ArrayTaskId={0} JobName=tiny-oasst2-sweep\n"
+            "   UserId=root(0) GroupId=root(0) MCS_label=N/A\n   Priority=4294901757 Nice=0 Account=(null)\n"
+            "   JobState={1} Reason=None\n   Command={2} words\n\n"
+        )
+        return "".join(record.format(task, state, job.path) for task, state in states.items())
+
+    assert array.live_jobs(made.path, scontrol) == ["41"]
+    states["1"] = "FAILED"
+    assert array.live_jobs(made.path, scontrol) == []
+    monkeypatch.setattr(array, "live_jobs", lambda path: ["41"])
+    with pytest.raises(UserError, match="tasks of this sweep are in the queue: 41") as caught:
+        array.send(made, job)
+    assert caught.value.code is ExitCode.AGAIN and len(sent) == 1
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(1200)
+def test_a_sweep_on_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+    """One job array, one task at a time, each point a run of its own; a point that fails leaves the others alone."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no json\n")
+    settings = [
+        f"data.input={bad},{REPO / 'recipes/tiny-oasst2/conversations.jsonl'}",
+        "train.learning_rate=1e-3,5e-3",
+        "train.max_steps=2",
+        "train.eval_steps=2",
+        "train.max_length=64",
+    ]
+    place = tmp_path / "sweep"
+    words = [
+        "sweep",
+        "tiny-oasst2",
+        *settings,
+        "--tiny",
+        "--cluster",
+        "local",
+        "--max-parallel",
+        "1",
+        "--sweep-dir",
+        str(place),
+    ]
+    submitted = slurm.run([sys.executable, "-m", "clustertune", *words, "--json"], cwd=REPO, check=False)
+    assert submitted.returncode == 0, submitted.stderr
+    number = json.loads(submitted.stdout)["job"]
+    shown = slurm.run(["scontrol", "show", "job", number]).stdout
+    assert "ArrayTaskThrottle=1" in shown
+    again = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO, check=False)
+    assert again.returncode == ExitCode.AGAIN and "are in the queue" in again.stderr
+    for task in range(4):
+        slurm.wait(f"{number}_{task}", timeout=900)
+    states = re.findall(r"ArrayTaskId=(\d+).*?JobState=(\w+)", slurm.run(["scontrol", "show", "job", number]).stdout, re.DOTALL)
+    assert dict(states) == {"0": "FAILED", "1": "FAILED", "2": "COMPLETED", "3": "COMPLETED"}, logs(place)
+    found = slurm.run([sys.executable, "-m", "clustertune", "sweep", "--results", str(place), "--json"], cwd=REPO)
+    body = json.loads(found.stdout)
+    assert body["counts"] == {"done": 2, "unfinished": 0, "waiting": 0, "failed": 2}
+    losses = [point["metrics"]["eval_loss"] for point in body["points"][:2]]
+    assert losses == sorted(losses) and losses[0] != losses[1]
+    assert all("bad.jsonl" in point["reason"] for point in body["points"][2:])
+    assert len({RunDir(p.run_dir).read()["fingerprint"] for p in read_sweep(place).points}) == 4
+    assert "Traceback" not in logs(place)
+
+
+def logs(place: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in sorted((place / "logs").glob("*.log")))

@@ -1,0 +1,117 @@
+"""The sweep folder: numbered points that are found again, and never mixed with those of another sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.rundir import RunDir
+from clustertune.sweep.points import SWEEP, Sweep, make_sweep, missing_inputs, point, read_sweep, same_weights
+
+WORDS = ["train.learning_rate=1e-3,5e-3", "lora.target_modules=[q_proj,k_proj],all-linear", "train.max_steps=8"]
+
+
+def make(path: Path | None = None, words: list[str] = WORDS, runs: Path = Path("runs"), last: str = "train") -> Sweep:
+    return make_sweep("tiny-oasst2", words, tiny=False, last=last, path=path, runs=runs)[0]
+
+
+def test_the_same_command_finds_the_same_sweep(tmp_path: Path) -> None:
+    """And another one never does: values, order, draws and --tiny decide."""
+    first = make(runs=tmp_path)
+    assert first.path.parent == tmp_path / "tiny-oasst2" and make(runs=tmp_path).path == first.path
+    assert make(runs=tmp_path, words=[*WORDS[:2], "train.max_steps=9"]).path != first.path
+    assert make_sweep("tiny-oasst2", WORDS, tiny=True, last="train", runs=tmp_path)[0].path != first.path
+    assert not list(tmp_path.iterdir()), "nothing is made before it is written"
+
+
+def test_a_task_of_the_array_finds_its_point(tmp_path: Path) -> None:
+    """What the job resolves is what was resolved when the sweep was made, whatever the folder it starts in."""
+    sweep = make(tmp_path / "s")
+    sweep.write()
+    assert read_sweep(tmp_path / "s").points == sweep.points
+    assert [p.index for p in sweep.points] == [0, 1, 2, 3]
+    last = point(tmp_path / "s", 3)
+    assert last.run_dir == tmp_path / "s" / "points" / "0003" and Path(last.recipe).is_absolute()
+    assert last.values == {"train.learning_rate": "5e-3", "lora.target_modules": "all-linear"}
+    resolved = resolve(last.recipe, last.overrides, tiny=last.tiny)
+    assert resolved.recipe.lora is not None and resolved.recipe.lora["target_modules"] == "all-linear"
+    assert resolved.train_args["learning_rate"] == 5e-3 and resolved.train_args["max_steps"] == 8
+    for wrong in (-1, 4):
+        with pytest.raises(UserError, match="has no point"):
+            point(tmp_path / "s", wrong)
+
+
+def test_all_points_are_checked_before_anything_is_made(tmp_path: Path) -> None:
+    """Every problem of every point, each once, and no folder."""
+    with pytest.raises(UserError) as caught:
+        make(tmp_path / "s", ["train.learning_rate=1e-3,7", "lora.r=8,0", "train.bogus=1"])
+    keys = [problem.key for problem in caught.value.problems]
+    assert sorted(filter(None, keys)) == ["lora.r", "train.bogus", "train.learning_rate"]
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
+    """A second sweep would take the run folders of the first for its own points."""
+    make(tmp_path / "s").write()
+    make(tmp_path / "s").write()
+    with pytest.raises(UserError, match="holds another sweep"):
+        make(tmp_path / "s", ["lora.r=8,16"]).write()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds something else than a sweep"):
+        make(tmp_path / "other").write()
+
+
+def test_what_is_finished_is_not_left(tmp_path: Path) -> None:
+    """Finished is what the last stage asked for says; a later --to asks for more of the same points."""
+    sweep = make(tmp_path / "s")
+    sweep.write()
+    run = RunDir(sweep.points[1].run_dir)
+    run.path.mkdir(parents=True)
+    run.finish_stage("train", 1.0)
+    assert [p.index for p in make(tmp_path / "s").left()] == [0, 2, 3]
+    further = make(tmp_path / "s", last="eval")
+    assert [p.index for p in further.left()] == [0, 1, 2, 3]
+    further.write()
+    assert read_sweep(tmp_path / "s").last == "eval"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "points": [{}]}', '{"format": 1, "points": 3}']
+)
+def test_a_damaged_folder_is_refused_in_words(text: str, tmp_path: Path) -> None:
+    """No traceback for a file that someone has edited."""
+    with pytest.raises(UserError, match="is no sweep"):
+        read_sweep(tmp_path)
+    (tmp_path / SWEEP).write_text(text)
+    with pytest.raises(UserError, match="unreadable"):
+        read_sweep(tmp_path)
+
+
+def test_points_that_train_the_same_are_told(tmp_path: Path) -> None:
+    """Varying how a model is scored trains it again for nothing."""
+    options = {"tiny": False, "last": "eval", "path": tmp_path / "s"}
+    assert len(same_weights(*make_sweep("tiny-oasst2", ["eval.ifeval.max_gen_toks=8,16"], **options))) == 1  # type: ignore[arg-type]
+    assert same_weights(*make_sweep("tiny-oasst2", WORDS, **options)) == []  # type: ignore[arg-type]
+
+
+def test_sweep_json_is_plain(tmp_path: Path) -> None:
+    """People and programs read it."""
+    make(tmp_path / "s").write()
+    body = json.loads((tmp_path / "s" / SWEEP).read_bytes())
+    assert body["keys"] == ["train.learning_rate", "lora.target_modules"] and len(body["points"]) == 4
+
+
+def test_a_missing_input_is_told_before_anything_is_submitted(tmp_path: Path) -> None:
+    """Unless the point has read it already: its conversations are in its run folder."""
+    absent = [f"data.input={tmp_path}/a.jsonl,{tmp_path}/b.jsonl"]
+    sweep, resolved = make_sweep("tiny-oasst2", absent, tiny=False, last="train", path=tmp_path / "s")
+    assert [problem.file for problem in missing_inputs(sweep, resolved)] == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    run = RunDir(sweep.points[0].run_dir)
+    run.path.mkdir(parents=True)
+    run.finish_stage("prepare", 1.0)
+    assert [problem.file for problem in missing_inputs(sweep, resolved)] == [f"{tmp_path}/b.jsonl"]

@@ -1,0 +1,120 @@
+"""The table of a sweep: read from run folders alone, sorted, with the reason of what failed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.errors import UserError
+from clustertune.rundir import RunDir
+from clustertune.sweep import page
+from clustertune.sweep.points import Sweep, make_sweep
+from clustertune.sweep.results import as_json, check_metric, collect
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    """Six points: done, done and better, failed in training, failed before it had a run folder, under way, untouched."""
+    made = make_sweep(
+        "tiny-oasst2", ["train.learning_rate=1e-3,2e-3,3e-3", "lora.r=8,16"], tiny=False, last="train", path=tmp_path / "s"
+    )[0]
+    made.write()
+    course(made, 0, [2.0, 1.5], done=True)
+    course(made, 1, [2.0, 1.25], done=True, scores={"prompt_level_strict_acc": 0.5})
+    course(made, 2, [2.0, math.nan], stage="failed")
+    outcome(made, 2, 1, 93, "the loss is not finite at step 2")
+    (made.path / "logs").mkdir()
+    (made.path / "logs" / "x-7_3.log").write_text("a\nerror: data.input: not JSON: <b>\nlast words\n")
+    course(made, 4, [1.0])
+    return made
+
+
+def course(
+    made: Sweep, index: int, losses: list[float], *, done: bool = False, stage: str = "started", scores: Any = None
+) -> None:
+    run = RunDir(made.points[index].run_dir)
+    run.path.mkdir(parents=True)
+    run.run_json.write_text("{}")
+    events: list[dict[str, Any]] = [{"event": "stage", "stage": "train", "status": "started"}]
+    for step, loss in enumerate(losses, 1):
+        events.append({"event": "step", "step": step, "attempt": 1, "loss": loss + 1})
+        events.append({"event": "eval", "step": step, "attempt": 1, "eval_loss": loss})
+    if stage != "started" or done:
+        events.append({"event": "stage", "stage": "train", "status": "done" if done else stage, "seconds": 7.5})
+    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+    if done:
+        run.finish_stage("train", 7.5)
+    if scores:
+        run.eval.mkdir()
+        (run.eval / "ifeval.json").write_text(json.dumps({"scores": scores}))
+
+
+def outcome(made: Sweep, index: int, attempt: int, code: int, message: str) -> None:
+    folder = RunDir(made.points[index].run_dir).attempt(attempt)
+    folder.mkdir(parents=True)
+    (folder / "outcome.json").write_text(json.dumps({"code": code, "problems": [{"message": message}]}))
+
+
+def test_best_first_and_failed_last_with_the_reason(sweep: Sweep) -> None:
+    """A number of an unfinished or broken run is no result, however low it is."""
+    found = collect(sweep, "eval_loss")
+    assert [(r.index, r.status) for r in found] == [
+        (1, "done"), (0, "done"), (4, "unfinished"), (5, "waiting"), (2, "failed"), (3, "failed"),
+    ]  # fmt: skip
+    by_index = {r.index: r for r in found}
+    assert by_index[1].metrics["eval_loss"] == 1.25 and by_index[1].metrics["loss"] == 2.25 and by_index[1].step == 2
+    assert by_index[2].reason == "the loss is not finite at step 2" and by_index[2].value("eval_loss") is None
+    assert by_index[3].reason == "data.input: not JSON: <b>"
+    body = as_json(sweep, "eval_loss", found)
+    assert body["best"] == 1 and body["counts"] == {"done": 2, "unfinished": 1, "waiting": 1, "failed": 2}
+
+
+def test_scores_sort_the_other_way(sweep: Sweep) -> None:
+    """More is better there; a finished point without the score comes behind those that have it."""
+    assert [r.index for r in collect(sweep, "prompt_level_strict_acc")][:2] == [1, 0]
+    course(sweep, 5, [3.0], done=True, scores={"prompt_level_strict_acc": 0.75})
+    assert [r.index for r in collect(sweep, "prompt_level_strict_acc")][:3] == [5, 1, 0]
+    with pytest.raises(UserError, match="there is no metric 'best'"):
+        check_metric("best")
+
+
+def test_what_was_interrupted_is_not_failed(sweep: Sweep) -> None:
+    """Preempted or stopped: the same command goes on."""
+    outcome(sweep, 2, 2, 75, "stopped as asked")
+    assert {r.index: r.status for r in collect(sweep, "eval_loss")}[2] == "unfinished"
+
+
+def test_damaged_files_are_said_not_raised(sweep: Sweep) -> None:
+    """One torn file must not hide the other points."""
+    run = RunDir(sweep.points[1].run_dir)
+    (run.eval / "ifeval.json").write_text('{"scores": [')
+    run.metrics.write_bytes(run.metrics.read_bytes() + b'{"event": "eval", "st\xff')
+    outcome(sweep, 2, 3, 1, "x")
+    (RunDir(sweep.points[2].run_dir).attempt(3) / "outcome.json").write_text("[1]")
+    found = {r.index: r for r in collect(sweep, "eval_loss")}
+    assert found[1].metrics["eval_loss"] == 1.25 and found[2].status == "failed"
+
+
+def test_the_table_and_the_page_show_every_point(sweep: Sweep) -> None:
+    """The page is one file, escapes what runs say, and is the same for the same results."""
+    found = collect(sweep, "eval_loss")
+    table = page.lines(sweep, "eval_loss", found)
+    assert len(table) == 7 and table[0].split() == ["point", "learning_rate", "r", "eval_loss", "step", "time", "state"]
+    assert table[1].split()[:5] == ["1", "1", "1e-3", "16", "1.2500"] and table[2].split()[:2] == ["2", "0"]
+    assert table[-2].endswith("failed: the loss is not finite at step 2") and table[-1].endswith("not JSON: <b>")
+    target = page.build(sweep, "eval_loss", found)
+    html = target.read_text()
+    assert target == sweep.path / "report.html" and "<svg" in html and "http" not in html.replace("http://www.w3.org", "")
+    assert "not JSON: &lt;b&gt;" in html and "<b>" not in html and "learning_rate=1e-3 r=16" in html
+    assert page.build(sweep, "eval_loss", found).read_text() == html
+
+
+def test_a_sweep_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
+    """Submitted and still in the queue."""
+    made = make_sweep("tiny-oasst2", ["lora.r=8,16"], tiny=False, last="train", path=tmp_path / "s")[0]
+    made.write()
+    assert "no point is finished yet" in page.build(made, "eval_loss", collect(made, "eval_loss")).read_text()
