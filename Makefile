@@ -44,8 +44,17 @@ setup: .venv/ready ## make .venv with the pinned stack (every other target does 
 demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
 	@$(BIN)/clustertune run recipes/tiny-oasst2
 
+demo-slurm: setup ## the same job script on a throw-away Slurm of two nodes on this machine (needs Slurm's packages and root)
+	@$(BIN)/clustertune demo-slurm
+
 run: setup ## the whole chain here: make run RECIPE=recipes/NAME
 	@$(BIN)/clustertune run '$(value RECIPE)'
+
+submit: setup ## the chain on Slurm, a job for each stage: make submit RECIPE=recipes/NAME
+	@$(BIN)/clustertune submit '$(value RECIPE)'
+
+submit-dry-run: setup ## the scripts and commands of make submit, without Slurm
+	@$(BIN)/clustertune submit '$(value RECIPE)' --dry-run
 
 show: setup ## a recipe as it resolves, each value with its origin: make show RECIPE=recipes/NAME
 	@$(BIN)/clustertune show '$(value RECIPE)'
@@ -69,7 +78,10 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
 test: lint ## lint and all tests but the long campaigns; under 15 minutes
-	@$(BIN)/python -m pytest -m "not long and not gpu" $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -m "not long and not gpu and not jobs" $(PYTEST_FLAGS)
+
+test-jobs: setup ## whole jobs on a throw-away Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
+	@$(BIN)/python -m pytest -m "jobs and not long" --timeout 1800 $(PYTEST_FLAGS)
 
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
@@ -79,9 +91,11 @@ bench: setup ## measure the merge against cp and PEFT and write docs/results/
 
 golden: setup ## write the golden files of the recipes again; the diff is the review
 	@$(BIN)/python -m tests.config.write_golden
+	@$(BIN)/python -m tests.config.write_cluster_golden
+	@$(BIN)/python -m tests.launch.golden_submit
 
 clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo run show eval-ifeval report lint test test-long bench golden clean
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench golden clean

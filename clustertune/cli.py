@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clustertune import secrets
 from clustertune.arguments import eval_folder, existing_folder, path_argument
+from clustertune.commands import clusterfile, launchers, rehearse, submit
+from clustertune.commands import doctor as doctor_commands
+from clustertune.commands import job as job_commands
+from clustertune.commands import sweep as sweep_commands
 from clustertune.console import emit_json, say, show_error, stderr
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.front import run_command
@@ -155,10 +160,11 @@ def run(
         opened = chain.open_run(resolved, path, chain.command_line())
         links = chain.Chain(opened, resolved, quiet=as_json)
         links.go(first, last)
-    _finish(opened, links, as_json)
+    launchers.finish(opened, links.results, as_json)
 
 
 def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
+    secrets.read_env(secrets.DEFAULT)
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file, a run needs a folder", file=str(path), fix="give another --run-dir"))
     from clustertune.config.resolved import is_there
@@ -181,21 +187,6 @@ def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json:
     say(f"stages: {', '.join(stages)}")
     if "train" in stages:
         say(f"train: {shlex.join(command)}")
-
-
-def _finish(opened: RunDir, links: Any, as_json: bool) -> None:
-    import json
-
-    from clustertune import chain, summary
-
-    scores = None
-    if (opened.eval / "ifeval.json").is_file():
-        scores = json.loads((opened.eval / "ifeval.json").read_bytes())
-    stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in links.results.items()}
-    if as_json:
-        emit_json({"run_dir": str(opened.path), "stages": stages, "ifeval": scores["scores"] if scores else None})
-        return
-    summary.render(opened, stages, chain.losses(opened), scores, stderr)
 
 
 @app.command()
@@ -362,6 +353,10 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
             if isinstance(value, int) and not isinstance(value, bool)
             else f"{key}: {value}"
         )
+
+
+for module in (submit, sweep_commands, clusterfile, rehearse, doctor_commands, launchers, job_commands):
+    module.add(app)
 
 
 def main() -> int:

@@ -24,6 +24,9 @@ DOCUMENTS = {
 CHAIN = "tests/test_chain.py::"
 HERE = "tests/test_readme.py::"
 ON_A_RUN, ON_MODELS = f"{HERE}test_the_commands_on_a_run", f"{HERE}test_the_commands_on_models"
+ON_A_CLUSTER = "tests/cluster/test_commands.py::test_up_run_status_down"
+SWEEP, ISOLATED = "tests/sweep/test_command.py::", "test_here_a_failure_is_isolated_and_the_same_command_goes_on"
+SKY = "tests/launch/test_skypilot.py::test_the_command_prints_it_or_writes_it"
 
 COMMANDS = {
     "clustertune run recipes/tiny-oasst2": f"{CHAIN}test_the_document",
@@ -38,6 +41,25 @@ COMMANDS = {
     "clustertune merge BASE ADAPTER OUT": ON_MODELS,
     "clustertune eval MODEL --data prompts.jsonl": ON_MODELS,
     "clustertune report runs/tiny-oasst2/ID": ON_A_RUN,
+    "clustertune submit recipes/llama405b-oasst2": "tests/launch/test_submit.py::test_a_chain_with_names_chosen_to_hurt",
+    "clustertune submit recipes/llama405b-oasst2 --dry-run": (
+        "tests/launch/test_submit.py::test_dry_run_of_every_recipe_on_every_cluster"
+    ),
+    "clustertune submit --status runs/llama405b-oasst2/ID": "tests/launch/test_status.py::test_on_a_real_slurm",
+    "clustertune doctor sbatch launch/run.sbatch": "tests/doctor/test_sbatch.py::test_the_command",
+    "clustertune demo-slurm": "tests/cluster/test_commands.py::test_the_demo_as_it_is_told",
+    "clustertune cluster up --nodes 2 --gpus 2": ON_A_CLUSTER,
+    "clustertune cluster run -- sinfo": ON_A_CLUSTER,
+    "clustertune cluster status": ON_A_CLUSTER,
+    "clustertune cluster down": ON_A_CLUSTER,
+    "clustertune show-cluster rno-rtxpro6000": f"{HERE}test_the_commands_before_training",
+    "clustertune show-cluster local": f"{HERE}test_the_commands_before_training",
+    "clustertune sky recipes/llama405b-oasst2 --gpu H100 --out task.yaml": SKY,
+    "clustertune sky recipes/llama405b-oasst2 --tiny": SKY,
+    "clustertune sweep recipes/tiny-oasst2 train.learning_rate=1e-3,5e-3 lora.r=8,16 --here": f"{SWEEP}{ISOLATED}",
+    "clustertune sweep recipes/llama405b-oasst2 train.learning_rate=1e-5,5e-5 lora.r=16,32 "
+    "--cluster rno-rtxpro6000 --dry-run": f"{SWEEP}test_the_job_array_of_the_reference_cluster",
+    "clustertune sweep --results runs/llama405b-oasst2/sweep-ID": f"{SWEEP}{ISOLATED}",
 }
 """Every command of the documents, and the test that runs it."""
 
@@ -183,7 +205,10 @@ def told(start: str, replaced: dict[str, Path | str]) -> list[str]:
 
 def test_the_commands_before_training(tmp_path: Path) -> None:
     """``show`` and ``prepare`` as they are told."""
-    for line in (line for line in COMMANDS if line.startswith("clustertune show")):
+    for line in (line for line in COMMANDS if line.startswith("clustertune show-cluster ")):
+        done = run(*shlex.split(line)[1:])
+        assert done.code == 0 and line.rpartition(" ")[2] in done.err
+    for line in (line for line in COMMANDS if line.startswith("clustertune show ")):
         done = run(*shlex.split(line)[1:])
         assert done.code == 0 and (done.json if "--json" in line else "learning_rate" in done.err)
     done = run(*told("prepare", {"/tmp/data": tmp_path / "data"}))
