@@ -151,7 +151,7 @@ class Chain:
                 self.results[stage] = {**record, "status": "reused"}
                 say(f"{stage}: finished earlier")
                 continue
-            self._run_stage(stage)
+            self.run_stage(stage)
         return self.results
 
     def _still_there(self, stage: str) -> bool:
@@ -182,7 +182,8 @@ class Chain:
             return True
         return not manifest.find_problems(self.base_folder(), "model", hashes=False, allow_extra=True)
 
-    def _run_stage(self, stage: str) -> None:
+    def run_stage(self, stage: str) -> None:
+        """Run one stage here and record it. Raises what the stage raises."""
         say(f"{stage} ...")
         log = EventLog(self.run.metrics, 0)
         log.write("stage", stage=stage, status="started")

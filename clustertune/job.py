@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from clustertune.checkpoint import store
 from clustertune.config.cluster import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say, show_error
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import lease, progress, slurm, srun, step
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
@@ -60,6 +62,21 @@ class JobChain(chain.Chain):
         """Whether no later start of this job works in the run folder."""
         return lease.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
 
+    def run_stage(self, stage: str) -> None:
+        """In the cluster's container where it has one; the training starts one on every node by itself."""
+        if self.cluster.container.runtime == "none" or stage == "train":
+            super().run_stage(stage)
+            return
+        words = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+        command = in_container(words, self.run.path, self.cluster, gpus=bool(self.allocation.gpus_per_node))
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+        record = self.run.stage(stage)
+        if code or record is None:
+            known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+            fix = "the lines above say why"
+            raise UserError(Problem(f"{stage} failed in the container (exit code {code})", fix=fix), known)
+        self.results[stage] = record
+
     def make_plan(self, attempt: int, from_step: int) -> Plan:
         names = self.allocation.nodes
         traces = str(self.run.attempt(attempt).resolve())
@@ -96,15 +113,20 @@ class JobChain(chain.Chain):
 def step_command(run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one."""
     gpus = bool(allocation.gpus_per_node)
-    inside = step.container_command(
-        step.node_command(run_path, attempt),
+    inside = in_container(step.node_command(run_path, attempt), run_path, cluster, gpus=gpus)
+    return step.srun_command(inside, nodes=len(allocation.nodes), cpus=allocation.cpus_per_node, gpus=gpus, environ=os.environ)
+
+
+def in_container(command: list[str], run_path: Path, cluster: Cluster, *, gpus: bool) -> list[str]:
+    """The command in the cluster's container, which sees the checkout, the run, and what the cluster file binds."""
+    return step.container_command(
+        command,
         runtime=cluster.container.runtime,
         image=cluster.container.image,
         binds=[str(run_path.resolve()), cluster.storage.scratch, *cluster.container.binds],
         gpus=gpus,
         repo=chain.REPO,
     )
-    return step.srun_command(inside, nodes=len(allocation.nodes), cpus=allocation.cpus_per_node, gpus=gpus, environ=os.environ)
 
 
 def run(

@@ -97,6 +97,9 @@ class Job:
             assert time.monotonic() < deadline, f"no end: {found['JobState']} {found.get('Reason')}\n{self.text}"
             if found["JobState"] == "PENDING" and found.get("Reason") == "BeginTime":
                 self.cluster.release(self.id)
+            elif found.get("Reason") == "launch_failed_requeued_held":
+                # Slurm's own: the new start met what was left of the old one on a node that was cut off.
+                self.cluster.run(["scontrol", "release", str(self.id)])
             time.sleep(0.2)
         assert "Traceback" not in self.text, self.text
         return found

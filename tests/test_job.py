@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain, job
+from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import lease, slurm
 from clustertune.launch.allocation import Allocation
@@ -165,3 +168,35 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, m
     with pytest.raises(UserError):
         job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
     assert requeued == []
+
+
+RUNTIME = """#!/usr/bin/env bash
+set -euo pipefail
+# Stands in for apptainer: the words after the image are the command.
+echo "$*" >> "$RECORDED"
+while [[ $1 != *.sif ]]; do shift; done
+shift 2
+exec "$PYTHON" "$@"
+"""
+
+
+def test_every_stage_runs_in_the_container_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the training: what prepares the data and merges must be the pinned stack too."""
+    runtime = tmp_path / "bin" / "apptainer"
+    runtime.parent.mkdir()
+    runtime.write_text(RUNTIME)
+    runtime.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{runtime.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("RECORDED", str(tmp_path / "recorded"))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    resolved = resolve("tiny-oasst2", tiny=True)
+    run = chain.open_run(resolved, tmp_path / "run", [])
+    links = links_of(run.path)
+    container = SimpleNamespace(runtime="apptainer", image="/pool/train.sif", binds=["/pool"])
+    links.cluster = SimpleNamespace(container=container, storage=SimpleNamespace(scratch="/tmp"))  # type: ignore[assignment]
+    links.run_stage("prepare")
+    assert links.results["prepare"]["status"] == "done" and (run.data / "train.jsonl").is_file()
+    assert "--nv" in (tmp_path / "recorded").read_text() and f"--bind {run.path}" in (tmp_path / "recorded").read_text()
+    with pytest.raises(UserError, match="export failed in the container") as caught:
+        links.run_stage("export")
+    assert caught.value.code is ExitCode.CONFIG

@@ -19,6 +19,7 @@ def add(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(job)
     app.command()(node)
+    app.command(hidden=True)(part)
 
 
 def job(
@@ -92,3 +93,17 @@ def node(
             raise UserError(Problem("which node is this?", key="--node", fix="give --node, or start it with srun"))
         node_rank = int(text)
     raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet))
+
+
+def part(
+    stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A run folder.")],
+) -> None:
+    """Run one stage of a run that somebody else holds: what a job starts inside its container."""
+    from clustertune import chain
+    from clustertune.rundir import RunDir
+
+    if stage not in STAGES:
+        raise UserError(Problem(f"there is no stage {stage!r}", fix=f"one of {', '.join(STAGES)}"))
+    run = RunDir(run_dir)
+    chain.Chain(run, run.resolved()).run_stage(stage)

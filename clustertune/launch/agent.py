@@ -22,6 +22,8 @@ from clustertune.manifest import write_durably
 from clustertune.process import die_with_parent, stop_signals
 
 POLL_SECONDS = 0.25
+PEER_SECONDS = 10.0
+"""How long a node's ranks may outlive those of a node that failed: they may wait half an hour for a peer that never joins."""
 LINGER_SECONDS = 20.0
 """How long a node whose ranks failed waits for the words of the other nodes: the scheduler kills them when it ends."""
 
@@ -92,6 +94,7 @@ class Agent:
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the launcher; end it where its ranks are superseded or show no life."""
         vitals = Vitals(self.folder, self.plan, self.node)
+        alone_since: float | None = None
         while True:
             try:
                 return child.wait(POLL_SECONDS)
@@ -103,9 +106,16 @@ class Agent:
             elif hung := vitals.look():
                 self.problems += hung
                 vitals.dump_stacks()
-            if self.problems:
+            if alone_since is None and self._peer_failed():
+                alone_since = time.monotonic()
+            if self.problems or (alone_since is not None and time.monotonic() - alone_since > PEER_SECONDS):
                 child.kill()  # the ranks die with it, stopped ones too
                 return child.wait()
+
+    def _peer_failed(self) -> bool:
+        """Whether another node has left a record that says so."""
+        others = (node for node in range(len(self.plan.nodes)) if node != self.node)
+        return any(node_record(self.folder, node).get("code") for node in others)
 
     def _forward(self, child: subprocess.Popen[bytes]) -> Any:
         """A handler that asks every rank to save and stop; an impatient Ctrl-C or ``kill``, given twice, ends them at once."""
@@ -136,13 +146,18 @@ class Agent:
             "host": os.uname().nodename,
             "code": int(code),
             "launcher": ended,
-            "asked": [signal.Signals(number).name for number in self.asked],
+            "asked": self._asked_names(),
             "time": time.time(),
             "problems": [asdict(problem) for problem in self.problems],
         }
         with contextlib.suppress(OSError):  # a full disk is judged by who started the attempt
             write_durably(record_file(self.folder, self.node), json.dumps(record) + "\n")
         return code
+
+    def _asked_names(self) -> list[str]:
+        """Which signals asked for a stop. Slurm sends SIGTERM also to what is left of a step of which a node failed."""
+        names = [signal.Signals(number).name for number in self.asked]
+        return [name for name in names if name != "SIGTERM"] if self.plan.launcher == "slurm" else names
 
     def _orderly(self) -> bool:
         """Whether every rank of the node ended by itself, finished or stopped as asked; launchers know 0 and failure only."""
@@ -162,11 +177,20 @@ class Agent:
 
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:
     """How a rank says that it ended; empty where it has not (yet)."""
+    return _record(folder / f"rank-{rank}.json", "rank")
+
+
+def node_record(folder: Path, node: int) -> dict[str, Any]:
+    """How a node's agent says that its part ended; empty where it has not (yet)."""
+    return _record(record_file(folder, node), "node")
+
+
+def _record(path: Path, key: str) -> dict[str, Any]:
     try:
-        body = json.loads((folder / f"rank-{rank}.json").read_bytes())
+        body = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return body if isinstance(body, dict) and "rank" in body and "code" in body else {}
+    return body if isinstance(body, dict) and key in body and "code" in body else {}
 
 
 def rank_pids(folder: Path, plan: Plan, node: int) -> dict[int, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
-from clustertune.launch.agent import log_file, rank_record, record_file
+from clustertune.launch.agent import log_file, node_record, rank_record
 from clustertune.launch.plan import OUTCOME, Plan
 from clustertune.manifest import write_durably
 from clustertune.storage import is_full
@@ -68,7 +68,7 @@ def judge(folder: Path, plan: Plan, *, asked: bool = False, killed: bool = False
 
 def any_node_failed(folder: Path, plan: Plan) -> bool:
     """Whether a node has left a record that says so: its attempt is over, whatever the others do."""
-    return any((_json(record_file(folder, node)) or {}).get("code") for node in range(len(plan.nodes)))
+    return any(node_record(folder, node).get("code") for node in range(len(plan.nodes)))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Traces:
 
     @classmethod
     def read(cls, folder: Path, plan: Plan) -> _Traces:
-        nodes = {node: _json(record_file(folder, node)) for node in range(len(plan.nodes))}
+        nodes = {node: node_record(folder, node) or None for node in range(len(plan.nodes))}
         return cls(folder, plan, _records(folder, plan), nodes)
 
     @property
@@ -177,14 +177,6 @@ class _Traces:
 def _records(folder: Path, plan: Plan) -> dict[int, dict[str, Any]]:
     found = ((rank, rank_record(folder, rank)) for rank in range(plan.world_size))
     return {rank: record for rank, record in found if record}
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return body if isinstance(body, dict) else None
 
 
 def _signal_words(number: int) -> str:

@@ -88,7 +88,7 @@ def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mappin
             stage,
             job,
             found.get("JobState", UNKNOWN),
-            _shown(found.get("Reason")),
+            _reason(found.get("Reason"), job),
             _seconds(found.get("RunTime")) if found.get("NodeList") else None,
             _shown(found.get("NodeList")),
             int(found.get("Restarts", "0") or 0) if found.get("Restarts", "0").isdigit() else 0,
@@ -100,6 +100,15 @@ def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mappin
         return Row(stage, **training)
     reason = last_words(run.path) if stage in ("train", WHOLE) else ""
     return Row(stage, job, FORGOTTEN if asked else UNKNOWN, reason, **training)
+
+
+def _reason(value: str | None, job: str | None) -> str:
+    """Slurm's word for why a job waits, with what to do where it waits for a person.
+
+    It holds a requeued job whose start fails: seen where a cut-off node came back and still had the old one (22.05).
+    """
+    text = _shown(value)
+    return f"{text} -> scontrol release {job}" if "held" in text.lower() else text
 
 
 def _shown(value: str | None) -> str:

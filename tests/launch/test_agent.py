@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.errors import ExitCode
+from clustertune.launch import agent as agents
 from clustertune.launch import vitals
 from clustertune.launch.agent import Agent, launcher_pid_file, record_file
 from clustertune.launch.judge import Outcome, judge
@@ -129,6 +130,28 @@ def test_a_newer_attempt_ends_the_ranks_of_an_older_one(tmp_path: Path) -> None:
     when(filled(agent.folder / "rank-0.pid"), (tmp_path / "attempts" / "0002").mkdir)
     assert agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True) is ExitCode.AGAIN
     assert "attempt 2 has taken over" in judge(agent.folder, agent.plan).problems[0].message
+
+
+def test_ranks_do_not_outlive_a_node_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for a peer that never joins; their agent ends them, so that every node has a record and the reason shows."""
+    monkeypatch.setattr(agents, "PEER_SECONDS", 0.5)
+    plan = Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1, launcher="slurm")
+    agent = Agent(tmp_path, plan, node=0, patient=True)
+    agent.folder.mkdir(parents=True)
+    record_file(agent.folder, 1).write_text(json.dumps({"node": 1, "code": 1, "launcher": 1, "asked": [], "problems": []}))
+    assert agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True) is ExitCode.FAILED
+    assert not judge(agent.folder, plan).nodes_gone
+
+
+@pytest.mark.parametrize(("launcher", "asked"), [("slurm", []), ("torchrun", ["SIGTERM"])])
+def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher: str, asked: list[str]) -> None:
+    """srun sends it to what is left of a step of which a node failed: the next attempt must begin, not the queue."""
+    plan = Plan(attempt=1, nodes=(Node("a", "a"),), ranks_per_node=2, launcher=launcher)
+    agent = Agent(tmp_path, plan, node=0, patient=True)
+    agent.folder.mkdir(parents=True)
+    when(launcher_pid_file(agent.folder, 0).exists, to_this(signal.SIGTERM))
+    agent.run([sys.executable, "-c", SLEEPER, str(agent.folder)], quiet=True)
+    assert json.loads(record_file(agent.folder, 0).read_text())["asked"] == asked
 
 
 def test_a_stopped_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,14 @@ def test_live_and_forgotten_jobs(tmp_path: Path) -> None:
     assert found.rows[2].seconds is None
 
 
+def test_a_held_job_says_how_it_goes_on(tmp_path: Path) -> None:
+    """Slurm holds a requeued job whose start failed, and nobody is told."""
+    run = submitted(tmp_path)
+    ask = controller(run, {"102": "PENDING"})
+    held = status.read(run, lambda words: ask(words).replace("Reason=None", "Reason=launch_failed_requeued_held"))
+    assert held.rows[1].reason == "launch_failed_requeued_held -> scontrol release 102"
+
+
 def test_forgotten_without_a_record(tmp_path: Path) -> None:
     """It failed, and nothing but the last attempt's outcome tells why."""
     run = submitted(tmp_path)
