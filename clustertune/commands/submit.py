@@ -218,7 +218,7 @@ class Submission:
             emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
             return
         for line in self.lines():
-            say(line)
+            typer.echo(line)  # what a person saves or compares
 
     def lines(self) -> list[str]:
         """The same for people. The body, which all scripts have alike, stands once."""

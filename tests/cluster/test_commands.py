@@ -134,7 +134,15 @@ def test_a_rehearsal(body: str, state: str, code: int, tmp_path: Path, capfd: py
     assert "  | 2 3 a b c=$HOME;#" in shown and "of an earlier one" not in shown and f"job {ended.job}: {state}" in shown
 
 
-def test_ctrl_c_ends_a_rehearsal(tmp_path: Path) -> None:
+@pytest.fixture
+def restored_sigint() -> Iterator[None]:
+    """As in a terminal: a process that a script starts in the background inherits that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_rehearsal(tmp_path: Path, restored_sigint: None) -> None:
     """With the cluster and the job that runs on it."""
     need_slurm()
     script = tmp_path / "job.sh"
