@@ -44,7 +44,7 @@ setup: .venv/ready ## make .venv with the pinned stack (every other target does 
 demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
 	@$(BIN)/clustertune run recipes/tiny-oasst2
 
-demo-slurm: setup ## the same job script on a throw-away Slurm of two nodes on this machine (needs Slurm's packages and root)
+demo-slurm: setup ## the same job script on a throw-away Slurm of two nodes, here (Slurm packages and root)
 	@$(BIN)/clustertune demo-slurm
 
 run: setup ## the whole chain here: make run RECIPE=recipes/NAME
@@ -80,7 +80,7 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 test: lint ## lint and all tests but the long campaigns; under 15 minutes
 	@$(BIN)/python -m pytest -m "not long and not gpu and not jobs" $(PYTEST_FLAGS)
 
-test-jobs: setup ## whole jobs on a throw-away Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
+test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long" --timeout 1800 $(PYTEST_FLAGS)
 
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges

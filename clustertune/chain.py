@@ -47,16 +47,22 @@ def default_run_dir(resolved: Resolved, runs: Path) -> Path:
     return runs / resolved.name / resolved.fingerprint()[:12]
 
 
+def check_folder(resolved: Resolved, path: Path) -> None:
+    """Refuse a folder that holds a run of other settings, or something else than a run. Writes nothing. Raises UserError."""
+    run = RunDir(path)
+    if run.run_json.exists():
+        if run.read().get("fingerprint") != resolved.fingerprint():
+            raise UserError(_differences(run, resolved))
+    elif path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
+        raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
+
+
 def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     """Take the run folder: write ``run.json`` first, or check that the one there is of the same recipe."""
     run = RunDir(path)
+    check_folder(resolved, path)
     if run.run_json.exists():
-        before = run.read()
-        if before.get("fingerprint") != resolved.fingerprint():
-            raise UserError(_differences(run, resolved))
         return run
-    if path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
-        raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
     import json
 
     document = {
@@ -73,13 +79,13 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     return run
 
 
-_BEFORE = ("lock", "owner.json", "attempts", "jobs", "logs")
+_BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a job makes in its run folder before ``run.json``."""
 
 
 def _is_ours(name: str) -> bool:
     """A file that a command which was killed before it had written ``run.json`` leaves."""
-    return name in _BEFORE or (name.startswith((".run.json.", ".owner.json.")) and name.endswith(".tmp"))
+    return name in _BEFORE or (name.startswith((".run.json.", ".owner.json.", ".requeued.json.")) and name.endswith(".tmp"))
 
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:

@@ -31,6 +31,7 @@ def run_command(app: typer.Typer) -> int:
         signal.signal(number, _stop)
     try:
         code = app(standalone_mode=False)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a warning that comes now finds nothing to save
     except BrokenPipeError:  # the reader has seen enough
         return int(ExitCode.FAILED)
     except BaseException as error:
@@ -89,6 +90,10 @@ def _usage(error: typer.TyperException) -> UserError:
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
+    # Slurm sends SIGTERM to every process of a job, and launch/run.sbatch passes its own on: the second must not break off
+    # what the first began, such as the way back into the queue.
+    for again in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(again, signal.SIG_IGN)
     raise Stopped(signal.Signals(number).name)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +28,10 @@ from clustertune.launch.plan import Node, Plan
 from clustertune.launch.rendezvous import first_port
 from clustertune.process import STOP_SIGNALS, Stopped
 from clustertune.rundir import STAGES, RunDir
+
+CONTROLLER_SECONDS = 900.0
+"""How long a job that has to go back into the queue waits for a controller that does not answer: it may be restarted."""
+ASK_SECONDS = 10.0
 
 
 @dataclass
@@ -106,7 +112,8 @@ class JobChain(chain.Chain):
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan))
         self.outcome = judge(folder, plan, asked=bool(self.signals))
-        self.outcome.write(folder)
+        with contextlib.suppress(OSError):  # a full disk is what it may have to tell
+            self.outcome.write(folder)
         return self.outcome
 
 
@@ -114,7 +121,10 @@ def step_command(run_path: Path, attempt: int, cluster: Cluster, allocation: All
     """``srun`` of the node's program, in the cluster's container if it has one."""
     gpus = bool(allocation.gpus_per_node)
     inside = in_container(step.node_command(run_path, attempt), run_path, cluster, gpus=gpus)
-    return step.srun_command(inside, nodes=len(allocation.nodes), cpus=allocation.cpus_per_node, gpus=gpus, environ=os.environ)
+    # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    cpus = int(asked) if asked.isdigit() else allocation.cpus_per_node
+    return step.srun_command(inside, nodes=len(allocation.nodes), cpus=cpus, gpus=gpus, environ=os.environ)
 
 
 def in_container(command: list[str], run_path: Path, cluster: Cluster, *, gpus: bool) -> list[str]:
@@ -136,47 +146,72 @@ def run(
 
     Raises UserError as the chain does, or Stopped.
     """
-    holder = RunDir(path)
-    with lease.taken_over(holder, allocation.job_id, allocation.restart, slurm.is_running):
-        opened = chain.open_run(resolved, path, command)
-        opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
-        links = JobChain(opened, resolved, allocation=allocation, cluster=cluster)
+    chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
+    signals: list[int] = []
+    began = False
+    with contextlib.ExitStack() as stack:  # the run folder stays this job's until it is back in the queue
         try:
-            return links.go(*stages)
+            stack.enter_context(lease.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
+            began = True
+            opened = chain.open_run(resolved, path, command)
+            opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
+            return JobChain(opened, resolved, allocation=allocation, cluster=cluster, signals=signals).go(*stages)
         except UserError as error:
-            if error.code is ExitCode.AGAIN:
-                _requeue(links)
+            if error.code is ExitCode.AGAIN and began:
+                _requeue(allocation, path, signals)
             raise
         except Stopped as stopped:
-            links.signals.append(signal.Signals[str(stopped)])
-            _requeue(links)
+            signals.append(signal.Signals[str(stopped)])
+            _requeue(allocation, path, signals)
             raise
 
 
-def _requeue(links: JobChain) -> None:
-    """Ask Slurm to start the job again, unless somebody else has decided over it already."""
-    job = links.allocation.job_id
-    if not links.still_mine():
-        return
-    if links.signals and signal.SIGUSR1 not in links.signals and not _ended_by_nobody(job):
-        return
-    for number in STOP_SIGNALS:  # Slurm ends what it requeues; what is left to do here is to say so
+def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None:
+    """Ask Slurm to start the job again, unless somebody else has decided over it already.
+
+    Raises UserError (exit 93) where it goes round without getting anywhere.
+    """
+    for number in STOP_SIGNALS:  # Slurm ends what it requeues, and may end it meanwhile; what is left to do is here
         signal.signal(number, signal.SIG_IGN)
-    try:
-        slurm.requeue(job)
-    except UserError as error:
+    job = allocation.handle
+    if not lease.still_mine(path, allocation.job_id, allocation.restart):
+        return
+    if any(number != signal.SIGUSR1 for number in signals) and not _ended_by_nobody(job):
+        return
+    progress.check_requeue(path, allocation.job_id)
+    if (refused := _ask_for_requeue(job)) is not None:
         fix = "submit it again: it goes on from the newest whole checkpoint"
-        say(f"note: job {job} could not be requeued: {error.problems[0].message} -> {fix}")
+        say(f"note: job {job} could not be requeued: {refused.problems[0].message} -> {fix}")
         return
     say(f"job {job} is requeued: it goes on from the newest whole checkpoint")
+
+
+def _ask_for_requeue(job: str) -> UserError | None:
+    """Requeue a job; where the controller does not answer, as soon as it does and still has the job running."""
+    deadline = time.monotonic() + CONTROLLER_SECONDS
+    while True:
+        try:
+            slurm.requeue(job)
+            return None
+        except slurm.Unreachable as error:
+            if error.code is not ExitCode.AGAIN or time.monotonic() >= deadline:
+                return error
+            say(f"job {job} waits for the controller: {error.problems[0].message}")
+        except UserError as error:
+            return error
+        time.sleep(ASK_SECONDS)
+        with contextlib.suppress(slurm.Unreachable):
+            if (slurm.show_job(job) or {}).get("JobState") != "RUNNING":
+                return UserError(f"job {job} runs no longer")
 
 
 def _ended_by_nobody(job: str) -> bool:
     """Whether a job that got SIGTERM is ours to requeue: Slurm does so with a preempted one, and nobody with a cancelled one.
 
-    ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first. A job
-    that ran into its limit unwarned goes on later. One that Slurm takes for running was hit by accident: a node that comes
-    back after it was cut off ends what it had of the job, and with it what has just been started there.
+    ``scontrol requeue`` starts also a job that was cancelled (measured on 22.05), so that the state is asked first, also
+    where a warning came before: people have a job save, and then cancel it. A job that ran into its limit goes on later. One
+    that Slurm takes for running was hit by accident: a node that comes back after it was cut off ends what it had of the job,
+    and with it what has just been started there.
     """
     try:
         found = slurm.show_job(job) or {}

@@ -326,6 +326,21 @@ def test_a_stop_outside_of_training_is_answered_with_75(tmp_path: Path) -> None:
     assert child.returncode == 75 and strict(out)["exit_code"] == 75 and "SIGTERM" in err and "Traceback" not in err
 
 
+def test_a_second_stop_does_not_break_off_what_the_first_began() -> None:
+    """Slurm signals every process of a job, and the batch script passes its own on: a command gets each twice."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        for number in before:
+            signal.signal(number, front._stop)
+        with pytest.raises(front.Stopped, match="SIGUSR1"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_the_real_command_prints_no_traceback_for_usage() -> None:
     done = run("run", TINY, "--ranks", "0", "--json")
     assert done.code == 2 and "--ranks" in done.json["problems"][0]["message"]

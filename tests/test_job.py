@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import lease, slurm
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.judge import Outcome
+from clustertune.launch.plan import Node, Plan
 from clustertune.process import Stopped
 from clustertune.rundir import RunDir
 
@@ -129,7 +131,9 @@ OUT_OF_TIME = {"JobState": "COMPLETING", "Reason": "TimeLimit"}
         (ENDED, [signal.SIGTERM], None, False),
         (ENDED, [signal.SIGTERM], OUT_OF_TIME, True),
         (ENDED, [signal.SIGTERM], RUNNING, True),  # hit by what ended another start of the job on this node
-        (ENDED, [signal.SIGUSR1, signal.SIGTERM], CANCELLED, True),
+        (ENDED, [signal.SIGUSR1, signal.SIGTERM], CANCELLED, False),  # told to save, then cancelled
+        (ENDED, [signal.SIGUSR1, signal.SIGTERM], OUT_OF_TIME, True),  # the save took until the limit
+        (ENDED, [signal.SIGUSR1, signal.SIGTERM], RUNNING, True),  # preempted, with time to save
         (Stopped("SIGUSR1"), [], CANCELLED, True),
         (Stopped("SIGTERM"), [], CANCELLED, False),
         (UserError("not finite", ExitCode.STOP), [], CANCELLED, False),
@@ -200,3 +204,92 @@ def test_every_stage_runs_in_the_container_of_the_cluster(tmp_path: Path, monkey
     with pytest.raises(UserError, match="export failed in the container") as caught:
         links.run_stage("export")
     assert caught.value.code is ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("where", ["lease", "run folder"])
+def test_a_warning_before_the_first_stage_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A job that is preempted in its first seconds must not end as failed."""
+
+    def warned(*words: Any) -> Any:
+        raise Stopped("SIGUSR1")
+
+    requeued: list[str] = []
+    monkeypatch.setattr(slurm, "requeue", requeued.append)
+    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
+    if where == "lease":
+        monkeypatch.setattr(RunDir, "lock", warned)
+    else:
+        monkeypatch.setattr(chain, "open_run", warned)
+    links = links_of(tmp_path)
+    with pytest.raises(Stopped):
+        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    assert requeued == ["7"]
+
+
+@pytest.mark.parametrize("by", ["job 6", "process"])
+def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """It would come again and again for as long as the other job, or a person's command, works there."""
+    requeued: list[str] = []
+    monkeypatch.setattr(slurm, "requeue", requeued.append)
+    monkeypatch.setattr(slurm, "is_running", lambda job: job == "6")
+    links = links_of(tmp_path)
+    run = RunDir(tmp_path)
+    other = lease.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock()
+    with other, pytest.raises(UserError, match=f"{by}.* works"):
+        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    assert requeued == []
+
+
+def test_a_task_of_an_array_is_requeued_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One task has the id of the whole array: by that ``scontrol requeue`` takes all tasks (seen on 22.05)."""
+    requeued: list[str] = []
+    monkeypatch.setattr(slurm, "requeue", requeued.append)
+    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
+    allocation = replace(links_of(tmp_path).allocation, array_job="7", array_task=2)
+    job._requeue(allocation, tmp_path, [signal.SIGUSR1])
+    assert requeued == ["7_2"]
+
+
+@pytest.mark.parametrize(("state", "again"), [("RUNNING", True), ("COMPLETING", False)])
+def test_a_controller_that_is_away_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], state: str, again: bool
+) -> None:
+    """It is restarted now and then; a job that was cancelled meanwhile does not come back."""
+    answers = iter([slurm.Unreachable("down", ExitCode.AGAIN), slurm.Unreachable("down", ExitCode.AGAIN), None])
+    requeued: list[str] = []
+
+    def requeue(number: str) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+        requeued.append(number)
+
+    monkeypatch.setattr(slurm, "requeue", requeue)
+    monkeypatch.setattr(slurm, "show_job", lambda number: {"JobState": state})
+    monkeypatch.setattr(job.signal, "signal", lambda *words: None)
+    monkeypatch.setattr(job, "ASK_SECONDS", 0.01)
+    job._requeue(links_of(tmp_path).allocation, tmp_path, [signal.SIGUSR1])
+    assert requeued == (["7"] if again else [])
+    assert ("is requeued" if again else "runs no longer") in capfd.readouterr().err
+
+
+def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Outcome, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    told = Outcome(ExitCode.STORAGE, [Problem("the checkpoint of step 8 was not saved")])
+    monkeypatch.setattr(Outcome, "write", full)
+    monkeypatch.setattr(job, "judge", lambda *words, **named: told)
+    monkeypatch.setattr(job, "step_command", lambda *words: ["true"])
+    run = RunDir(tmp_path)
+    run.attempt(1).mkdir(parents=True)
+    plan = Plan(attempt=1, nodes=(Node("gpu-a", "gpu-a"),), ranks_per_node=1)
+    assert links_of(tmp_path).run_attempt(plan) == told
+
+
+def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
+    """``--run-dir .`` in the checkout left a lock and an owner there, and so did a job in a run of another recipe."""
+    (tmp_path / "Makefile").touch()
+    links = links_of(tmp_path)
+    with pytest.raises(UserError, match="something else than a run"):
+        job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["Makefile"]

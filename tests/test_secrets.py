@@ -186,6 +186,7 @@ def held_by(folder: Path) -> bytes:
         return b""
 
 
+@pytest.mark.jobs
 @pytest.mark.timeout(600)
 def test_planted_tokens_are_in_nothing_that_a_run_leaves(tmp_path: Path) -> None:
     """Files of the run, of the home folder, W&B's own, and what every process of it shows in /proc. There is no network."""

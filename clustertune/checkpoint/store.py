@@ -215,9 +215,13 @@ class CheckpointStore:
 
     def _remove(self, checkpoint: Checkpoint, why: str, removed: list[Path]) -> None:
         self.fence()  # comparing hashes takes a while
-        (checkpoint.path / manifest.MANIFEST).unlink(missing_ok=True)
-        manifest.fsync_path(checkpoint.path)
-        shutil.rmtree(checkpoint.path)
+        try:
+            (checkpoint.path / manifest.MANIFEST).unlink(missing_ok=True)
+            manifest.fsync_path(checkpoint.path)
+            shutil.rmtree(checkpoint.path)
+        except OSError as error:  # on NFS a file that somebody has open stays in its folder as .nfs...: no reason to stop
+            self.tell(f"checkpoint {checkpoint.path.name} could not be removed ({why}): {error.strerror or error}")
+            return
         removed.append(checkpoint.path)
         self.tell(f"checkpoint {checkpoint.path.name} removed: {why}")
 

@@ -40,7 +40,7 @@ def job(
     from clustertune import chain
     from clustertune import job as program
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import allocation, lead
+    from clustertune.launch import allocation, here, lead
 
     for key, stage in (("--from", first), ("--to", last)):
         if stage not in STAGES:
@@ -57,14 +57,23 @@ def job(
     machine = load_cluster(cluster)
     resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
     asked = [recipe, *words, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
-    if problems := allocation.check(given, resolved, machine, asked, (first, last)):
-        raise UserError(problems)
+    if sweep is None:  # what is printed to be pasted must do the same, in the same folder
+        asked += ["--run-dir", str(run_dir)] if run_dir else []
+        asked += ["--from", first] if first != STAGES[0] else []
+        asked += ["--to", last] if last != STAGES[-1] else []
+    trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
     path = point_dir or run_dir or chain.default_run_dir(resolved, Path("runs"))
+    needed = lead.needed(path, resolved)
+    problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
+    problems += here.find_problems(machine, nodes=len(given.nodes), trains=trains)
+    if problems:
+        raise UserError(problems)
     for line in program.describe(resolved, machine, given, path, (first, last)):
         say(line)
-    needed = lead.needed(path, resolved)
-    if script is not None and (warning := lead.warning(lead.given_in(script.read_text(errors="replace")), needed)):
-        say(f"warning: {warning}")
+    if script is not None and trains:  # the other stages go on file by file, and need less
+        header = lead.given_in(script.read_text(errors="replace"))
+        if warning := lead.warning(header, needed, given.limit_minutes):
+            say(f"warning: {warning}")
     for text in resolved.warnings:
         say(f"warning: {text}")
     program.run(resolved, machine, given, path, (first, last), chain.command_line())

@@ -114,7 +114,9 @@ class Agent:
 
     def _peer_failed(self) -> bool:
         """Whether another node has left a record that says so."""
-        others = (node for node in range(len(self.plan.nodes)) if node != self.node)
+        others = [node for node in range(len(self.plan.nodes)) if node != self.node]
+        if others:
+            ask_anew(self.folder)
         return any(node_record(self.folder, node).get("code") for node in others)
 
     def _forward(self, child: subprocess.Popen[bytes]) -> Any:
@@ -171,8 +173,15 @@ class Agent:
         deadline = time.monotonic() + LINGER_SECONDS
         missing = [node for node in range(len(self.plan.nodes)) if node != self.node]
         while missing and time.monotonic() < deadline and newest_attempt(self.run_path) <= self.plan.attempt:
+            ask_anew(self.folder)
             missing = [node for node in missing if not record_file(self.folder, node).exists()]
             time.sleep(POLL_SECONDS)
+
+
+def ask_anew(folder: Path) -> None:
+    """Have an NFS client ask the server what a folder holds: else it may answer up to 60 s from its cache of absent names."""
+    with contextlib.suppress(OSError):
+        os.listdir(folder)  # noqa: PTH208 - the call itself is what counts
 
 
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:

@@ -42,6 +42,13 @@ class Allocation:
     partition: str | None = None
     array_task: int | None = None
     name: str = ""
+    array_job: str | None = None
+    """The id of the array that the job is a task of."""
+
+    @property
+    def handle(self) -> str:
+        """By which Slurm's commands mean this job alone: one task of an array has the id of the whole."""
+        return self.job_id if self.array_job is None else f"{self.array_job}_{self.array_task}"
 
 
 def read() -> Allocation:
@@ -62,7 +69,9 @@ def from_environment(environ: Mapping[str, str], run: slurm.Run = slurm.call) ->
         raise UserError(Problem("this is not the batch step of a Slurm job: SLURM_JOB_ID or its nodes are not set", fix=fix))
     cpus = _counts(environ.get("SLURM_JOB_CPUS_PER_NODE")) or _counts(environ.get("SLURM_CPUS_ON_NODE"))
     tasks = _counts(environ.get("SLURM_NTASKS_PER_NODE")) or _counts(environ.get("SLURM_TASKS_PER_NODE"))
-    limit, left = _times(job, run)
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), _whole(environ.get("SLURM_ARRAY_TASK_ID"))
+    array = array if array and array.isdigit() and task is not None else None
+    limit, left = _times(job if array is None else f"{array}_{task}", run)
     return Allocation(
         job_id=job,
         restart=_whole(environ.get("SLURM_RESTART_COUNT")) or 0,
@@ -74,8 +83,9 @@ def from_environment(environ: Mapping[str, str], run: slurm.Run = slurm.call) ->
         limit_minutes=limit,
         left_minutes=left,
         partition=environ.get("SLURM_JOB_PARTITION"),
-        array_task=_whole(environ.get("SLURM_ARRAY_TASK_ID")),
+        array_task=task,
         name=environ.get("SLURM_JOB_NAME", ""),
+        array_job=array,
     )
 
 
@@ -148,11 +158,13 @@ def check(
     cluster: Cluster,
     words: Sequence[str],
     stages: tuple[str, str] = (STAGES[0], STAGES[-1]),
+    lead: Lead | None = None,
 ) -> list[Problem]:
     """What keeps the training of a recipe from running in this allocation; each fix is the whole line to use instead.
 
     ``words`` are the arguments that the user gave to the script: the recipe, overrides, flags. ``stages`` are the first and
-    the last that the job runs: where the training is not among them, any allocation will do.
+    the last that the job runs: where the training is not among them, any allocation will do. ``lead`` is the warning that the
+    recipe needs: the script's own is the reference recipe's, which would use up a short job.
     """
     if not STAGES.index(stages[0]) <= STAGES.index("train") <= STAGES.index(stages[1]):
         return []
@@ -175,15 +187,20 @@ def check(
             has_gb = allocation.memory_mb * MIB / 1e9
             text = f"the job has {has_gb:.1f} GB on each node, loading the weights takes {need / 1e9:.1f} GB"
             faults.append(("--mem", text))
-    line = sbatch_line(resolved, cluster, words)
+    line = sbatch_line(resolved, cluster, words, lead=lead)
     problems = [Problem(text, file=f"job {allocation.job_id}", key=key, fix=f"use: {line}") for key, text in faults]
     if not resolved.tiny:
-        problems += _fit_problems(allocation, resolved, cluster, words, (wanted_nodes, wanted_ranks))
+        problems += _fit_problems(allocation, resolved, cluster, words, (wanted_nodes, wanted_ranks), lead)
     return problems
 
 
 def _fit_problems(
-    allocation: Allocation, resolved: Resolved, cluster: Cluster, words: Sequence[str], wanted: tuple[int, int]
+    allocation: Allocation,
+    resolved: Resolved,
+    cluster: Cluster,
+    words: Sequence[str],
+    wanted: tuple[int, int],
+    lead: Lead | None,
 ) -> list[Problem]:
     """What does not fit even in the shape that was asked for, with the line for the smallest shape that would hold it."""
     problems = shape.fit_problems(resolved, cluster, *wanted)
@@ -192,7 +209,7 @@ def _fit_problems(
     if not problems or least is None or least <= wanted[0]:
         return problems
     more = [word for word in words if not word.startswith("slurm.nodes=")]
-    line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least)
+    line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, lead=lead)
     return [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in problems]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
-from clustertune.launch.agent import log_file, node_record, rank_record
+from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
 from clustertune.launch.plan import OUTCOME, Plan
 from clustertune.manifest import write_durably
 from clustertune.storage import is_full
@@ -68,6 +68,7 @@ def judge(folder: Path, plan: Plan, *, asked: bool = False, killed: bool = False
 
 def any_node_failed(folder: Path, plan: Plan) -> bool:
     """Whether a node has left a record that says so: its attempt is over, whatever the others do."""
+    ask_anew(folder)
     return any(node_record(folder, node).get("code") for node in range(len(plan.nodes)))
 
 
@@ -83,6 +84,7 @@ class _Traces:
 
     @classmethod
     def read(cls, folder: Path, plan: Plan) -> _Traces:
+        ask_anew(folder)
         nodes = {node: node_record(folder, node) or None for node in range(len(plan.nodes))}
         return cls(folder, plan, _records(folder, plan), nodes)
 

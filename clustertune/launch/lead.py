@@ -102,15 +102,26 @@ def given_in(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def warning(given: int | None, wanted: Lead) -> str | None:
-    """What to say at the start of a job whose warning comes too late; None where it comes in time."""
-    if given is not None and given >= wanted.seconds:
-        return None
-    has = "no --signal" if given is None else f"--signal=B:USR1@{given}"
-    return (
-        f"{has}: too late to save before the time limit, {wanted.seconds} s are needed ({wanted.reason}); what was computed "
-        f"since the last save would be lost -> sbatch --signal=B:USR1@{wanted.seconds} ..."
-    )
+def warning(given: int | None, wanted: Lead, limit_minutes: float | None = None) -> str | None:
+    """What to say at the start of a job whose script warns too late, or halfway to its limit or before; None if it is right.
+
+    ``limit_minutes``: the job's time limit, None where there is none or it is not known. What sbatch was given on its command
+    line replaces the script's, and Slurm tells nobody of it: the words name the script.
+    """
+    again = f"-> sbatch --signal=B:USR1@{wanted.seconds} ..."
+    if given is None or given < wanted.seconds:
+        has = "no --signal" if given is None else f"--signal=B:USR1@{given}"
+        return (
+            f"{has}: too late to save before the time limit, {wanted.seconds} s are needed ({wanted.reason}); what was "
+            f"computed since the last save would be lost {again}"
+        )
+    if limit_minutes is not None and limit_minutes * 60 < 2 * (given + EARLY_SECONDS):
+        left = max(0, round(limit_minutes * 60 - given))
+        return (
+            f"the script's --signal=B:USR1@{given} tells a job of {limit_minutes:g} minutes to stop {left} s after its start, "
+            f"and it goes back into the queue each time; {wanted.seconds} s are enough ({wanted.reason}) {again}"
+        )
+    return None
 
 
 def find_problems(wanted: Lead, minutes: float, *, file: str) -> list[Problem]:

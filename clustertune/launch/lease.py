@@ -25,7 +25,8 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
 
     A former self of the same job (the scheduler restarted it: a node was lost or cut off) may still hold the lock on a node
     that the scheduler cannot reach. It lets go as soon as it sees the new attempt's folder; where it cannot even see that,
-    it cannot write here either. Raises UserError (exit 75) where another job or command works here.
+    it cannot write here either. Raises UserError (exit 75) where another job or command works here, or a later start of this
+    one: the late start of a cut-off node would fence off its own successor.
     """
     run.path.mkdir(parents=True, exist_ok=True)
     path = run.path / OWNER
@@ -34,6 +35,8 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
     if former not in (None, job) and is_running(str(former)):
         fix = f"wait for job {former}, or cancel it: scancel {former}"
         raise UserError(Problem(f"job {former} works in this run folder", file=str(run.path), fix=fix), ExitCode.AGAIN)
+    if former == job and int(str(owner.get("restart", 0))) > restart:
+        raise UserError(Problem(f"a later start of job {job} works here: this one ends", file=str(run.path)), ExitCode.AGAIN)
     body = json.dumps({"job": job, "restart": restart, "host": os.uname().nodename, "pid": os.getpid()}) + "\n"
     with contextlib.ExitStack() as stack:
         if former == job:
@@ -60,9 +63,12 @@ def _wait_for_lock(run: RunDir, stack: contextlib.ExitStack) -> None:
 
 
 def still_mine(run_path: Path, job: str, restart: int) -> bool:
-    """Whether no later start of the job has taken over."""
+    """Whether no later start of the job has taken over; also where that cannot be read now.
+
+    One failed read on network storage is no reason to kill a training: the number of the newest attempt fences as well.
+    """
     owner = _read(run_path / OWNER)
-    return owner.get("job") == job and int(str(owner.get("restart", restart))) <= restart
+    return not owner or (owner.get("job") == job and int(str(owner.get("restart", restart))) <= restart)
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ def accelerate_command(
     """``accelerate launch`` for the ranks of node ``node``; ``program`` are the arguments of the ``clustertune`` module.
 
     With several nodes the rendezvous is static: the first node listens at ``address:port``. On one node port 0 lets
-    accelerate take a free one: a fixed port collides after a killed run.
+    accelerate take a free one: a fixed port collides after a killed run. ``--log_dir``: torch's elastic agent would leave a
+    folder ``torchelastic_*`` in /tmp for every node and attempt; the ranks have logs of their own.
     """
     nodes = len(plan.nodes) if plan else 1
     meeting = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
@@ -40,6 +42,8 @@ def accelerate_command(
         *meeting,
         "--main_process_port",
         str(port),
+        "--log_dir",
+        os.devnull,
         "--module",
         "clustertune",
         *program,

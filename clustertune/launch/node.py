@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -44,7 +45,8 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool) -> int:
             "time": time.time(),
             "problems": [asdict(problem) for problem in error.problems],
         }
-        write_durably(record_file(folder, node), json.dumps(record) + "\n")
+        with contextlib.suppress(OSError):  # where the folder cannot be seen the words are still to be said
+            write_durably(record_file(folder, node), json.dumps(record) + "\n")
         raise
     resolved = RunDir(run_path).resolved()
     agent = Agent(run_path, plan, node, patient=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import OUTCOME, Plan
+from clustertune.launch.plan import OUTCOME, PLAN, Plan
+from clustertune.manifest import write_durably
 
 FAILED_LIMIT = 3
 """Attempts in a row that failed by themselves without a new checkpoint, after which a job stops (NVRx: 3 cycles)."""
 ENDED_LIMIT = 10
 """The same for attempts that were ended from outside (node lost, preempted, requeued): not the job's fault, but no end."""
+
+REQUEUED = "requeued.json"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,40 @@ def check(run_path: Path, job: str | None, step: int) -> None:
         said = "; ".join(attempt.problems) or "ended from outside, without a word"
         problems.append(Problem(f"attempt {attempt.number}: {said}", file=str(run_path / "attempts" / f"{attempt.number:04d}")))
     raise UserError(problems, ExitCode.STOP)
+
+
+def check_requeue(run_path: Path, job: str) -> None:
+    """Count a requeue; refuse one more of a job that has begun no attempt and finished no stage or file for ten of them.
+
+    A warning that comes as soon as the job has started (its time limit is shorter than ``--signal``), or a stage that is longer
+    than the limit, would send it round for ever. Raises UserError (exit 93).
+    """
+    path, mark = run_path / REQUEUED, _mark(run_path)
+    try:
+        before = json.loads(path.read_bytes())
+        same = before["job"] == job and all(now <= then for now, then in zip(mark, before["mark"], strict=True))
+        count = int(before["count"]) + 1 if same else 1
+        mark = [max(pair) for pair in zip(mark, before["mark"], strict=True)]
+    except (OSError, ValueError, KeyError, TypeError):
+        count = 1
+    if count > ENDED_LIMIT:
+        fix = "give it more time: --time must be far longer than --signal; a new job counts anew"
+        text = f"requeued {ENDED_LIMIT} times before it began an attempt or finished anything: the job stops"
+        raise UserError(Problem(text, file=str(run_path), fix=fix), ExitCode.STOP)
+    with contextlib.suppress(OSError):
+        write_durably(path, json.dumps({"job": job, "count": count, "mark": mark}) + "\n")
+
+
+def _mark(run_path: Path) -> list[int]:
+    """What only grows while a job gets on: attempts, finished stages, files of the merged model, bytes of the evaluation."""
+
+    def sizes(name: str) -> list[int]:
+        with contextlib.suppress(OSError):
+            return [entry.stat().st_size for entry in (run_path / name).iterdir() if not entry.name.startswith(".")]
+        return []
+
+    attempts = len(list((run_path / "attempts").glob(f"*/{PLAN}")))
+    return [attempts, len(sizes("stages")), len(sizes("merged")), sum(sizes("eval"))]
 
 
 def _advice(attempts: Sequence[Attempt]) -> str:

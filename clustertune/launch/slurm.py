@@ -109,10 +109,12 @@ def cancel(jobs: Sequence[str], run: Run = call) -> None:
 def show_job(job: str, run: Run = call) -> dict[str, str] | None:
     """What the controller knows of a job; None where it has forgotten it (``MinJobAge`` seconds after its end).
 
+    The id of one task of an array is that of the whole, by which the controller tells of all of them (seen on 22.05).
     Raises Unreachable where the controller cannot be asked.
     """
     try:
-        return next(iter(parse_jobs(run(["scontrol", "show", "job", job]))), None)
+        found = parse_jobs(run(["scontrol", "show", "job", job]))
+        return next((record for record in found if record.get("JobId") == job), next(iter(found), None))
     except Unreachable:
         raise
     except UserError as error:
@@ -122,7 +124,7 @@ def show_job(job: str, run: Run = call) -> dict[str, str] | None:
 
 
 def requeue(job: str, run: Run = call) -> None:
-    """Put a running job back into the queue under its id."""
+    """Put a running job back into the queue under its id; of an array's task ``ARRAY_TASK``, else all its tasks go."""
     run(["scontrol", "requeue", job])
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.agent import LINGER_SECONDS, record_file
+from clustertune.launch.agent import LINGER_SECONDS, ask_anew, record_file
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
 
@@ -224,6 +224,7 @@ def await_nodes(run_path: Path, plan: Plan, seconds: float = LINGER_SECONDS) -> 
     folder = run_path / "attempts" / f"{plan.attempt:04d}"
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and newest_attempt(run_path) <= plan.attempt:
+        ask_anew(folder)
         if all(record_file(folder, node).exists() for node in range(len(plan.nodes))):
             return
         time.sleep(POLL_SECONDS)

@@ -16,11 +16,12 @@ from clustertune.launch.plan import Plan
 STOPPED_SECONDS = 30.0
 """A rank that the kernel holds stopped (SIGSTOP, a debugger) for so long is ended: all others wait for it in a collective."""
 STARTUP_SECONDS = 3600.0
-"""Without a sign of life before the first step: loading 812 GB (Llama 3.1 405B) from NFS at 0.3 GB/s takes 45 minutes."""
+"""Without a sign of life before the first step, and while saving: loading 812 GB (Llama 3.1 405B) from NFS at 0.3 GB/s takes
+45 minutes, writing the 432 GB of a 72B model with AdamW's moments 24."""
 LEAST_SECONDS = 300.0
 GAPS = 5.0
 """Under way a rank may be silent for 5 times its longest silence so far, and 300 s at least (NVRx waits 300 s for its
-heartbeat): an evaluation or a save may be slower than any step."""
+heartbeat): an evaluation may be slower than any step."""
 AGAIN_FIX = "the next attempt goes on from the newest whole checkpoint"
 
 
@@ -32,6 +33,8 @@ class _Pulse:
     since: float = 0.0
     longest: float = 0.0
     """The longest silence between two signs while training, seconds."""
+    trained: bool = False
+    """The sign before the last one was of training too, so that the next silence is a step's."""
     stopped_since: float | None = None
 
 
@@ -53,8 +56,11 @@ class Vitals:
             pulse = self._pulses.setdefault(rank, _Pulse(since=now))
             beat = _read(self.folder / f"rank-{rank}.beat")
             if beat != pulse.text:
-                if _phase(pulse.text) == _phase(beat) == "train":
+                training = _phase(pulse.text) == _phase(beat) == "train"
+                # The first silence ends where the first step begins: a second, where a step of 405B takes seven minutes.
+                if training and pulse.trained:
                     pulse.longest = max(pulse.longest, now - pulse.since)
+                pulse.trained = training
                 pulse.text, pulse.since = beat, now
             if (text := self._stopped(rank, pulse, now) or self._silent(pulse, now)) is not None:
                 found.append(
@@ -86,7 +92,8 @@ class Vitals:
         """Seconds of silence that are allowed now."""
         if self.plan.stall_seconds is not None:
             return self.plan.stall_seconds
-        return max(LEAST_SECONDS, GAPS * pulse.longest) if pulse.longest else STARTUP_SECONDS
+        paced = max(LEAST_SECONDS, GAPS * pulse.longest)
+        return paced if pulse.longest and _phase(pulse.text) != "save" else max(paced, STARTUP_SECONDS)
 
     def dump_stacks(self) -> None:
         """Ask every rank of the node for the stacks of its threads, in its own log (faulthandler on SIGUSR2)."""

@@ -140,6 +140,21 @@ def test_prune_does_not_count_or_delete_a_damaged_one(tmp_path: Path) -> None:
     assert any("damaged" in line for line in told)
 
 
+def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client keeps a file that somebody has open as ``.nfs...``, and its folder with it; rank 0 would end alone."""
+    for step in (2, 4):
+        save(tmp_path, step)
+
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr(store.shutil, "rmtree", refuse)
+    checkpoints, told = make_store(tmp_path, limit=1)
+    assert checkpoints.prune() == []
+    assert told == ["checkpoint step-000002 could not be removed (older than the newest 1): Directory not empty"]
+    assert not (tmp_path / "step-000002" / "MANIFEST.json").exists(), "half a checkpoint is none"
+
+
 @pytest.mark.parametrize("limit", [0, 1])
 def test_at_least_one_whole_checkpoint_stays(tmp_path: Path, limit: int) -> None:
     save(tmp_path, 2)

@@ -175,7 +175,7 @@ def test_a_silent_rank_is_ended(tmp_path: Path) -> None:
 
 
 def test_patience_follows_the_pace(tmp_path: Path) -> None:
-    """Loading may take an hour; under way five times the longest silence, 300 s at least."""
+    """Loading and saving may take an hour; under way five times the longest silence, 300 s at least."""
     now = [0.0]
     plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
     look = vitals.Vitals(tmp_path, plan, 0, clock=lambda: now[0])
@@ -187,7 +187,42 @@ def test_patience_follows_the_pace(tmp_path: Path) -> None:
         return bool(look.look())
 
     assert not at(0) and not at(1000, "1 model 0") and not at(4000)
-    assert not at(4100, "2 train 1") and not at(4110, "3 train 2") and not at(4400)
-    assert at(4411)
-    assert not at(4500, "4 train 3") and not at(4500 + 5 * 390 - 1) and at(4500 + 5 * 390)
-    assert not at(9000, "9 end 3") and not at(20_000), "a rank that has ended is not waited for"
+    assert not at(4100, "2 train 0") and not at(4101, "3 train 0")
+    assert not at(4600), "what lies before the first step says nothing of a step, which may take many minutes"
+    assert not at(4611, "4 train 0") and not at(4621, "5 train 1") and not at(4611 + 5 * 510 - 1) and at(4621 + 5 * 510)
+    assert not at(9000, "6 save 1") and not at(9000 + 3599) and at(9000 + 3600)
+    assert not at(15_000, "7 train 1"), "nor does what lies between a save and the next step"
+    assert not at(15_001, "8 train 1") and not at(15_001 + 5 * 510 - 1)
+    assert not at(20_000, "9 end 3") and not at(30_000), "a rank that has ended is not waited for"
+
+
+def test_a_small_models_pace_has_its_floor(tmp_path: Path) -> None:
+    """Steps of a second: whoever says nothing for five minutes hangs."""
+    now = [0.0]
+    plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
+    look = vitals.Vitals(tmp_path, plan, 0, clock=lambda: now[0])
+    for count in range(5):
+        now[0] = float(count)
+        (tmp_path / "rank-0.beat").write_text(f"{count} train {count}\n")
+        assert not look.look()
+    now[0] = 4.0 + 299
+    assert not look.look()
+    now[0] = 4.0 + 300
+    assert look.look()
+
+
+def test_what_other_nodes_left_is_asked_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client remembers that a name was absent: the failure of a peer would be seen a minute late, after Slurm's kill."""
+    asked: list[Path] = []
+    monkeypatch.setattr(agents, "ask_anew", asked.append)
+    monkeypatch.setattr(agents, "LINGER_SECONDS", 0.1)
+    plan = Plan(attempt=1, nodes=(Node("a", "a"), Node("b", "b")), ranks_per_node=1)
+    agent = Agent(tmp_path, plan, node=0)
+    assert not agent._peer_failed() and asked == [agent.folder]
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        agent.linger()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(asked) > 1

@@ -11,6 +11,7 @@ import pytest
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError
 from clustertune.launch import allocation
+from clustertune.launch.lead import Lead
 from tests.launch.machines import machine
 
 ENVIRONMENT = {
@@ -73,6 +74,20 @@ def test_the_whole_environment() -> None:
 def test_each_way_of_asking(changes: dict[str, str | None], field: str, value: object) -> None:
     """Sites and users ask for the same in different options, and Slurm says it in different variables."""
     assert getattr(read(**changes), field) == value
+
+
+def test_a_task_of_an_array_is_named_as_one() -> None:
+    """By the id alone Slurm's commands may mean all tasks."""
+    asked: list[str] = []
+
+    def ask(words: Sequence[str]) -> str:
+        asked.extend(words)
+        return slurm_says(words)
+
+    env = {**ENVIRONMENT, "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "5"}
+    found = allocation.from_environment(env, ask)
+    assert found.handle == "40_5" and "40_5" in asked
+    assert read().handle == read().job_id
 
 
 def test_outside_of_a_job() -> None:
@@ -165,3 +180,9 @@ def test_only_the_training_needs_its_allocation() -> None:
     for stages in (("prepare", "prepare"), ("export", "report")):
         assert allocation.check(given, recipe, machine(), WORDS, stages) == []
     assert allocation.check(given, recipe, machine(), WORDS, ("prepare", "train")) != []
+
+
+def test_the_line_warns_in_time() -> None:
+    """The script's own warning is the reference recipe's: it would tell a job of half an hour to stop after five minutes."""
+    found = allocation.check(read(SLURM_NTASKS_PER_NODE="8"), resolve("llama405b-oasst2"), machine(), WORDS, lead=Lead(77, "x"))
+    assert found and all("--signal=B:USR1@77" in options(problem) for problem in found)

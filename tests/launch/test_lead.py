@@ -69,6 +69,15 @@ def test_too_late_is_said() -> None:
     assert "no --signal" in str(lead.warning(None, wanted))
 
 
+def test_too_early_is_said() -> None:
+    """The shipped header's 25 minutes, in a job of ten, stop it at once and at every start: it would go round for ever."""
+    wanted = lead.Lead(60, "tiny")
+    said = str(lead.warning(1500, wanted, 10))
+    assert "stop 0 s after its start" in said and "--signal=B:USR1@60" in said
+    assert "stop 300 s after its start" in str(lead.warning(1500, wanted, 30))
+    assert lead.warning(1500, wanted, 60) is None and lead.warning(1500, wanted, None) is None
+
+
 def test_a_limit_that_the_warning_uses_up() -> None:
     """A job that is asked to stop as soon as it starts would be requeued for ever."""
     wanted = lead.Lead(600, "measured")

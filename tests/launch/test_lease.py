@@ -47,3 +47,21 @@ def test_a_restarted_job_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert newest_attempt(tmp_path) == before + 1
             assert not lease.still_mine(tmp_path, "7", 0)
             assert lease.still_mine(tmp_path, "7", 1)
+
+
+def test_a_late_start_does_not_take_over_from_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script that hung on a cut-off node until the job ran elsewhere."""
+    monkeypatch.setattr(lease, "WAIT_SECONDS", 0.0)
+    run = RunDir(tmp_path)
+    with lease.taken_over(run, "7", 1, nobody):
+        before = newest_attempt(tmp_path)
+        with pytest.raises(UserError, match="a later start of job 7"), lease.taken_over(run, "7", 0, nobody):
+            pass
+        assert newest_attempt(tmp_path) == before and lease.still_mine(tmp_path, "7", 1)
+
+
+def test_an_unreadable_owner_is_no_successor(tmp_path: Path) -> None:
+    """A stale handle or a time-out of NFS, once in a training of days."""
+    with lease.taken_over(RunDir(tmp_path), "7", 0, nobody):
+        (tmp_path / lease.OWNER).unlink()
+        assert lease.still_mine(tmp_path, "7", 0)

@@ -58,7 +58,7 @@ def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: Cluster, tm
     job = Job(
         slurm,
         tmp_path / "r",
-        words=["recipes/llama405b-oasst2"],
+        words=["recipes/llama405b-oasst2", "--to", "train"],
         options=["--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1"],
     )
     found = job.submit().end()
@@ -66,6 +66,7 @@ def test_the_wrong_allocation_is_refused_with_the_line_to_use(slurm: Cluster, tm
     line = next(line for line in job.text.splitlines() if "sbatch --" in line)
     for word in ("--nodes=2", "--gpus-per-node=", ":8 ", "--time=48:00:00", "launch/run.sbatch recipes/llama405b-oasst2"):
         assert word in line.replace("=8 ", "=:8 ")
+    assert f"--run-dir {job.run}" in line and "--to train" in line, "pasted it must not run elsewhere, nor go on to the end"
     assert not job.run.exists()
 
 
@@ -78,6 +79,7 @@ def test_outside_of_a_checkout(slurm: Cluster, tmp_path: Path) -> None:  # noqa:
     assert "is not a checkout of clustertune" in log.read_text()
 
 
+@pytest.mark.jobs
 def test_warned_killed_and_powered_off_a_job_ends_with_the_same_bytes(slurm: Cluster, quiet: Job, tmp_path: Path) -> None:  # noqa: F811
     """One job, one after the other: the warning ahead of a limit, a killed rank, a node that loses power."""
     job = Job(slurm, tmp_path / "r").submit()
@@ -100,6 +102,7 @@ def test_warned_killed_and_powered_off_a_job_ends_with_the_same_bytes(slurm: Clu
     assert job.adapter() == quiet.adapter()
 
 
+@pytest.mark.jobs
 def test_three_attempts_without_progress_stop_the_job(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
     """Else a job that dies at its first step burns its nodes until the time limit."""
     job = Job(slurm, tmp_path / "r").submit()

@@ -71,3 +71,27 @@ def test_folders_without_a_plan_are_no_attempts(tmp_path: Path) -> None:
     (tmp_path / "attempts" / "notes").mkdir()
     assert progress.read_attempts(tmp_path) == []
     progress.check(tmp_path / "absent", "7", 0)
+
+
+def test_a_job_does_not_go_round_for_ever(tmp_path: Path) -> None:
+    """Warned as soon as it starts, each time: no attempt is ever begun that could be counted."""
+    for _ in range(progress.ENDED_LIMIT):
+        progress.check_requeue(tmp_path, "7")
+    with pytest.raises(UserError, match="--signal") as caught:
+        progress.check_requeue(tmp_path, "7")
+    assert caught.value.code is ExitCode.STOP
+    progress.check_requeue(tmp_path, "8")
+
+
+@pytest.mark.parametrize("what", ["attempts/0003/plan.json", "stages/prepare.json", "merged/model-00002.safetensors"])
+def test_whatever_got_on_is_requeued_again(tmp_path: Path, what: str) -> None:
+    """Twenty preemptions are no fault of a job that gets somewhere in between."""
+    for _ in range(progress.ENDED_LIMIT):
+        progress.check_requeue(tmp_path, "7")
+    (tmp_path / "attempts" / "0002").mkdir(parents=True)  # what a restarted job makes to fence off its former self
+    with pytest.raises(UserError):
+        progress.check_requeue(tmp_path, "7")
+    (tmp_path / what).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / what).write_text("{}")
+    progress.check_requeue(tmp_path, "7")
+    progress.check_requeue(tmp_path, "7")

@@ -14,6 +14,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm, status
 from clustertune.launch.plan import Node, Plan
 from clustertune.rundir import RunDir
+from tests.launch.job_record import job_record
 from tests.launch.test_submit import Recorder, cluster_call, jobs_for, sender
 from tests.slurm import slurm as slurm_cluster
 from tests.slurm import slurm_session
@@ -38,12 +39,8 @@ def controller(run: RunDir, states: Mapping[str, str]) -> slurm.Run:
         job = words[-1]
         if job not in states:
             raise UserError(Problem("scontrol: slurm_load_jobs error: Invalid job id specified"))
-        return (
-            f"JobId={job} JobName=x-{stages[job]}\n   UserId=me(7) GroupId=me(7) MCS_label=N/A\n   Priority=1 Nice=0\n"
-            f"   JobState={states[job]} Reason=None Dependency=(null)\n   Requeue=1 Restarts=2 RunTime=1-01:00:05\n"
-            f"   NodeList={'n[1-2]' if states[job] == 'RUNNING' else ''}\n"
-            f"   Command={run.path}/jobs/{stages[job]}.sbatch /r/x\n"
-        )
+        nodes = "n[1-2]" if states[job] == "RUNNING" else ""
+        return job_record(job, f"x-{stages[job]}", states[job], f"{run.path}/jobs/{stages[job]}.sbatch /r/x", nodes)
 
     return ask
 

@@ -21,6 +21,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import lead, shape, slurm, submit, visible
 from clustertune.rundir import STAGES, RunDir
 from tests.launch import golden_submit
+from tests.launch.job_record import job_record
 from tests.launch.machines import machine
 from tests.slurm import slurm as slurm_cluster
 from tests.slurm import slurm_session
@@ -194,7 +195,7 @@ def test_live_jobs_are_found_and_strangers_are_not(tmp_path: Path) -> None:
     def shown(state: str, folder: Path) -> slurm.Run:
         def run(words: Sequence[str]) -> str:
             stage = "prepare" if words[-1] == "101" else "train"
-            return f"JobId={words[-1]} JobName=x-{stage} JobState={state} Command={folder}/jobs/{stage}.sbatch /r/x\n"
+            return job_record(words[-1], f"x-{stage}", state, f"{folder}/jobs/{stage}.sbatch /r/x")
 
         return run
 

@@ -1,0 +1,70 @@
+"""The end of launch/run.sbatch: what it does where the job's program could not requeue the job itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clustertune.launch.submit import SCRIPT
+from tests.slurm import wait_for
+
+PROGRAM = """#!/usr/bin/env bash
+# Stands in for the job's program: warned, it ends as one that was not ready for it.
+trap 'exit 75' USR1
+touch ready
+for _ in {1..600}; do sleep 0.1; done
+"""
+SQUEUE = """#!/usr/bin/env bash
+echo "squeue $*" >> calls
+echo "$STATE"
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*" >> calls
+exit 1
+"""
+
+
+def checkout(folder: Path) -> Path:
+    """A checkout whose Python is a stand-in, with stand-ins for Slurm's commands in ``bin``."""
+    for name, text in ((".venv/bin/python", PROGRAM), ("bin/squeue", SQUEUE), ("bin/scontrol", SCONTROL)):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (folder / "launch").mkdir()
+    shutil.copy(SCRIPT, folder / "launch" / "run.sbatch")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "environment", "calls"),
+    [
+        (signal.SIGUSR1, {}, ["--jobs=7 ", "scontrol requeue 7"]),
+        (signal.SIGUSR1, {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, ["--jobs=7_2 ", "scontrol requeue 7_2"]),
+        (signal.SIGUSR1, {"STATE": "COMPLETING"}, ["--jobs=7 "]),  # the program did it, or somebody cancelled the job
+        (signal.SIGUSR1, {"SLURM_RESTART_COUNT": "100"}, []),
+        (None, {}, []),  # ended by itself
+    ],
+)
+def test_a_warning_that_came_too_early_is_not_lost(
+    tmp_path: Path, number: signal.Signals | None, environment: dict[str, str], calls: list[str]
+) -> None:
+    """A job that is preempted while its Python starts would end as failed; a refusal of Slurm leaves the exit code."""
+    folder = checkout(tmp_path)
+    slurm = {"SLURM_JOB_ID": "7", "STATE": "RUNNING", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **environment}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    with subprocess.Popen(["bash", "launch/run.sbatch"], cwd=folder, env={**kept, **slurm}) as script:
+        wait_for((folder / "ready").exists, "the program")
+        if number is not None:
+            script.send_signal(number)
+        else:
+            children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGUSR1)
+        assert script.wait(60) == 75
+    made = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    assert len(made) == len(calls) and all(part in f"{line} " for part, line in zip(calls, made, strict=True))

@@ -1,0 +1,41 @@
+"""A job on nodes that are not those of its cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertune.launch import here
+from tests.launch.machines import machine
+
+
+def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
+    """Each with its key: the container failed without its name, the interface only after the preparation."""
+    container = {"runtime": "apptainer", "image": str(tmp_path / "train.sif")}
+    cluster = machine(container=container, network={"kind": "ethernet", "interface": "bond-none"})
+    found = here.find_problems(cluster, nodes=2, trains=True)
+    assert {problem.key for problem in found} >= {"container.image", "network.interface"}
+    assert all(problem.fix and problem.file == "a test" for problem in found)
+
+
+def test_what_is_not_needed_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node meets nobody, and a job without the training neither."""
+    cluster = machine(network={"kind": "ethernet", "interface": "bond-none"})
+    assert here.find_problems(cluster, nodes=1, trains=True) == []
+    assert here.find_problems(cluster, nodes=2, trains=False) == []
+    (tmp_path / "bond-none").mkdir()
+    monkeypatch.setattr(here, "INTERFACES", tmp_path)
+    assert here.find_problems(cluster, nodes=2, trains=True) == []
+
+
+def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "No such file" said nothing of the container."""
+    image = tmp_path / "train.sif"
+    image.touch()
+    cluster = machine(container={"runtime": "apptainer", "image": str(image)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [problem.key for problem in here.find_problems(cluster, nodes=1, trains=False)] == ["container.runtime"]
+    program = tmp_path / "apptainer"
+    program.touch(mode=0o755)
+    assert here.find_problems(cluster, nodes=1, trains=False) == []
