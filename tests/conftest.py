@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     done = run("run", "recipes/tiny-oasst2", "--run-dir", folder, "--json", *SHORT, network=False)
     assert done.code == 0, done.err
     return folder, done
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """Commands that are run in this process set handlers; what is ignored here, every later subprocess would ignore too."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
