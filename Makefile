@@ -77,7 +77,7 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 	@$(BIN)/mypy
 	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
-test: lint ## lint and all tests but the long campaigns; under 15 minutes
+test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
 	@$(BIN)/python -m pytest -m "not long and not gpu and not jobs" $(PYTEST_FLAGS)
 
 test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
