@@ -1,4 +1,4 @@
-"""What the command line checks of a path before any room sees it, and the folder that an evaluation gets by itself."""
+"""The arguments that several commands take, what is checked of a path, and the folder that an evaluation gets by itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from clustertune.errors import Problem, UserError
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
+OptionalRecipe = Annotated[
+    str | None, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.", show_default=False)
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")]
+ClusterOption = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 _MAX_NAME = 255
 """Bytes of one name and of a whole path below: what Linux takes (limits.h)."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import eval_folder, existing_folder, path_argument
+from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, eval_folder, existing_folder, path_argument
 from clustertune.commands import clusterfile, launchers, rehearse, submit
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
@@ -45,11 +45,7 @@ class Stage(StrEnum):
     report = "report"
 
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Processes here; without it, the recipe's, or 2 where there is no GPU.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="The folder to write.")]
 
 

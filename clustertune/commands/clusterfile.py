@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from clustertune.arguments import AsJson
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_show import as_json, render
 from clustertune.console import emit_json, stderr
@@ -20,7 +21,7 @@ def show_cluster(
     cluster: Annotated[
         str | None, typer.Argument(help="A name in ops/clusters, a YAML file, or local; without it: the one of this place.")
     ] = None,
-    as_document: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_document: AsJson = False,
 ) -> None:
     """Check a cluster file and show what it says; without one, what is found by looking."""
     found = load_cluster(cluster)

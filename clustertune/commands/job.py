@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import path_argument
+from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_argument
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
 from clustertune.rundir import STAGES
@@ -23,10 +23,10 @@ def add(app: typer.Typer) -> None:
 
 
 def job(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value")] = None,
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Scaled down; one rank per GPU of the allocation.")] = False,
-    cluster: Annotated[str | None, typer.Option(help="A file below ops/clusters/, a path, or local.")] = None,
+    cluster: ClusterOption = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The run's folder.")] = None,
     first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
     last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],

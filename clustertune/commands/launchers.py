@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import path_argument
+from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_argument
 from clustertune.console import emit_json, say, stderr
 from clustertune.errors import ExitCode, Problem, UserError
 
 if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 RunDirOption = Annotated[
     Path | None,
     typer.Option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import path_argument
+from clustertune.arguments import AsJson, RecipeArgument, path_argument
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 
@@ -38,7 +38,6 @@ IsolationOption = Annotated[
     Isolation, typer.Option(help="netns: each node in namespaces of its own; none: side by side; auto: the first if it can be.")
 ]
 Name = Annotated[str, typer.Option(help="Which cluster, where there are several.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def add(app: typer.Typer) -> None:
@@ -217,7 +216,7 @@ def _show(told: dict[str, Any]) -> None:
 
 
 def demo_slurm(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")] = DEMO,
+    recipe: RecipeArgument = DEMO,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that replace the recipe's.")
     ] = None,

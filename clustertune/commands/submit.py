@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import existing_folder, path_argument
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_argument
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.submit import split_script
@@ -36,14 +36,10 @@ def add(app: typer.Typer) -> None:
 
 
 def submit(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.", show_default=False)
-    ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")] = False,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.", show_default=False)
-    ] = None,
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    tiny: Tiny = False,
+    cluster: ClusterOption = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it runs/<recipe>/<fingerprint>."),
@@ -55,7 +51,7 @@ def submit(
     status: Annotated[
         Path | None, typer.Option("--status", metavar="RUN", parser=path_argument, help="Show the jobs of a run instead.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the chain on Slurm: each stage a job of its own size.
 

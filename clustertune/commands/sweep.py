@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import existing_folder, path_argument
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_argument
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.rundir import STAGES
@@ -27,17 +27,15 @@ def add(app: typer.Typer) -> None:
 
 
 def sweep(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.", show_default=False)
-    ] = None,
+    recipe: OptionalRecipe = None,
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="section.key=a,b", help="Values to vary; log:, uniform: and int:LOW..HIGH.")
     ] = None,
     draws: Annotated[int | None, typer.Option("--random", metavar="N", help="N random points, not the whole grid.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random points.")] = 0,
     at_once: Annotated[int | None, typer.Option("--max-parallel", min=1, help="Jobs that run side by side at most.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="The recipe's architecture scaled down, with random weights.")] = False,
-    cluster: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.")] = None,
+    tiny: Tiny = False,
+    cluster: ClusterOption = None,
     here: Annotated[bool, typer.Option("--here", help="On this machine, one after the other, without Slurm.")] = False,
     last: Annotated[
         str | None, typer.Option("--to", metavar="STAGE", help="End each after this stage; without it what --metric needs.")
@@ -50,7 +48,7 @@ def sweep(
         Path | None, typer.Option("--results", metavar="DIR", parser=path_argument, help="Show what a sweep reached instead.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and the job; needs no Slurm.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a recipe under varied settings and compare.
 
