@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import path_argument
+from clustertune.arguments import AsJson, path_argument
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 
@@ -27,7 +27,7 @@ def _group() -> None:
 @doctor_app.command()
 def sbatch(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help="Batch scripts.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the known mistakes in batch scripts, each with line and remedy.
 
