@@ -44,16 +44,15 @@ class Outcome:
         write_durably(folder / OUTCOME, json.dumps(body, indent=1) + "\n")
 
 
-def judge(folder: Path, plan: Plan, *, asked: bool = False, killed: bool = False) -> Outcome:
+def judge(folder: Path, plan: Plan, *, asked: bool = False) -> Outcome:
     """The code and reason of an attempt.
 
     Decisions that all ranks took together come first; then being asked to stop; then a rank that was killed or hung; then
-    the earliest failure. ``asked``: it was asked to stop, which explains ranks that say nothing. ``killed``: the launcher
-    of this machine was, with ``kill -9``.
+    the earliest failure. ``asked``: it was asked to stop, which explains ranks that say nothing.
     """
     traces = _Traces.read(folder, plan)
     asked = asked or any(body and body.get("asked") for body in traces.nodes.values())
-    killed = killed or any(body is not None and body["launcher"] == -signal.SIGKILL for body in traces.nodes.values())
+    killed = any(body is not None and body["launcher"] == -signal.SIGKILL for body in traces.nodes.values())
     return (
         traces.decision()
         or (traces.stopped() if asked else None)
