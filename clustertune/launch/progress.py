@@ -17,7 +17,11 @@ from clustertune.manifest import write_durably
 FAILED_LIMIT = 3
 """Attempts in a row that failed by themselves without a new checkpoint, after which a job stops (NVRx: 3 cycles)."""
 ENDED_LIMIT = 10
-"""The same for attempts that were ended from outside (node lost, preempted, requeued): not the job's fault, but no end."""
+"""The same for attempts that were ended from outside (node lost, preempted, requeued), once they used up :data:`ENDED_SECONDS`:
+not the job's fault, but no end. Ten losses within minutes are a bad hour of the cluster, not of the job."""
+ENDED_SECONDS = 30 * 60
+ENDED_MOST = 60
+"""So many however short they were: what ends a job as soon as it starts would send it round for ever."""
 
 REQUEUED = "requeued.json"
 
@@ -32,6 +36,8 @@ class Attempt:
     outside: bool
     """Ended by what is not in the job: no outcome was written, a node was gone, or it was asked to stop."""
     problems: tuple[str, ...] = field(default=())
+    seconds: float = 0.0
+    """From its plan to the last sign of it."""
 
 
 def read_attempts(run_path: Path) -> list[Attempt]:
@@ -48,8 +54,16 @@ def read_attempts(run_path: Path) -> list[Attempt]:
         outcome = _outcome(path)
         outside = outcome is None or bool(outcome.get("asked") or outcome.get("nodes_gone") or outcome.get("port_taken"))
         problems = tuple(str(p.get("message")) for p in (outcome or {}).get("problems", []))
-        found.append(Attempt(int(path.name), plan.from_step, plan.job, outside, problems))
+        found.append(Attempt(int(path.name), plan.from_step, plan.job, outside, problems, _seconds(path)))
     return found
+
+
+def _seconds(path: Path) -> float:
+    """How long an attempt lived, by the times of its files: the ranks write beats and logs until they end."""
+    try:
+        return max(0.0, max(entry.stat().st_mtime for entry in path.iterdir()) - (path / PLAN).stat().st_mtime)
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _outcome(path: Path) -> dict[str, Any] | None:
@@ -77,13 +91,16 @@ def check(run_path: Path, job: str | None, step: int) -> None:
     """
     stuck = without_progress(read_attempts(run_path), job, step)
     failed = [attempt for attempt in stuck if not attempt.outside]
-    if len(failed) < FAILED_LIMIT and len(stuck) < ENDED_LIMIT:
+    lost = sum(attempt.seconds for attempt in stuck)
+    often = len(stuck) >= ENDED_MOST or (len(stuck) >= ENDED_LIMIT and lost >= ENDED_SECONDS)
+    if len(failed) < FAILED_LIMIT and not often:
         return
     where = f"since step {step}" if step else "from the beginning"
     if len(failed) >= FAILED_LIMIT:
         head = f"{len(failed)} attempts {where} failed without a new checkpoint: the job stops"
     else:
-        head = f"{len(stuck)} attempts {where} were ended from outside before a new checkpoint: the job stops"
+        spent = f"{lost / 60:.0f} minutes"
+        head = f"{len(stuck)} attempts {where}, {spent} in all, were ended from outside before a new checkpoint: the job stops"
     problems = [Problem(head, file=str(run_path / "attempts"), fix=_advice(failed or stuck))]
     for attempt in (failed or stuck)[-FAILED_LIMIT:]:
         said = "; ".join(attempt.problems) or "ended from outside, without a word"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,15 @@ from clustertune.launch.plan import Node, Plan
 KILLED = Problem("rank 3 on gpu-b failed first: killed (SIGKILL: out of memory, kill -9, or a node fault)")
 
 
-def attempt(run: Path, number: int, step: int, outcome: Outcome | None, job: str = "7") -> None:
+def attempt(run: Path, number: int, step: int, outcome: Outcome | None, job: str = "7", minutes: float = 0) -> None:
     folder = run / "attempts" / f"{number:04d}"
     folder.mkdir(parents=True)
     Plan(attempt=number, nodes=(Node("gpu-b", "gpu-b"),), ranks_per_node=4, job=job, from_step=step).write(folder)
     if outcome:
         outcome.write(folder)
+    log = folder / "rank-0.log"
+    log.touch()
+    os.utime(log, (time.time() + 60 * minutes,) * 2)
 
 
 FAILED = Outcome(ExitCode.AGAIN, [KILLED])
@@ -57,12 +62,22 @@ def test_a_new_job_begins_the_count_anew(tmp_path: Path) -> None:
 def test_what_comes_from_outside_is_not_the_job_s_fault(tmp_path: Path, outcome: Outcome | None) -> None:
     """Preempted or on lost nodes a job may start often; not for ever."""
     for number in range(1, 10):
-        attempt(tmp_path, number, 0, outcome)
+        attempt(tmp_path, number, 0, outcome, minutes=20)
         progress.check(tmp_path, "7", 0)
-    attempt(tmp_path, 10, 0, outcome)
+    attempt(tmp_path, 10, 0, outcome, minutes=20)
     with pytest.raises(UserError) as caught:
         progress.check(tmp_path, "7", 0)
-    assert caught.value.code is ExitCode.STOP and "ended from outside" in str(caught.value)
+    assert caught.value.code is ExitCode.STOP and "200 minutes in all, were ended from outside" in str(caught.value)
+
+
+def test_ten_losses_within_minutes_are_the_cluster_s_bad_hour(tmp_path: Path) -> None:
+    """Ten power losses, each before the first save, stopped a job in the campaign; short ones end it only at sixty."""
+    for number in range(1, progress.ENDED_MOST):
+        attempt(tmp_path, number, 0, None, minutes=0.4)
+        progress.check(tmp_path, "7", 0)
+    attempt(tmp_path, progress.ENDED_MOST, 0, None)
+    with pytest.raises(UserError, match="60 attempts from the beginning"):
+        progress.check(tmp_path, "7", 0)
 
 
 def test_folders_without_a_plan_are_no_attempts(tmp_path: Path) -> None:
