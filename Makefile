@@ -9,10 +9,10 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER
 plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:-]*|-*) ;; (*) echo yes;; esac),,\
 	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : -))
-$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)
+$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,6 +89,12 @@ test-long: setup ## fault-injection campaigns: kills at random moments, large me
 bench: setup ## measure the merge against cp and PEFT and write docs/results/
 	@$(BIN)/python -m clustertune.merge.bench
 
+plan: setup ## does it fit, how long, what does it cost: make plan RECIPE=NAME [CLUSTER=NAME]
+	@$(BIN)/clustertune plan '$(value RECIPE)' $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
+
+planner-grade: setup ## the planner against published runs, as a table and in docs/results/planner.md
+	@$(BIN)/clustertune grade-planner --out docs/results/planner.md
+
 golden: setup ## write the golden files of the recipes again; the diff is the review
 	@$(BIN)/python -m tests.config.write_golden
 	@$(BIN)/python -m tests.config.write_cluster_golden
@@ -98,4 +104,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench golden clean
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench plan planner-grade golden clean

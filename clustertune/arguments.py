@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import unicodedata
@@ -60,6 +59,8 @@ def existing_folder(path: Path, what: str) -> Path:
 
 def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[str, Any]) -> Path:
     """``<parent>-<name>-<12 hex>`` of a model: the same command finds its result, two models of one name never share it."""
+    import hashlib  # loads OpenSSL
+
     place = model.resolve()
     identity = [str(place), str(data.resolve()) if data else None, dict(settings)]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]

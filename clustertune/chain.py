@@ -16,6 +16,7 @@ from typing import Any
 
 from clustertune import manifest, secrets
 from clustertune.checkpoint import store
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
@@ -77,6 +78,23 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     path.mkdir(parents=True, exist_ok=True)
     manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
     return run
+
+
+def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = None) -> None:
+    """What ``plan`` says of this run into ``run.json``, once: what is learnt later does not change what was said before.
+
+    ``cluster``: where it runs; None: this machine, which gets a forecast where it has GPUs.
+    """
+    if "forecast" in run.read() or (cluster is None and not visible_gpus()):
+        return
+    from clustertune.config.cluster import load_cluster
+    from clustertune.plan.place import forecast
+
+    try:
+        found = forecast(resolved, cluster or load_cluster(None))
+    except UserError as error:
+        found = {"unknown": str(error.problems[0])}
+    run.update(forecast=found)
 
 
 _BEFORE = ("lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
@@ -152,6 +170,7 @@ class Chain:
             raise UserError(
                 Problem(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
             )
+        self.run.write_own_files(self.resolved)
         for stage in wanted:
             if (record := self.run.stage(stage)) and self._still_there(stage) and stage != "report":
                 self.results[stage] = {**record, "status": "reused"}
@@ -259,7 +278,7 @@ class Chain:
         plan.write(folder)
         program = local.rank_program(self.run.path, plan.attempt, quiet=self.quiet)
         agent = Agent(self.run.path, plan, node=0)
-        agent.run(local.accelerate_command(self.resolved, program), quiet=self.quiet)
+        agent.run(local.accelerate_command(self.run, self.resolved, program), quiet=self.quiet)
         outcome = judge(folder, plan)
         with contextlib.suppress(OSError):  # a full disk is what it may have to tell
             outcome.write(folder)

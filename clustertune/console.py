@@ -8,22 +8,31 @@ import math
 import os
 import sys
 import unicodedata
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import ExitCode, UserError
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    stderr: Console
+
+
+@cache
+def _stderr() -> Console:
+    """Made when the first message comes: rich takes 70 ms to import, and many commands say nothing."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def __getattr__(name: str) -> Any:
+    """``console.stderr``, the console that all messages go to."""
+    if name == "stderr":
+        return _stderr()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 MAX_PROBLEMS = 25
@@ -34,7 +43,7 @@ _MAX_TEXT = 600
 
 def say(message: str) -> None:
     """One line for a person, on stderr. Markup is not interpreted: paths may hold brackets."""
-    stderr.print(escape(message), markup=False)
+    _stderr().print(escape(message), markup=False)
 
 
 def escape(text: str, keep: str = "\n\t") -> str:
@@ -74,6 +83,7 @@ def _finite(value: Any) -> Any:
 
 def show_error(error: UserError) -> None:
     """The problems of an error, one paragraph each, as many as fit a screen."""
+    stderr = _stderr()
     label = "note" if error.code is ExitCode.AGAIN else "error"
     for problem in error.problems[:MAX_PROBLEMS]:
         where = "".join(f"{_fit(escape(part, keep=''))}: " for part in (problem.file, problem.key) if part)
@@ -96,24 +106,28 @@ def _fit(text: str) -> str:
 
 def count_progress() -> Progress:
     """A bar that counts items; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=stderr,
-        disable=not stderr.is_terminal,
+        console=_stderr(),
+        disable=not _stderr().is_terminal,
     )
 
 
 def byte_progress() -> Progress:
     """A bar that counts bytes, with their rate; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=stderr,
-        disable=not stderr.is_terminal,
+        console=_stderr(),
+        disable=not _stderr().is_terminal,
     )

@@ -155,6 +155,7 @@ def run(
             began = True
             opened = chain.open_run(resolved, path, command)
             opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
+            chain.keep_forecast(opened, resolved, cluster)
             return JobChain(opened, resolved, allocation=allocation, cluster=cluster, signals=signals).go(*stages)
         except UserError as error:
             if error.code is ExitCode.AGAIN and began:

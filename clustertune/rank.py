@@ -233,7 +233,7 @@ def _set_environment(resolved: Resolved, run: RunDir, *, has_key: bool) -> list[
     from clustertune.training import accelerate_env
 
     notes = []
-    if accelerate_env.apply(resolved.accelerate_path, resolved.world_size):
+    if accelerate_env.apply(run.accelerate_file(resolved), resolved.world_size):
         notes.append(f"{resolved.accelerate_file} was applied here: the ranks were not started by accelerate launch")
     import torch
 

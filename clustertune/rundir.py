@@ -1,6 +1,7 @@
 """The run folder: where everything of one run lies, who may write in it, and what is finished.
 
-``runs/<recipe>/<run-id>/`` with ``run.json`` (written first), ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``,
+``runs/<recipe>/<run-id>/`` with ``run.json`` (written first), ``accelerate.yaml`` (and ``deepspeed.json``) where the command
+line changed the recipe's, ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``,
 ``data/``, ``model/`` (a locally made one), ``checkpoints/``, ``adapter/``, ``merged/``, ``eval/``, ``report.html``.
 """
 
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clustertune import lock
-from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import write_durably
+
+if TYPE_CHECKING:
+    from clustertune.config.resolved import Resolved
 
 STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
@@ -83,10 +86,35 @@ class RunDir:
 
     def resolved(self) -> Resolved:
         """The recipe as this run resolved it."""
+        from clustertune.config.resolved import Resolved
+
         try:
             return Resolved.from_dict(self.read()["recipe"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
+
+    def accelerate_file(self, resolved: Resolved) -> Path:
+        """The accelerate configuration that this run's ranks read: the recipe's, or the run's own (:meth:`write_own_files`)."""
+        from clustertune.config import beside
+
+        return self.path / beside.ACCELERATE if resolved.own_accelerate else resolved.accelerate_path
+
+    def write_own_files(self, resolved: Resolved) -> None:
+        """Write what the command line laid over the recipe's distribution, where it did: files that the run's ranks read.
+
+        Absolute paths in them are this run's: a run folder that was moved is written anew by the next command.
+        """
+        if not resolved.own_accelerate:
+            return
+        import yaml
+
+        from clustertune.config import beside
+
+        deepspeed = self.path / beside.DEEPSPEED if resolved.deepspeed_overrides else None
+        if deepspeed is not None:
+            _write_if_other(deepspeed, json.dumps(resolved.deepspeed, indent=1) + "\n")
+        body = beside.written(resolved.accelerate, Path(resolved.folder), deepspeed and deepspeed.absolute())
+        _write_if_other(self.path / beside.ACCELERATE, yaml.safe_dump(body, sort_keys=False))
 
     def update(self, **values: Any) -> None:
         """Set keys of ``run.json``, durably."""
@@ -132,3 +160,9 @@ class RunDir:
             self.path / "lock", "works in this run folder", shown=self.path, fix="wait for it, or give another --run-dir"
         ):
             yield
+
+
+def _write_if_other(path: Path, text: str) -> None:
+    """Durably, and only where something else stands there: ranks may be reading it."""
+    if not path.is_file() or path.read_text() != text:
+        write_durably(path, text)

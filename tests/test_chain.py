@@ -133,6 +133,7 @@ def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(finished: tuple[P
     assert adapter_sha(folder) == adapter_sha(finished[0])
 
 
+@pytest.mark.jobs
 @pytest.mark.timeout(900)
 def test_fsdp1_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     """The stock load of an FSDP1 checkpoint starts from a fresh adapter and says nothing: the bytes would differ."""

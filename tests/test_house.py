@@ -16,6 +16,7 @@ ORDER = (
     ("errors",),
     ("console", "lock", "manifest", "process", "storage"),
     ("config",),
+    ("plan",),
     ("rundir",),
     ("secrets",),
     ("launch",),

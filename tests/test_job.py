@@ -105,6 +105,7 @@ def end_of(
     monkeypatch.setattr(job.signal, "signal", lambda *words: None)
     quiet: Any = SimpleNamespace(update=lambda **values: None, path=tmp_path)
     monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
+    monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
 
     def go(self: job.JobChain, *stages: str) -> None:
         self.signals += signals
@@ -168,6 +169,7 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, m
     monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
     quiet: Any = SimpleNamespace(update=lambda **values: None, path=tmp_path)
     monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
+    monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
     links = links_of(tmp_path)
     with pytest.raises(UserError):
         job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])

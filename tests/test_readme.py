@@ -28,13 +28,27 @@ ON_A_CLUSTER = "tests/cluster/test_commands.py::test_up_run_status_down"
 SWEEP, ISOLATED = "tests/sweep/test_command.py::", "test_here_a_failure_is_isolated_and_the_same_command_goes_on"
 SKY = "tests/launch/test_skypilot.py::test_the_command_prints_it_or_writes_it"
 
+PLAN = "tests/plan/test_documents.py::test_the_commands_of_the_documents"
+CALIBRATE = "tests/plan/test_documents.py::test_learning_from_a_run"
+
 COMMANDS = {
+    "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000": PLAN,
+    "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --why memory": PLAN,
+    "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --advise": PLAN,
+    "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --json": PLAN,
+    "clustertune plan --compare llama405b-oasst2 tiny-oasst2 --cluster rno-rtxpro6000": PLAN,
+    "clustertune plan --calibrate runs/llama405b-oasst2/ID --cluster rno-rtxpro6000": CALIBRATE,
     "clustertune run recipes/tiny-oasst2": f"{CHAIN}test_the_document",
     "clustertune run recipes/llama405b-oasst2 --tiny": f"{CHAIN}test_the_reference_recipe_runs_tiny",
     "clustertune run recipes/tiny-oasst2 lora.r=32 --to export": f"{HERE}test_a_run_that_is_only_told",
     "clustertune show recipes/llama405b-oasst2": f"{HERE}test_the_commands_before_training",
     "clustertune show recipes/tiny-oasst2": f"{HERE}test_the_commands_before_training",
     "clustertune show recipes/tiny-oasst2 --json": f"{HERE}test_the_commands_before_training",
+    "clustertune show recipes/llama405b-oasst2 accelerate.parallelism_config.parallelism_config_dp_replicate_size=2": (
+        f"{HERE}test_the_commands_before_training"
+    ),
+    "clustertune show recipes/llama405b-oasst2 accelerate.fsdp_config.fsdp_activation_checkpointing=false "
+    "activation_checkpointing.ratio=0.5": f"{HERE}test_the_commands_before_training",
     "clustertune prepare recipes/tiny-oasst2 --out /tmp/data": f"{HERE}test_the_commands_before_training",
     "clustertune checkpoint verify runs/tiny-oasst2/ID": ON_A_RUN,
     "clustertune export runs/tiny-oasst2/ID --out /tmp/adapter": ON_MODELS,

@@ -25,8 +25,14 @@ ON_THE_COMMAND_LINE = {
     "eval.ifeval.batch_size": "as the GPU's memory allows",
     "eval.ifeval.limit": "a look at the first prompts while a recipe is written",
     "eval.ifeval.pass_mark": "a site's own threshold for a published model",
+    "data.expect.mean_tokens": "the plan of a data set that was never packed",
+    "activation_checkpointing.ratio": "as the GPU's memory allows",
 }
 """Fields that no recipe of the tree sets, each with the reason why it is there all the same."""
+
+
+PLANNED = ("plan.", "megatron.")
+"""Sections for runs of other programs, which are planned and not started: docs/plan.md."""
 
 
 def own_lines(text: str) -> int:
@@ -107,7 +113,9 @@ def test_every_field_of_the_schema_is_used() -> None:
         if path.name == "recipe.yaml" or path.parent.name == "_base":
             keys = {key for key, _ in leaves(yaml.safe_load(path.read_text()))}
             used |= {field for field in fields for key in keys if key == field or key.startswith(f"{field}.")}
-    assert fields - used == set(ON_THE_COMMAND_LINE), "a field without a recipe, or a reason that is no longer needed"
+    planned = {field for field in fields if field.startswith(PLANNED)}
+    assert planned and not planned & used, "a recipe starts what these sections only plan"
+    assert fields - planned - used == set(ON_THE_COMMAND_LINE), "a field without a recipe, or a reason that is no longer needed"
 
 
 def untold_figures(expect: Mapping[str, Any], readme: str) -> list[str]:

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
+from clustertune import console
 from clustertune.arguments import AsJson
-from clustertune.config.cluster import load_cluster
-from clustertune.config.cluster_show import as_json, render
-from clustertune.console import emit_json, stderr
+from clustertune.console import emit_json
 
 
 def add(app: typer.Typer) -> None:
@@ -24,8 +23,11 @@ def show_cluster(
     as_document: AsJson = False,
 ) -> None:
     """Check a cluster file and show what it says; without one, what is found by looking."""
+    from clustertune.config.cluster import load_cluster
+    from clustertune.config.cluster_show import as_json, render
+
     found = load_cluster(cluster)
     if as_document:
         emit_json(as_json(found))
     else:
-        render(found, stderr)
+        render(found, console.stderr)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clustertune import console
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_argument
-from clustertune.console import emit_json, say, stderr
+from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 
 if TYPE_CHECKING:
@@ -90,9 +91,12 @@ def resolve_for_nodes(
     two ranks in all at least. Raises UserError where this machine has too few, or the recipe asks for another number of nodes.
     """
     from clustertune.chain import visible_gpus
+    from clustertune.config.megatron import require_startable
     from clustertune.config.resolve import resolve
 
-    asked = resolve(recipe, overrides, tiny=tiny).recipe
+    found = resolve(recipe, overrides, tiny=tiny)
+    require_startable(found)
+    asked = found.recipe
     small, gpus = tiny or asked.model.weights == "random", visible_gpus()
     wanted = asked.slurm.gpus_per_node
     each = ranks_per_node or (min(wanted, gpus) or max(1, 2 // nodes) if small else wanted)
@@ -126,10 +130,12 @@ def ray_train(
         fix = "make setup installs it (DEV_RAY in containers/versions.env)"
         raise UserError(Problem("Ray is not installed", file=sys.executable, fix=fix))
     from clustertune import chain, raytrain
+    from clustertune.config.megatron import require_startable
     from clustertune.config.resolve import resolve
     from clustertune.rundir import RunDir
 
     resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
+    require_startable(resolved)
     if workers is None and (tiny or resolved.recipe.model.weights == "random"):
         resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=min(resolved.world_size, chain.visible_gpus() or 2))
     path = run_dir or chain.default_run_dir(resolved, Path("runs"))
@@ -157,7 +163,7 @@ def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
     if as_json:
         emit_json({"run_dir": str(run.path), "stages": stages, "ifeval": scores["scores"] if scores else None})
         return
-    summary.render(run, stages, chain.losses(run), scores, stderr)
+    summary.render(run, stages, chain.losses(run), scores, console.stderr)
 
 
 def sky(
@@ -180,10 +186,12 @@ def sky(
 
     The task starts launch/torchrun.sh on every node.
     """
+    from clustertune.config.megatron import require_startable
     from clustertune.config.resolve import resolve
     from clustertune.launch import skypilot
 
     resolved = resolve(recipe, overrides or [], tiny=tiny)
+    require_startable(resolved)
     text = skypilot.render(resolved, overrides or [], skypilot.Options(gpu=gpu, volume=volume, runs=runs, spot=spot))
     if out is None:
         typer.echo(text, nl=False)

@@ -15,7 +15,6 @@ import typer
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_argument
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.submit import split_script
 from clustertune.rundir import STAGES, RunDir
 
 if TYPE_CHECKING:
@@ -138,10 +137,13 @@ class Submission:
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
         from clustertune import secrets
+        from clustertune.config.megatron import refusals
         from clustertune.config.resolved import is_there
         from clustertune.launch import lead, shape, visible
         from clustertune.launch.submit import REPO
 
+        if problems := refusals(self.resolved):
+            return problems
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
@@ -218,6 +220,8 @@ class Submission:
 
     def lines(self) -> list[str]:
         """The same for people. The body, which all scripts have alike, stands once."""
+        from clustertune.launch.submit import split_script
+
         found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
         if not self.jobs:
             return [*found, DONE]

@@ -11,9 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.load import did_you_mean, nearest
+from clustertune.config.load import COMMAND_LINE, did_you_mean, nearest
 from clustertune.config.modeling import layer_classes, modeling_classes
 from clustertune.config.native_rules import show_value
+from clustertune.config.remembered import remembered
 from clustertune.config.source import annotated, classes, parse_module, string_list
 from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem
@@ -36,10 +37,17 @@ _FSDP1_ONLY = {
     "fsdp_sync_module_states": "leave it out: FSDP2 needs only fsdp_cpu_ram_efficient_loading",
     "fsdp_forward_prefetch": "leave it out: accelerate refuses it with FSDP2",
 }
+FSDP1_ONLY = frozenset(_FSDP1_ONLY)
+"""Keys that mean nothing under ``fsdp_version: 2``."""
 _BOOLEANS = (
     "fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
     "fsdp_sync_module_states", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
 )  # fmt: skip
+_OF_DEEPSPEED_FILE = {
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
+    "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
+}  # fmt: skip
+"""Keys that accelerate refuses beside a ``deepspeed_config_file`` (accelerate/utils/dataclasses.py:1508)."""
 _WORDS = {
     "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
     "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
@@ -54,20 +62,36 @@ Add = Callable[[tuple[str, ...], str, str | None], None]
 @cache
 def top_keys() -> frozenset[str]:
     """The keys that accelerate reads at the top level: the fields of its ``ClusterConfig``."""
+    return frozenset(_top_keys())
+
+
+@remembered
+def _top_keys() -> list[str]:
     found = classes(parse_module("accelerate", "commands/config/config_args.py"))
-    return frozenset(ast.unparse(item.target) for name in ("BaseConfig", "ClusterConfig") for item in annotated(found[name]))
+    return [ast.unparse(item.target) for name in ("BaseConfig", "ClusterConfig") for item in annotated(found[name])]
 
 
 @cache
 def launch_arguments() -> frozenset[str]:
     """The names of all options of ``accelerate launch``: a section's keys become these."""
+    return frozenset(_launch_arguments())
+
+
+@remembered
+def _launch_arguments() -> list[str]:
     names = {"fsdp_ignored_modules"}  # read with getattr, without an option of its own
     for node in ast.walk(parse_module("accelerate", "commands/launch.py")):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
             names |= {
                 str(arg.value)[2:] for arg in node.args if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
             }
-    return frozenset(names)
+    return sorted(names)
+
+
+@remembered
+def _words(name: str) -> list[str]:
+    """The strings of a list in ``accelerate/utils/constants.py``."""
+    return list(string_list(parse_module("accelerate", "utils/constants.py"), name))
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
@@ -96,7 +120,9 @@ def find_problems(document: Document, folder: Path, kind: str | None) -> list[Pr
     body, problems = document.data, []
 
     def add(path: tuple[str, ...], message: str, fix: str | None = None) -> None:
-        problems.append(Problem(message, file=document.place(path), key=".".join(path), fix=fix))
+        place = document.place(path)
+        key = ".".join(("accelerate", *path) if place == COMMAND_LINE else path)
+        problems.append(Problem(message, file=place, key=key, fix=fix))
 
     for key in body:
         if key in _MACHINE:
@@ -117,8 +143,10 @@ def find_problems(document: Document, folder: Path, kind: str | None) -> list[Pr
             add((name,), "must hold keys and values", None)
     _check_sections(body, add)
     if section(body, "fsdp_config") and kind_of != "FSDP":
-        add(("fsdp_config",), f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}", None)
+        text = f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}"
+        add(("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null")
     elif kind_of == "FSDP":
+        _check_parallel(parallel_sizes(body), add)
         _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), add, kind)
     if kind_of == "DEEPSPEED":
         _check_deepspeed(section(body, "deepspeed_config"), folder, add)
@@ -161,7 +189,7 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], add: Add
             if str(value).lower() not in {"true", "false"}:
                 add(path, f"{show_value(value)} is not true or false", None)
         elif full in _WORDS:
-            words = string_list(parse_module("accelerate", "utils/constants.py"), _WORDS[full])
+            words = _words(_WORDS[full])
             if not isinstance(value, str) or value.upper() not in words:
                 add(path, f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words))
         elif full == "fsdp_min_num_params" and not _whole(value):
@@ -195,6 +223,12 @@ def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mappi
         )
 
 
+def _check_parallel(sizes: Mapping[str, int], add: Add) -> None:
+    """What accelerate/parallelism_config.py:325 refuses whatever the number of ranks is."""
+    if sizes.get("cp", 1) > 1 and sizes.get("sp", 1) > 1:
+        add(("parallelism_config",), "cp and sp both split a sequence", "set one of the two to 1")
+
+
 def _check_wrap(values: Mapping[str, tuple[str, Any]], add: Add, kind: str | None) -> None:
     policy = str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper()
     key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
@@ -218,8 +252,12 @@ def _check_deepspeed(config: Mapping[str, Any], folder: Path, add: Add) -> None:
     if not config:
         add(("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}")
     name = config.get("deepspeed_config_file")
-    if name is not None and (not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file()):
+    if name is None:
+        return
+    if not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file():
         add(("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None)
+    for key in _OF_DEEPSPEED_FILE & set(config):
+        add(("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there")
 
 
 def _whole(value: object) -> bool:

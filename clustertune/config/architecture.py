@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.load import did_you_mean
-from clustertune.config.modeling import config_fields, model_types, modeling_classes
+from clustertune.config.modeling import (
+    config_aliases,
+    config_defaults,
+    config_fields,
+    config_types,
+    model_types,
+    modeling_classes,
+)
+from clustertune.config.parameters import count
+from clustertune.config.values import Values
 from clustertune.config.yamlfile import read_text
 from clustertune.errors import Problem, UserError
 
@@ -26,6 +35,30 @@ TINY_HEADS = 4
 TINY_VOCABULARY = 4096
 TINY_POSITIONS = 2048
 TINY_EXPERTS = 4
+TINY_HEAD = TINY_HIDDEN // TINY_HEADS
+_TINY_AT_MOST = {
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 2 * TINY_HIDDEN),
+    **dict.fromkeys(("intermediate_size_mlp", "n_inner", "ffn_hidden_size"), 2 * TINY_HIDDEN),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), TINY_EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step", "interleave_moe_layer_step"), 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2 * TINY_HEAD),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim"), TINY_HEAD),
+    "qk_rope_head_dim": TINY_HEAD // 2,
+    "first_k_dense_replace": 1,
+    "linear_num_key_heads": TINY_HEADS // 2,
+    "linear_num_value_heads": TINY_HEADS,
+}
+"""What the sizes of a scaled-down model are at most; mixtures with dense layers keep one of each kind in two layers."""
+_PER_LAYER = ("layer_types", "no_rope_layers")
+_LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
+_STEPS = (
+    "decoder_sparse_step",
+    "interleave_moe_layer_step",
+    "no_rope_layer_interval",
+    "sliding_window_pattern",
+    "full_attention_interval",
+)
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_architecture(path: Path, shown: str) -> dict[str, Any]:
@@ -44,7 +77,16 @@ def read_architecture(path: Path, shown: str) -> dict[str, Any]:
     problems = find_problems(body, shown)
     if problems:
         raise UserError(problems)
-    return body
+    return common_names(body)
+
+
+def common_names(body: dict[str, Any]) -> dict[str, Any]:
+    """The same with the names that all families share: GPT-2's n_embd is hidden_size. Both names are the installed class's."""
+    kind = body.get("model_type")
+    if not isinstance(kind, str) or kind not in model_types():
+        return dict(body)
+    names = {own: name for name, own in config_aliases(kind).items() if name in INTEGERS}
+    return {names.get(key, key): value for key, value in body.items()}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,28 +121,79 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     for key in body:
         if key not in names | _OLD_KEYS:
             add(key, f"{kind} has no such key", did_you_mean(key, names))
+        elif (other := config_aliases(kind).get(key)) in body:
+            add(key, f"is the same as {other}", "write one of them")
+    body = common_names(body)
     if body.get("auto_map") is not None:
         add("auto_map", "code from a model repository is never run", "leave it out")
     if body.get("quantization_config") is not None:
         add("quantization_config", "the architecture is given unquantized", "leave it out")
+    problems += _check_numbers(body, shown, names)
+    problems += _check_rest(body, shown)
+    known_bad = {problem.key for problem in problems}
+    problems += [problem for problem in _check_types(body, shown) if problem.key not in known_bad]
+    if not problems:
+        problems += _check_heads(body, shown)
+    return problems or _check_count(body, shown)
+
+
+def _check_numbers(body: dict[str, Any], shown: str, names: frozenset[str]) -> list[Problem]:
+    """What must be there, and that counts and sizes are whole numbers."""
+    problems = []
     for key in INTEGERS:
-        if key in names and key not in body:
-            add(key, "missing", "take it from the model's config.json")
+        if key not in names:
+            text = f"{body['model_type']} has no such key, and nothing is planned or tried without it"
+            problems.append(Problem(text, file=shown, key=key, fix="take a decoder with attention"))
+        elif key not in body:
+            problems.append(Problem("missing", file=shown, key=key, fix="take it from the model's config.json"))
     for key, value in body.items():
         if key in names and (key in INTEGERS or key.startswith("num_") or key.endswith("_size")):
             optional = value is None and key not in INTEGERS
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INTEGER):
-                add(key, f"{_short(value)} is not a whole number from 1 to {_MAX_INTEGER}")
-    problems += _check_rest(body, shown)
-    if not problems:
-        problems += _check_heads(body, shown)
+            if not optional and not _whole(value, 1):
+                problems.append(Problem(f"{_short(value)} is not a whole number from 1 to {_MAX_INTEGER}", file=shown, key=key))
     return problems
+
+
+def _check_types(body: dict[str, Any], shown: str) -> list[Problem]:
+    """Values by the annotations of the configuration class, as far as these are plain; what is per layer must be so many."""
+    problems = []
+    for key, value in body.items():
+        annotation = "int" if key in _STEPS else config_types(str(body["model_type"])).get(key, "")
+        kinds = set(annotation.split(" | ")) - {"None"}
+        if value is None or len(kinds) != 1 or key in _TOKENS:
+            continue
+        least = 1 if key in _STEPS else 0
+        if kinds == {"int"} and not _whole(value, least):
+            problems.append(Problem(f"{_short(value)} is not a whole number from {least}", file=shown, key=key))
+        elif kinds == {"bool"} and not isinstance(value, bool):
+            problems.append(Problem("must be true or false", file=shown, key=key))
+        elif kinds == {"list[int]"} and not (isinstance(value, list) and all(_whole(item, 0) for item in value)):
+            problems.append(Problem(f"{_short(value)} is not a list of whole numbers", file=shown, key=key))
+        elif kinds == {"list[str]"} and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            problems.append(Problem(f"{_short(value)} is not a list of words", file=shown, key=key))
+        elif key in _PER_LAYER and isinstance(value, list) and value and len(value) != body.get("num_hidden_layers"):
+            text = f"has {len(value)} entries, the model {body.get('num_hidden_layers')} layers"
+            problems.append(Problem(text, file=shown, key=key))
+    return problems
+
+
+def _check_count(body: dict[str, Any], shown: str) -> list[Problem]:
+    """What a family of :data:`clustertune.config.parameters.KNOWN` cannot be built without."""
+    try:
+        count(body)
+    except KeyError as error:
+        return [Problem("missing", file=shown, key=str(error.args[0]), fix="take it from the model's config.json")]
+    return []
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MAX_INTEGER
 
 
 def _check_rest(body: dict[str, Any], shown: str) -> list[Problem]:
     problems = []
     kind = str(body["model_type"])
-    causal = sorted(name for name in modeling_classes(kind) if name.endswith("ForCausalLM"))
+    causal = sorted(name for name in modeling_classes(kind) if name.endswith(("ForCausalLM", "LMHeadModel")))
     given = body.get("architectures")
     if not isinstance(given, list) or len(given) != 1 or given[0] not in causal:
         problems.append(
@@ -118,7 +211,7 @@ def _check_rest(body: dict[str, Any], shown: str) -> list[Problem]:
     if not isinstance(body.get("tie_word_embeddings", False), bool):
         problems.append(Problem("must be true or false", file=shown, key="tie_word_embeddings"))
     vocabulary = body.get("vocab_size")
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in _TOKENS:
         ids = body.get(key)
         for value in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -171,47 +264,72 @@ def _short(value: object) -> str:
 def scale_down(body: dict[str, Any]) -> dict[str, Any]:
     """The same model class with 2 layers, a hidden size of 128 and a vocabulary of 4096: about a million parameters.
 
-    Heads per key-value head keep their ratio up to 4, RoPE scaling its kind and factor, mixtures of experts stay mixtures.
+    Heads per key-value head keep their ratio up to 4, RoPE scaling its kind and factor, mixtures of experts stay mixtures, and
+    where there are layers of two kinds there is one of each. A default of the configuration class is scaled like a given value.
     """
-    small = dict(body)
-    heads = min(int(body["num_attention_heads"]), TINY_HEADS)
-    groups = body.get("num_key_value_heads")
-    if groups:
-        ratio = max(1, int(body["num_attention_heads"]) // int(groups))
-        small["num_key_value_heads"] = max(1, heads // min(ratio, heads))
+    body = common_names(body)
+    values, small = Values(body), dict(body)
+    heads, layers = min(int(body["num_attention_heads"]), TINY_HEADS), min(int(body["num_hidden_layers"]), TINY_LAYERS)
+    for key in ("num_key_value_heads", "num_kv_heads"):
+        if groups := values.get(key):
+            ratio = max(1, int(body["num_attention_heads"]) // int(groups))
+            small[key] = max(1, heads // min(ratio, heads))
     small |= {
         "hidden_size": TINY_HIDDEN,
-        "num_hidden_layers": min(int(body["num_hidden_layers"]), TINY_LAYERS),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "vocab_size": min(int(body["vocab_size"]), TINY_VOCABULARY),
         "max_position_embeddings": min(int(body["max_position_embeddings"]), TINY_POSITIONS),
     }
-    if body.get("head_dim"):
+    if values.get("head_dim"):
         small["head_dim"] = TINY_HIDDEN // heads
-    for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if body.get(key):
-            small[key] = min(int(body[key]), 2 * TINY_HIDDEN)
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if body.get(key):
-            small[key] = min(int(body[key]), TINY_EXPERTS)
-    if body.get("num_experts_per_tok"):
-        small["num_experts_per_tok"] = min(int(body["num_experts_per_tok"]), 2)
-    if isinstance(body.get("layer_types"), list):
-        small["layer_types"] = body["layer_types"][: small["num_hidden_layers"]]
+    other = config_aliases(values.kind)
+    fields = {key for key in config_types(values.kind) if other.get(key) not in body} | body.keys()
+    for key, most in _TINY_AT_MOST.items():
+        if key in fields and int(values.get(key) or 0) > most:
+            small[key] = most
+    small |= _scale_layers(values, layers, fields)
     share = small["max_position_embeddings"] / int(body["max_position_embeddings"])
+    narrow = TINY_HIDDEN // heads / values.head_dim
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(body.get(key), dict):
-            small[key] = _scale_rope(body[key], share)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # The tokenizer of a tiny run is trained locally and sets its own.
+            small[key] = _scale_rope(body[key], share, narrow)
+    if body.get("original_max_position_embeddings"):
+        small["original_max_position_embeddings"] = max(1, int(body["original_max_position_embeddings"] * share))
+    for key in _TOKENS:
+        # The tokenizer of a tiny run is trained locally and sets its own; a class's default may lie outside its vocabulary.
         small.pop(key, None)
+        default = config_defaults(values.kind).get(key)
+        if isinstance(default, int) and default >= small["vocab_size"]:
+            small[key] = None
     return small
 
 
-def _scale_rope(rope: dict[str, Any], share: float) -> dict[str, Any]:
+def _scale_layers(values: Values, layers: int, fields: set[str]) -> dict[str, Any]:
+    """What is said layer by layer, for the layers that are left: one of each kind of attention where there are two kinds."""
+    small: dict[str, Any] = {}
+    for key in _LAYER_NUMBERS:
+        if isinstance(given := values.get(key), list):
+            small[key] = [number for number in given if number < layers]
+    if isinstance(given := values.get("no_rope_layers"), list):
+        small["no_rope_layers"] = given[:layers]
+    # Where positions differ from layer to layer, the kinds of attention follow from no_rope_layers.
+    if isinstance(values.get("layer_types"), list) or ("layer_types" in fields and "no_rope_layers" not in fields):
+        types = values.attention_types
+        chosen = [*dict.fromkeys(types), *types][:layers]
+        if isinstance(values.get("layer_types"), list) or len(set(types)) > 1:
+            small["layer_types"] = chosen
+    return small
+
+
+def _scale_rope(rope: dict[str, Any], share: float, narrow: float) -> dict[str, Any]:
+    """RoPE for ``share`` of the positions and heads that are ``narrow`` times as wide."""
     result: dict[str, Any] = {
-        name: _scale_rope(value, share) if isinstance(value, dict) else value for name, value in rope.items()
+        name: _scale_rope(value, share, narrow) if isinstance(value, dict) else value for name, value in rope.items()
     }
+    for name in ("short_factor", "long_factor"):
+        if isinstance(rope.get(name), list):
+            result[name] = rope[name][: round(len(rope[name]) * narrow)]
     if result.get("original_max_position_embeddings"):
         result["original_max_position_embeddings"] = max(1, int(result["original_max_position_embeddings"] * share))
     return result

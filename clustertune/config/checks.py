@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from clustertune.config import native, native_rules
+from clustertune.config import native, native_rules, quantization
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.modeling import module_names
 from clustertune.config.native import NativeField
@@ -31,6 +31,7 @@ _PATTERNS = {
     "language": "a language code such as en",
     "base": "the name of a file in recipes/_base, without .yaml",
 }
+QUANTIZATION = "quantization_config"
 _SECRET_FIX = "take it out of the file: log in with `hf auth login` or `wandb login`, and renew what was written down"  # noqa: S105
 
 
@@ -255,12 +256,37 @@ def _check_model_init(given: Any, place: Place) -> list[Problem]:
     problems = []
     for key, value in given.items():
         words = native_rules.MODEL_INIT.get(key)
-        if words is None:
-            fix = did_you_mean(key, native_rules.MODEL_INIT)
+        if key == QUANTIZATION:
+            for inner, text, fix in quantization.find_problems(value) if value is not None else ():
+                problems.append(_problem(place, (*path, key, *inner), text, fix))
+        elif words is None:
+            fix = did_you_mean(key, [*native_rules.MODEL_INIT, QUANTIZATION])
             problems.append(_problem(place, (*path, key), "is not taken here", fix))
         elif value not in words:
             text = f"{show_value(value)} is not one of {', '.join(words)}"
             problems.append(_problem(place, (*path, key), text, did_you_mean(str(value), words)))
+    return problems
+
+
+def find_quantization_problems(
+    train: Mapping[str, Any], lora: Any, accelerate: Mapping[str, Any], place: Place
+) -> list[Problem]:
+    """What a quantised base allows: adapters only, and under FSDP1 4-bit weights stored in the model's own type."""
+    config = quantization.of(train)
+    if config is None:
+        return []
+    path = ("train", "model_init_kwargs", QUANTIZATION)
+    problems = []
+    if lora is None:
+        fix = "add a lora section, or leave the quantisation out"
+        problems.append(_problem(place, path, "quantised weights cannot be trained themselves", fix))
+    version = str((accelerate.get("fsdp_config") or {}).get("fsdp_version", 1))
+    if config.get("load_in_4bit") and accelerate.get("distributed_type") == "FSDP" and version == "1":
+        dtype = str((train.get("model_init_kwargs") or {}).get("dtype", "float32"))
+        storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
+        if storage != dtype:
+            text = f"bnb_4bit_quant_storage is {storage}, the model's dtype {dtype}: FSDP1 flattens weights of one type only"
+            problems.append(_problem(place, path, text, f"bnb_4bit_quant_storage: {dtype}"))
     return problems
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.config.cluster_compute import check_compute
-from clustertune.config.cluster_schema import Cluster, ClusterFile, Compute, Container, Host, Network, SlurmFacts
+from clustertune.config.cluster_compute import ABOVE, check_compute
+from clustertune.config.cluster_schema import NETWORKS, Cluster, ClusterFile, Compute, Container, Host, Network, SlurmFacts
 from clustertune.config.cluster_storage import check_storage
 from clustertune.config.cluster_words import Found, key_of, place_of, salvage, schema_problems
 from clustertune.config.yamlfile import Document
@@ -135,22 +135,37 @@ def _check_network(network: Network, hosts: Sequence[Host | None]) -> Iterator[F
     kind, workers = network.kind, sum("compute" in (host.roles or ()) for host in hosts if host)
     several = workers > 1
     if kind == "unknown":
-        yield ("network", "kind"), "a file must say it", "one of ethernet, infiniband, roce, none"
+        yield ("network", "kind"), "a file must say it", f"one of {', '.join(name for name in NETWORKS if name != 'unknown')}"
     if kind == "none":
         if several:
             yield ("network", "kind"), f"none, while {workers} machines have the role compute", "ethernet, infiniband or roce"
-        for key in ("gbit", "hca"):
+        for key in ("gbit", "hca", "measured_gb_s"):
             if getattr(network, key):
                 yield ("network", key), "given, while kind is none", "leave it out"
-    if kind in ("ethernet", "infiniband", "roce"):
-        for key, why in (("interface", "sockets need it, with RDMA too: it finds the peers"), ("gbit", "plans need it")):
-            if getattr(network, key) is None:
-                yield ("network", key), f"missing: {why}", "interface: bond0" if key == "interface" else "gbit: 100"
+    elif kind and kind != "unknown":
+        if network.interface is None:
+            yield ("network", "interface"), "missing: sockets need it, with RDMA too: it finds the peers", "interface: bond0"
+        if network.gbit is None and network.measured_gb_s is None:
+            yield ("network", "gbit"), "missing: plans need it, or measured_gb_s", "gbit: 100, of one port"
+        yield from _check_speed(network)
     if network.interface == "lo" and several:
         yield ("network", "interface"), "lo reaches no other machine", "ip route get ADDRESS of another node shows it"
-    if network.hca and kind == "ethernet":
-        yield ("network", "hca"), "RDMA adapters, while kind is ethernet", "write kind: roce, or leave it out"
+    if network.hca and kind and kind not in ("infiniband", "roce", "none"):
+        yield ("network", "hca"), f"RDMA adapters, while kind is {kind}", "write kind: roce, or leave it out"
     yield from _check_addresses(network, hosts, several)
+
+
+def _check_speed(network: Network) -> Iterator[Found]:
+    """A bandwidth that the ports cannot carry is a figure of something else, most often in Gbit/s."""
+    if network.gbit and network.ports and network.measured_gb_s:
+        nominal = network.gbit * network.ports / 8
+        if network.measured_gb_s > ABOVE * nominal:
+            message = f"{network.measured_gb_s:g}: more than {network.ports} x {network.gbit:g} Gbit/s carry, {nominal:g} GB/s"
+            yield (
+                ("network", "measured_gb_s"),
+                message,
+                "busbw of all_gather_perf over several nodes in GB/s; or mend gbit or ports",
+            )
 
 
 def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bool) -> Iterator[Found]:

@@ -10,15 +10,18 @@ from collections.abc import Iterator, Sequence
 from clustertune.config.cluster_cpus import parse_cpu_list
 from clustertune.config.cluster_schema import Compute
 from clustertune.config.cluster_words import Found
-from clustertune.config.hardware import load_hardware
+from clustertune.config.hardware import Gpu, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
+
+ABOVE = 1.05
+"""Above the nominal bandwidth by more than this, a measured one is wrong; vendors and nccl-tests both count 10^9 bytes."""
 
 
 def check_compute(compute: Compute) -> Iterator[Found]:
     if compute.gpus:
         yield from _check_gpu(compute)
     elif compute.gpus == 0:
-        for key in ("gpu", "interconnect"):
+        for key in ("gpu", "interconnect", "nvlink_domain", "measured_gb_s"):
             if getattr(compute, key) not in (None, "none"):
                 yield ("compute", key), f"{getattr(compute, key)}, while gpus is 0", "leave it out, or say how many"
     if compute.threads and compute.cores:
@@ -46,6 +49,28 @@ def _check_gpu(compute: Compute) -> Iterator[Found]:
         yield ("compute", "interconnect"), f"missing, while gpus is {compute.gpus}", fix
     elif compute.interconnect == "none" and compute.gpus > 1:
         yield ("compute", "interconnect"), f"none, while a node has {compute.gpus} GPUs", "at least PCIe connects them: pcie5"
+    elif compute.interconnect:
+        yield from _check_links(compute, known.get(compute.gpu or ""))
+
+
+def _check_links(compute: Compute, gpu: Gpu | None) -> Iterator[Found]:
+    """What is said of the link against the GPU, the node and the nominal speed."""
+    link = compute.interconnect or ""
+    if gpu and link.startswith("nvlink") and link != f"nvlink{gpu.nvlink}":
+        has = f"NVLink {gpu.nvlink}" if gpu.nvlink else "no NVLink that joins all GPUs of a node"
+        fix = f"nvlink{gpu.nvlink}" if gpu.nvlink else gpu.host_link
+        yield ("compute", "interconnect"), f"{link}, but a {compute.gpu} has {has}", f"write {fix}"
+    domain = compute.nvlink_domain
+    if domain and not link.startswith("nvlink"):
+        yield ("compute", "nvlink_domain"), f"given, while interconnect is {link}", "leave it out"
+    elif domain and (domain < compute.gpus or domain % compute.gpus):
+        message = f"{domain} GPUs are not several whole nodes of {compute.gpus}"
+        yield ("compute", "nvlink_domain"), message, "GPUs of the whole domain, over all its nodes: 72 in an NVL72"
+    facts = read_hardware().links.get(link)
+    if compute.measured_gb_s and (facts is None or compute.measured_gb_s > ABOVE * facts.gb_s):
+        what = f"more than the {facts.gb_s:g} GB/s of {link}" if facts else "given, while interconnect is none"
+        fix = "busbw of all_gather_perf, of one GPU in one direction, in GB/s" if facts else "leave it out"
+        yield ("compute", "measured_gb_s"), f"{compute.measured_gb_s:g}: {what}" if facts else what, fix
 
 
 def _check_numa(compute: Compute) -> Iterator[Found]:

@@ -17,6 +17,8 @@ from clustertune.config.schema import NAME, Count, Number, Positive, Section
 ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
 """``pcieN``: PCI Express of that generation only; ``nvlinkN``: NVLink of that generation between all GPUs of a node."""
+NETWORKS = ("ethernet", "infiniband", "roce", "omnipath", "slingshot", "efa", "none", "unknown")
+"""``none``: a single machine. ``unknown``: nobody said, and looking did not tell; a file may not say it."""
 CREATE_POLICIES = ("mfs", "eplfs", "epmfs", "ff", "lfs", "lus", "rand", "pfrd")
 """mergerfs' policies for where a new file goes (https://trapexit.github.io/mergerfs/config/functions_categories_and_policies/)."""
 
@@ -60,6 +62,10 @@ class Compute(Section):
     """Their model: a name of ops/hardware.yaml."""
     interconnect: Literal[INTERCONNECTS] | None = None  # type: ignore[valid-type]
     """What connects the GPUs of one node."""
+    nvlink_domain: Annotated[Positive, Field(le=10_000)] | None = None
+    """GPUs that one NVLink domain joins, over several nodes (NVL72: 72); None: those of one node."""
+    measured_gb_s: Quantity | None = None
+    """Bus bandwidth of an NCCL all-gather over the GPUs of a node (nccl-tests' busbw), GB/s; None: nobody measured."""
     sockets: Positive = 1
     """CPU packages of one node."""
     cores: Positive
@@ -79,10 +85,13 @@ class Network(Section):
 
     interface: Annotated[str, Field(pattern=rf"^{INTERFACE}$")] | None = None
     """Interface for all traffic between ranks, the same name on every node; None: the one that the route takes."""
-    kind: Literal["ethernet", "infiniband", "roce", "none", "unknown"]
-    """``none``: a single machine. ``unknown``: nobody said, and looking did not tell; a file may not say it."""
+    kind: Literal[NETWORKS]  # type: ignore[valid-type]
     gbit: Quantity | None = None
-    """Nominal speed of one node's link, Gbit/s."""
+    """Nominal speed of one port of a node, Gbit/s; a bond counts as one port of its whole speed."""
+    ports: Annotated[Positive, Field(le=64)] = 1
+    """Ports of a node that carry the traffic between ranks."""
+    measured_gb_s: Quantity | None = None
+    """Bus bandwidth of an NCCL all-gather over several nodes, GB/s: what a node's ports carry together in one direction."""
     subnet: Annotated[str, Field(max_length=64)] | None = None
     """Where the nodes' addresses lie, as 10.0.0.0/24."""
     hca: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}(:[0-9]{1,3})?$")], ...], Field(max_length=32)] = ()
@@ -135,6 +144,10 @@ class Storage(Section):
     scratch: AbsolutePath = "/tmp"  # noqa: S108 - what is put there is created with mode 0700
     """Folder on a disk of the node itself, for compiler caches."""
     root: RootDisk | None = None
+    read_gb_s: Quantity | None = None
+    """What all nodes together read from ``shared``, GB/s; None: nobody measured."""
+    write_gb_s: Quantity | None = None
+    """The same for writing."""
 
 
 class SlurmFacts(Section):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from clustertune.config.cluster_schema import Cluster
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
@@ -20,6 +18,10 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
 
 def render(cluster: Cluster, console: Console) -> None:
     """Print the machines, the facts of a compute node, network, storage, Slurm and container, and the notes."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
         title=f"{cluster.name} ({cluster.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0)
     )
@@ -46,7 +48,8 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
             f"CPUs {compute.numa_cpus[node]}" if compute.numa_cpus else "",
         ]
         yield f"NUMA {node}", "; ".join(filter(None, words))
-    speed = f", {network.gbit:g} Gbit/s" if network.gbit else ""
+    ports = f"{network.ports} x " if network.ports > 1 else ""
+    speed = f", {ports}{network.gbit:g} Gbit/s" if network.gbit else ""
     yield "network", f"{network.kind}{speed}, {network.interface or 'the interface that the route takes'}"
     for brick in storage.bricks:
         yield "brick", f"{brick.mount}: {brick.node}:{brick.path}, {brick.filesystem}, {brick.tb:g} TB"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config.beside import SHARD_SIZE
 from clustertune.config.checks import Place
 from clustertune.config.native_rules import show_value
 from clustertune.config.resolved import Derived
+from clustertune.config.schema import Megatron
 from clustertune.errors import Problem
 
 DEFAULT_MICRO_BATCH = 8
@@ -33,11 +36,50 @@ def _at_least_1(value: object) -> int:
         return 1
 
 
+def shard_size(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[Derived | None, list[Problem]]:
+    """``dp_shard`` of FSDP2 where the file gives other sizes and not this one: the ranks that are left to shard over.
+
+    accelerate would take 1 and refuse: the product of its sizes must be the number of ranks (parallelism_config.py:372), and
+    something must be left to shard over (parallelism_config.py:381).
+    """
+    sizes = acc.parallel_sizes(accelerate)
+    given = acc.section(accelerate, "parallelism_config").get(SHARD_SIZE)
+    others = math.prod(sizes.get(axis, 1) for axis in ("dp_replicate", "tp", "cp", "sp"))
+    if accelerate.get("distributed_type") != "FSDP" or given is not None or others == 1:
+        return None, []
+    if world % others:
+        if world % (others // sizes.get("dp_replicate", 1)):
+            return None, []  # data_parallel says so
+        text = f"dp_replicate {sizes['dp_replicate']} x tp x cp x sp is {others}, which does not divide {world} ranks"
+        return None, [Problem(text, file=file, key="parallelism_config", fix=f"use a multiple of {others} ranks")]
+    left = world // others
+    if left == 1 and ("cp" not in sizes or "dp_replicate" in sizes):
+        text = f"its sizes take all {world} ranks: FSDP has none left to shard over"
+        return None, [Problem(text, file=file, key="parallelism_config", fix="use smaller sizes or more ranks")]
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return Derived(f"accelerate.parallelism_config.{SHARD_SIZE}", left, f"{world} ranks / ({shown})"), []
+
+
+def megatron_parallel(m: Megatron, world: int) -> tuple[int, Derived]:
+    """The ranks that read different sequences under Megatron."""
+    shared = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+    size = max(1, world // shared)
+    return size, Derived("data_parallel_size", size, f"{world} ranks" + (f" / {shared} (tp x pp x cp)" if shared > 1 else ""))
+
+
+def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
+    """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
+    wanted = math.floor(ratio * layers + 0.5)
+    return tuple(index for index in range(layers) if -(-(index + 1) * wanted // layers) > -(-index * wanted // layers))
+
+
 def data_parallel(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[int, Derived, list[Problem]]:
     """The ranks that read different sequences: all, but for those that share a sequence or a layer (tp, cp, sp)."""
     sizes = acc.parallel_sizes(accelerate)
     shared = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
-    replicas = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    stated = SHARD_SIZE in acc.section(accelerate, "parallelism_config")
+    derived = accelerate.get("distributed_type") == "FSDP" and not stated
+    replicas = 1 if derived else sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     problems = []
     if world % shared:
         text = f"tp x cp x sp is {shared}, which does not divide {world} ranks"
@@ -80,6 +122,32 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) ->
     return None, [Problem(text, file=place(path), key=".".join(path), fix=fix)]
 
 
+def ratio_problems(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> list[Problem]:
+    """What else says which layers are recomputed, where ``activation_checkpointing.ratio`` does: each is a second home."""
+    fix = "keep one of the two"
+    path = ("activation_checkpointing", "ratio")
+    problems = []
+    for key in ("activation_checkpointing", "gradient_checkpointing"):
+        if train.get(key) is not None:
+            text = f"{train[key]}, and {'.'.join(path)} says which layers are recomputed: that is said twice"
+            problems.append(Problem(text, file=place(("train", key)), key=f"train.{key}", fix=fix))
+        settings = train.get(f"{key}_kwargs")
+        if isinstance(settings, dict) and "every_n_layers" in settings:
+            text = f"{'.'.join(path)} says which layers are recomputed: that is said twice"
+            named = f"{key}_kwargs"
+            problems.append(Problem(text, file=place(("train", named)), key=f"train.{named}.every_n_layers", fix=fix))
+    if _by_fsdp(accelerate):
+        text = f"given, and {file} has fsdp_activation_checkpointing: true, for all layers: that is said twice"
+        fix = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the ratio out"
+        problems.append(Problem(text, file=place(path), key=".".join(path), fix=fix))
+    return problems
+
+
+def _by_fsdp(accelerate: Mapping[str, Any]) -> bool:
+    config = acc.section(accelerate, "fsdp_config")
+    return accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing")
+
+
 def checkpointing(
     train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place
 ) -> tuple[Derived, list[Problem]]:
@@ -90,7 +158,7 @@ def checkpointing(
     """
     key = "activation_checkpointing"
     stated = train.get(key, train.get("gradient_checkpointing"))
-    by_fsdp = accelerate.get("distributed_type") == "FSDP" and acc.flag(acc.section(accelerate, "fsdp_config"), key)
+    by_fsdp = _by_fsdp(accelerate)
     if by_fsdp and stated:
         named = key if train.get(key) is not None else "gradient_checkpointing"
         text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"

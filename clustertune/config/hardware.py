@@ -1,25 +1,37 @@
-"""``ops/hardware.yaml``: what a GPU can hold, each figure with its source."""
+"""``ops/hardware.yaml``: what a GPU, a link and a network can do, each figure with its source."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from clustertune.config.cluster_words import schema_problems
-from clustertune.config.schema import NAME, Number, Section
+from clustertune.config.cluster_schema import INTERCONNECTS, NETWORKS
+from clustertune.config.cluster_words import Found, schema_problems
+from clustertune.config.schema import NAME, Number, Score, Section
 from clustertune.config.yamlfile import Document, read_yaml
 from clustertune.errors import Problem, UserError
 
 HARDWARE = Path(__file__).resolve().parents[2] / "ops" / "hardware.yaml"
-FIGURES = ("memory_gb", "usable_gib")
-"""Keys that hold a figure: each must have a source."""
+OLDEST_FP8 = 8.9
+"""Compute capability from which tensor cores have fp8 (Ada; https://developer.nvidia.com/cuda-gpus)."""
+
+Figure = Annotated[Number, Field(gt=0, le=1_000_000)]
+Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
-class Gpu(Section):
+class Sourced(Section):
+    """Figures, and where each stands."""
+
+    sources: dict[str, str]
+    """For each figure a link, or what was read where; ``assumed`` and why, where nothing is published."""
+
+
+class Gpu(Sourced):
     """One model of GPU."""
 
     vendor: Literal["nvidia"]
@@ -30,12 +42,22 @@ class Gpu(Section):
     """As sold; vendors mean GiB here, or less."""
     usable_gib: Annotated[Number, Field(gt=0, le=10_000)]
     """What CUDA says the device has in all, GiB; the least that was seen."""
+    bf16_tflops: Figure | None
+    """Dense peak of the tensor cores, 10^12 FLOP/s, fp32 accumulation, without sparsity; None: they have no bfloat16."""
+    fp16_tflops: Figure | None = None
+    """The same in fp16, where there is no bfloat16."""
+    fp8_tflops: Figure | None
+    """The same in fp8; None: they have none."""
+    hbm_gb_s: Figure
+    """Bandwidth of the device memory, GB/s."""
+    host_link: Literal["pcie3", "pcie4", "pcie5", "pcie6", "c2c", "c2c-shared"]
+    """How the GPU reaches the memory of its node."""
+    nvlink: Annotated[int, Field(ge=2, le=5)] | None = None
+    """Generation of the NVLink that joins all GPUs of a node; None: there is none, or bridges that join two."""
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     """What ``nvidia-smi`` calls it."""
     types: tuple[str, ...] = ()
     """GRES types that mean this model and no other."""
-    sources: dict[str, str]
-    """For each figure, where it stands: a link, or what was read where."""
 
     @property
     def usable_bytes(self) -> int:
@@ -43,46 +65,137 @@ class Gpu(Section):
         return int(self.usable_gib * 2**30)
 
 
+class LinkFacts(Sourced):
+    """A link between GPUs, or (without latency) between a GPU and its node's memory."""
+
+    gb_s: Figure
+    """Nominal, of one GPU, one direction, GB/s."""
+    share: Annotated[Score, Field(gt=0)]
+    """What of it is reached: by the bus bandwidth of an NCCL all-gather, or by copies from pinned memory."""
+    latency_us: Annotated[Number, Field(gt=0, le=10_000)] | None = None
+    """Of one step of a ring, microseconds."""
+    hint: str = ""
+    """What is known to make it faster."""
+
+
+class NetworkFacts(Sourced):
+    """A kind of network between nodes."""
+
+    share: Annotated[Score, Field(gt=0)]
+    """What of a node's nominal speed the bus bandwidth of an NCCL all-gather reaches."""
+    most_gb_s: Figure | None = None
+    """No more than that of a node whatever its ports, GB/s."""
+    latency_us: Annotated[Number, Field(gt=0, le=10_000)]
+    """Of one step of a ring, microseconds."""
+    hint: str = ""
+    """What is known to make it faster."""
+
+
+class StorageFacts(Sourced):
+    """What all nodes together read and write where a cluster file does not say, GB/s."""
+
+    read_gb_s: Figure
+    write_gb_s: Figure
+
+
 class HardwareFile(Section):
-    gpus: dict[Annotated[str, Field(pattern=rf"^{NAME}$")], Gpu]
+    """The whole file."""
+
+    gpus: dict[Name, Gpu]
+    links: dict[Name, LinkFacts]
+    host_links: dict[Name, LinkFacts]
+    networks: dict[Name, NetworkFacts]
+    storage: StorageFacts
+
+
+NO_FIGURE = ("vendor", "generation", "compute_capability", "host_link", "nvlink", "names", "types", "sources", "hint")
+"""Keys that hold no figure: all others have a source where they are given."""
 
 
 @cache
-def load_hardware(path: Path = HARDWARE) -> dict[str, Gpu]:
-    """The GPUs by name. Raises UserError with every problem of the file."""
+def read_hardware(path: Path = HARDWARE) -> HardwareFile:
+    """The file. Raises UserError with every problem in it."""
     document = read_yaml(path, "ops/hardware.yaml" if path == HARDWARE else str(path))
     try:
-        gpus = HardwareFile.model_validate(document.data).gpus
+        hardware = HardwareFile.model_validate(document.data)
     except ValidationError as error:
         raise UserError(schema_problems(HardwareFile, error, document)) from None
-    if problems := find_problems(gpus, document):
+    if problems := find_problems(hardware, document):
         raise UserError(problems)
-    return gpus
+    return hardware
 
 
-def find_problems(gpus: dict[str, Gpu], document: Document) -> list[Problem]:
-    """Figures without a source or against each other, and names that two models claim."""
-    problems: list[Problem] = []
+def load_hardware(path: Path = HARDWARE) -> dict[str, Gpu]:
+    """The GPUs by name. Raises UserError with every problem of the file."""
+    return read_hardware(path).gpus
+
+
+def find_problems(hardware: HardwareFile, document: Document) -> list[Problem]:
+    """Figures without a source or against each other, names that two models claim, and links that are missing."""
+    found = [*_sources(hardware), *_missing(hardware), *_names(hardware.gpus)]
+    for name, gpu in hardware.gpus.items():
+        found += [(("gpus", name, key), message, fix) for key, message, fix in _gpu(gpu)]
+    return [Problem(message, file=document.place(path), key=".".join(path), fix=fix) for path, message, fix in found]
+
+
+def _sources(hardware: HardwareFile) -> Iterator[Found]:
+    entries: list[tuple[tuple[str, ...], Sourced]] = [(("storage",), hardware.storage)]
+    for kind in ("gpus", "links", "host_links", "networks"):
+        entries += [((kind, name), entry) for name, entry in getattr(hardware, kind).items()]
+    for path, entry in entries:
+        figures = [key for key in type(entry).model_fields if key not in NO_FIGURE]
+        given = [key for key in figures if getattr(entry, key) is not None]
+        for key in given:
+            if not entry.sources.get(key, "").strip():
+                yield (*path, "sources", key), "missing: every figure has its source", "give the link that it was read from"
+        for key in sorted(set(entry.sources) - set(given)):
+            message = "the figure is not given" if key in figures else "there is no such figure"
+            yield (*path, "sources", key), message, "take it away"
+
+
+def _missing(hardware: HardwareFile) -> Iterator[Found]:
+    """A cluster file may name every one of them: a plan must not find nothing."""
+    hosts = sorted({gpu.host_link for gpu in hardware.gpus.values()})
+    networks = [name for name in NETWORKS if name not in ("none", "unknown")]
+    for section, wanted in (
+        ("links", [name for name in INTERCONNECTS if name != "none"]),
+        ("host_links", hosts),
+        ("networks", networks),
+    ):
+        table = getattr(hardware, section)
+        for name in wanted:
+            if name not in table:
+                yield (section, name), "missing: cluster files name it", None
+            elif section == "links" and table[name].latency_us is None:
+                yield (section, name, "latency_us"), "missing", None
+
+
+def _gpu(gpu: Gpu) -> Iterator[tuple[str, str, str | None]]:
+    # 48 GB with ECC leave 44.4 GiB; less than that share is a typing error, more than was sold as well.
+    if not 0.9 * gpu.memory_gb <= gpu.usable_gib <= gpu.memory_gb:
+        yield "usable_gib", f"{gpu.usable_gib} GiB cannot be what a GPU of {gpu.memory_gb:g} GB leaves", None
+    old = gpu.generation in ("volta", "turing")
+    if old and (gpu.bf16_tflops is not None or gpu.fp16_tflops is None):
+        yield "bf16_tflops", f"tensor cores of {gpu.generation} have no bfloat16", "write null, and fp16_tflops"
+    if not old and (gpu.bf16_tflops is None or gpu.fp16_tflops is not None):
+        yield "bf16_tflops", f"tensor cores of {gpu.generation} compute in bfloat16", "give that figure, and no fp16_tflops"
+    if (gpu.fp8_tflops is not None) != (float(gpu.compute_capability) >= OLDEST_FP8):
+        has = "no fp8" if gpu.fp8_tflops is not None else "fp8"
+        yield "fp8_tflops", f"tensor cores of compute capability {gpu.compute_capability} have {has}", None
+    elif gpu.fp8_tflops is not None and gpu.bf16_tflops is not None and not 1.9 <= gpu.fp8_tflops / gpu.bf16_tflops <= 2.1:
+        message = f"{gpu.fp8_tflops:g} is not twice the {gpu.bf16_tflops:g} of bf16"
+        yield "fp8_tflops", message, "give both without sparsity, with fp32 accumulation"
+
+
+def _names(gpus: dict[str, Gpu]) -> Iterator[Found]:
     owners: dict[str, str] = {}
-
-    def add(path: tuple[str, ...], message: str, fix: str | None = None) -> None:
-        problems.append(Problem(message, file=document.place(("gpus", *path)), key=".".join(("gpus", *path)), fix=fix))
-
     for name, gpu in gpus.items():
-        for key in FIGURES:
-            if not gpu.sources.get(key, "").strip():
-                add((name, "sources", key), "missing: every figure has its source", "give the link that it was read from")
-        for key in sorted(set(gpu.sources) - set(FIGURES)):
-            add((name, "sources", key), "there is no such figure")
-        # 48 GB with ECC leave 44.4 GiB; less than that share is a typing error, more than was sold as well.
-        if not 0.9 * gpu.memory_gb <= gpu.usable_gib <= gpu.memory_gb:
-            add((name, "usable_gib"), f"{gpu.usable_gib} GiB cannot be what a GPU of {gpu.memory_gb:g} GB leaves")
         for key in ("names", "types"):
             for word in getattr(gpu, key):
                 owner = owners.setdefault(plain(word), name)
                 if owner != name:
-                    add((name, key), f"{word!r} is also {owner}: what is found could not be told apart", "keep one")
-    return problems
+                    message = f"{word!r} is also {owner}: what is found could not be told apart"
+                    yield ("gpus", name, key), message, "keep one"
 
 
 def plain(word: str) -> str:

@@ -17,6 +17,8 @@ from clustertune.errors import Problem, UserError
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """The recipes that come with the project."""
 COMMAND_LINE = "command line"
+BESIDE = ("accelerate", "deepspeed")
+"""Prefixes of overrides that go over a file beside the recipe: ``accelerate.fsdp_config.fsdp_version=1``."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Layers:
     shown: str
     """The recipe folder as it is named in messages."""
     layers: list[Layer] = field(default_factory=list)
+    beside: dict[str, Document] = field(default_factory=dict)
+    """Overrides of the files beside the recipe, by their prefix: ``accelerate``, ``deepspeed``."""
 
     @property
     def recipe_read(self) -> bool:
@@ -141,7 +145,7 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
     except UserError as error:
         problems += error.problems
         recipe = None
-    command_line, wrong = _read_overrides(overrides)
+    command_line, layers.beside, wrong = _read_overrides(overrides)
     problems += wrong
     if recipe is None:
         return layers, problems
@@ -180,9 +184,10 @@ def _read_base(base: object, asking: Document, folder: Path, shown: str) -> Laye
     return Layer(f"base {base}", document)
 
 
-def _read_overrides(overrides: Sequence[str]) -> tuple[Document, list[Problem]]:
-    """``section.key=value`` arguments as a layer; the last of two for one key holds."""
+def _read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Document], list[Problem]]:
+    """``section.key=value`` arguments: the recipe's, and those of each file beside it; the last of two for one key holds."""
     data: dict[str, Any] = {}
+    beside: dict[str, dict[str, Any]] = {name: {} for name in BESIDE}
     problems: list[Problem] = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -199,9 +204,11 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Document, list[Problem]]:
             problems.append(Problem(str(error), file=COMMAND_LINE, key=key))
             continue
         place = data
+        if path[0] in BESIDE and len(path) > 1:
+            place, path = beside[path[0]], path[1:]
         for part in path[:-1]:
             if not isinstance(place.get(part), dict):
                 place[part] = {}
             place = place[part]
         place[path[-1]] = parsed
-    return Document(COMMAND_LINE, data), problems
+    return Document(COMMAND_LINE, data), {name: Document(COMMAND_LINE, body) for name, body in beside.items()}, problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 import types
@@ -14,8 +15,9 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from clustertune.config.remembered import remembered
 from clustertune.config.schema import Number, refuse_bool
-from clustertune.config.source import annotated, classes, enum_values, package_folder, parse_module
+from clustertune.config.source import annotated, classes, enum_values, has_file, parse_module
 
 UNKNOWN = object()
 """The default of a field whose source is not a plain value."""
@@ -30,6 +32,15 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "list": (list[Any], "a list"),
     "Any": (Any, "any value"),
 }
+_HOLDERS: dict[str, type] = {"list": list, "dict": dict, "tuple": tuple}
+
+
+Kind = list[Any]
+"""One kind of value as JSON: its sort, and what belongs to it.
+
+``["none"]``, ``["plain", "int"]``, ``["words", "a", "b"]`` (one of these), ``["pattern", "^a$"]`` (a text of this form),
+``["holds", "list", [kinds of its entries]]``.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,8 @@ class NativeField:
     annotation: str
     default: Any
     """The default value, or :data:`UNKNOWN`."""
-    type: Any
-    """A type that pydantic checks; None where the field takes a Python object that YAML cannot give."""
+    kinds: list[Kind] | None
+    """What its value may be, one of them; None where the field takes a Python object that YAML cannot give."""
     expected: str
     """What the field takes, in words."""
     choices: tuple[str, ...] = ()
@@ -51,35 +62,50 @@ class NativeField:
 @cache
 def train_fields() -> dict[str, NativeField]:
     """The fields of TRL's ``SFTConfig`` with those of its bases."""
-    return _fields("trl", "trainer/sft_config.py", "SFTConfig")
+    return _made(_fields("trl", "trainer/sft_config.py", "SFTConfig"))
 
 
 @cache
 def lora_fields() -> dict[str, NativeField]:
     """The fields of PEFT's ``LoraConfig`` with those of its bases."""
-    return _fields("peft", "tuners/lora/config.py", "LoraConfig")
+    return _made(_fields("peft", "tuners/lora/config.py", "LoraConfig"))
+
+
+def _made(read: dict[str, dict[str, Any]]) -> dict[str, NativeField]:
+    return {
+        name: NativeField(
+            name, item["annotation"], item.get("default", UNKNOWN), item["kinds"], item["expected"], tuple(item["choices"])
+        )
+        for name, item in read.items()
+    }
 
 
 @cache
 def reporters() -> tuple[str, ...]:
     """What ``report_to`` can name: the keys of transformers' table of integrations."""
+    return tuple(_reporters())
+
+
+@remembered
+def _reporters() -> list[str]:
     for item in parse_module("transformers", "integrations/integration_utils.py").body:
         if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "INTEGRATION_TO_CALLBACK":
             assert isinstance(item.value, ast.Dict)
-            return tuple(str(ast.literal_eval(key)) for key in item.value.keys if key is not None)
-    return ()
+            return [str(ast.literal_eval(key)) for key in item.value.keys if key is not None]
+    return []
 
 
-def _fields(package: str, relative: str, name: str) -> dict[str, NativeField]:
+@remembered
+def _fields(package: str, relative: str, name: str) -> dict[str, dict[str, Any]]:
+    """By name, what :class:`NativeField` holds; a default that is no plain value is left out."""
     node = classes(parse_module(package, relative))[name]
-    result: dict[str, NativeField] = {}
+    result: dict[str, dict[str, Any]] = {}
     for base in reversed(node.bases):
         found = _find_class(package, relative, ast.unparse(base))
         if found is not None and found[0] in {"trl", "transformers", "peft"} and _is_dataclass(found[2]):
             result |= _fields(found[0], found[1], found[2].name)
     for item in annotated(node):
-        field = _read_field(package, relative, item)
-        result[field.name] = field
+        result[ast.unparse(item.target)] = _read_field(package, relative, item)
     return result
 
 
@@ -87,7 +113,6 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return any(ast.unparse(item).startswith("dataclass") for item in node.decorator_list)
 
 
-@cache
 def _find_class(package: str, relative: str, name: str) -> tuple[str, str, ast.ClassDef] | None:
     """Follow a name through ``from x import name`` to the class: its package, file and node."""
     module = parse_module(package, relative)
@@ -115,23 +140,24 @@ def _imported_file(package: str, relative: str, item: ast.ImportFrom) -> tuple[s
         # The package's own __init__ is lazy; the one class that TRL takes from it lies here.
         return package, "training_args.py"
     for candidate in (f"{path}.py", str(path / "__init__.py")):
-        if (package_folder(package) / candidate).is_file():
+        if has_file(package, candidate):
             return package, candidate
     return None
 
 
-def _read_field(package: str, relative: str, item: ast.AnnAssign) -> NativeField:
-    name, annotation = ast.unparse(item.target), ast.unparse(item.annotation)
+def _read_field(package: str, relative: str, item: ast.AnnAssign) -> dict[str, Any]:
+    annotation = ast.unparse(item.annotation)
     default, choices = _read_default(item.value)
     if choices:
-        kinds: list[Any] = [Literal[choices]]
+        kinds: list[Kind] = [["words", *choices]]
         words = [_one_of(choices)]
         if "None" in annotation:
-            kinds.append(None)
+            kinds.append(["none"])
     else:
         kinds, words, choices = _read_type(package, relative, item.annotation)
-    kind = reduce(lambda a, b: Union[a, b], kinds) if any(k is not None for k in kinds) else None  # noqa: UP007 (not all are types)
-    return NativeField(name, annotation, default, kind, " or ".join(words), choices)
+    known = kinds if any(kind != ["none"] for kind in kinds) else None
+    found = {"annotation": annotation, "kinds": known, "expected": " or ".join(words), "choices": list(choices)}
+    return found if default is UNKNOWN else {**found, "default": default}
 
 
 def _read_default(value: ast.expr | None) -> tuple[Any, tuple[str, ...]]:
@@ -158,33 +184,33 @@ def _literal(node: ast.expr) -> Any:
         return UNKNOWN
 
 
-def _read_type(package: str, relative: str, node: ast.expr) -> tuple[list[Any], list[str], tuple[str, ...]]:
-    """The alternatives of an annotation: pydantic types, words for them, and the words of an enumeration among them."""
-    kinds: list[Any] = []
+def _read_type(package: str, relative: str, node: ast.expr) -> tuple[list[Kind], list[str], tuple[str, ...]]:
+    """The alternatives of an annotation: their kinds, words for them, and the words of an enumeration among them."""
+    kinds: list[Kind] = []
     words: list[str] = []
     choices: tuple[str, ...] = ()
     enumerated = False
     for part in _alternatives(node):
         text = ast.unparse(part)
         if text == "None":
-            kinds.append(None)
+            kinds.append(["none"])
         elif text.startswith("Literal["):
             inner = part.slice if isinstance(part, ast.Subscript) else part
             given = [ast.literal_eval(e) for e in (inner.elts if isinstance(inner, ast.Tuple) else [inner])]
-            kinds += [_literal_type(value) for value in given]
+            kinds += [_literal_kind(value) for value in given]
             choices += tuple(str(value) for value in given)
             words.append(_one_of(tuple(map(str, given))))
-        elif (plain := _plain_type(part)) is not None:
+        elif (plain := _plain_kind(part)) is not None:
             kinds.append(plain[0])
             words.append(plain[1])
         elif (found := _find_class(package, relative, text)) is not None and (values := enum_values(found[2])):
-            kinds.append(Literal[values])
+            kinds.append(["words", *values])
             choices += values
             enumerated = True
             words.append(_one_of(values))
     if enumerated and "text" in words:
         # `SchedulerType | str`: the text is one of the enumeration's, whatever the annotation says.
-        kinds.remove(str)
+        kinds.remove(["plain", "str"])
         words.remove("text")
     return kinds, words, choices
 
@@ -208,30 +234,26 @@ def _alternatives(node: ast.expr) -> Iterable[ast.expr]:
         yield node
 
 
-def _literal_type(value: Any) -> Any:
+def _literal_kind(value: Any) -> Kind:
     if isinstance(value, str) and "[" in value:
         # PEFT writes "pissa_niter_[number of iters]" for pissa_niter_16.
         pattern = re.sub(r"\\\[.*?\\\]", r"[0-9]+", re.escape(value))
-        return Annotated[str, Field(pattern=f"^{pattern}$")]
-    return Literal[value]
+        return ["pattern", f"^{pattern}$"]
+    return ["words", value]
 
 
-def _plain_type(node: ast.expr) -> tuple[Any, str] | None:
-    """``int``, ``list[str]``, ``dict[str, Any]`` and the like: the pydantic type and words; None for other classes."""
+def _plain_kind(node: ast.expr) -> tuple[Kind, str] | None:
+    """``int``, ``list[str]``, ``dict[str, Any]`` and the like: the kind and words for it; None for other classes."""
     if isinstance(node, ast.Name):
-        return _PLAIN.get(node.id)
+        return (["plain", node.id], _PLAIN[node.id][1]) if node.id in _PLAIN else None
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
         return None
-    inner = [_plain_type(part) for part in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
-    if any(part is None for part in inner):
+    inner = [_plain_kind(part) for part in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
+    if any(part is None for part in inner) or node.value.id not in _HOLDERS:
         return None
     parts = [part for part in inner if part is not None]
-    outer = {"list": list, "dict": dict, "tuple": tuple}.get(node.value.id)
-    if outer is None:
-        return None
-    made = types.GenericAlias(outer, tuple(part[0] for part in parts))
     words = {"list": f"a list of {_plural(parts[0][1])}", "tuple": "a fixed list"}.get(node.value.id, "a mapping")
-    return made, words
+    return ["holds", node.value.id, [part[0] for part in parts]], words
 
 
 def _plural(words: str) -> str:
@@ -244,15 +266,15 @@ def check_value(field: NativeField, value: Any) -> Any:
     Raises ValueError with what the field takes.
     """
     if value is None:
-        if field.type is None or field.default is None or _takes_none(field):
+        if field.kinds is None or field.default is None or _takes_none(field):
             return None
         raise ValueError(f"empty; it takes {field.expected}")
-    if field.type is None:
+    if field.kinds is None:
         raise ValueError("takes a Python object, which a recipe cannot give")
     if not _finite(value):
         raise ValueError("not a finite number")
     try:
-        checked = _adapter(field).validate_python(value)
+        checked = value if _is_plainly(field.kinds, value) else _adapter(json.dumps(field.kinds)).validate_python(value)
     except ValidationError:
         raise ValueError(f"it takes {field.expected}") from None
     # `float` fields such as logging_steps take whole numbers too, and mean them.
@@ -271,11 +293,27 @@ def _finite(value: Any) -> bool:
     return all(map(_finite, value)) if isinstance(value, list) else True
 
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {}
+def _is_plainly(kinds: list[Kind], value: Any) -> bool:
+    """Whether pydantic would give the value back as it is; to build a validator that says so takes longer than the rest."""
+    if isinstance(value, str):
+        return any(k == ["plain", "str"] or (k[0] == "words" and value in k[1:]) for k in kinds)
+    return type(value) in {bool, int, float} and ["plain", type(value).__name__] in kinds
 
 
-def _adapter(field: NativeField) -> TypeAdapter[Any]:
-    key = f"{field.name}:{field.annotation}"
-    if key not in _ADAPTERS:
-        _ADAPTERS[key] = TypeAdapter(field.type)
-    return _ADAPTERS[key]
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    """What checks values of the kinds that are written so in JSON."""
+    return TypeAdapter(reduce(lambda a, b: Union[a, b], map(_pydantic_type, json.loads(name))))  # noqa: UP007 (not all are types)
+
+
+def _pydantic_type(kind: Kind) -> Any:
+    sort, *given = kind
+    if sort == "none":
+        return None
+    if sort == "plain":
+        return _PLAIN[given[0]][0]
+    if sort == "words":
+        return Literal[tuple(given)]
+    if sort == "pattern":
+        return Annotated[str, Field(pattern=given[0])]
+    return types.GenericAlias(_HOLDERS[given[0]], tuple(_pydantic_type(inner) for inner in given[1]))

@@ -1,87 +1,207 @@
-"""Parameter counts from an architecture alone, for dense decoders of the Llama kind."""
+"""Parameter counts from an architecture alone, exact for the families that config/families.py knows."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from clustertune.config.modeling import module_names
+from clustertune.config.counted import Attention, Counted, LayerKind, Linear
+from clustertune.config.families import FAMILIES, Names
+from clustertune.config.values import Values
 
-DENSE = ("llama", "mistral", "qwen2")
-"""Model types whose linear layers are exactly q, k, v, o, gate, up and down, and whose norms are two a layer and one more."""
+KNOWN: tuple[str, ...] = tuple(sorted(FAMILIES))
+"""Model types that are counted; tests/config/test_parameters.py compares each with the installed transformers."""
+
+_UNCOUNTED = (
+    "modules_to_save",
+    "rank_pattern",
+    "layers_to_transform",
+    "exclude_modules",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "use_dora",
+    "lora_bias",
+)
+"""Settings of PEFT's LoraConfig under which r (inputs + outputs) for each target module is not all that is trained."""
+
+_QWEN = {"gate": "gate", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_CONVERTED: dict[str, dict[str, str]] = {
+    "mixtral": {"gate": "gate", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "qwen3_moe": _QWEN,
+    "qwen3_next": _QWEN,
+    "deepseek_v2": _QWEN,
+    "deepseek_v3": _QWEN,
+}
+"""Model types for which PEFT puts targets of the names that experts and routers had before transformers 5 onto the bare
+parameters that they are now: ``_MOE_TARGET_MODULE_MAPPING`` of peft/utils/transformers_weight_conversion.py."""
 
 
-def linear_shapes(architecture: Mapping[str, Any]) -> dict[str, tuple[int, int]] | None:
-    """(inputs, outputs) of each linear module of a layer; None for other model types than :data:`DENSE`."""
-    if architecture.get("model_type") not in DENSE or not architecture.get("intermediate_size"):
-        return None
-    hidden, inner = int(architecture["hidden_size"]), int(architecture["intermediate_size"])
-    heads = int(architecture["num_attention_heads"])
-    groups = int(architecture.get("num_key_value_heads") or heads)
-    head = int(architecture.get("head_dim") or hidden // heads)
-    return {
-        "self_attn.q_proj": (hidden, heads * head),
-        "self_attn.k_proj": (hidden, groups * head),
-        "self_attn.v_proj": (hidden, groups * head),
-        "self_attn.o_proj": (heads * head, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
+def is_counted(architecture: Mapping[str, Any]) -> bool:
+    """Whether the parameters of an architecture are counted."""
+    crossed = architecture.get("model_type") == "gpt2" and architecture.get("add_cross_attention")
+    return architecture.get("model_type") in FAMILIES and not crossed
+
+
+def uncounted(architecture: Mapping[str, Any]) -> str:
+    """What to tell where :func:`count` gives None."""
+    return f"parameters of {architecture.get('model_type')} cannot be counted here; known: {', '.join(KNOWN)}"
+
+
+def layers_of(architecture: Mapping[str, Any]) -> list[LayerKind]:
+    """The layers in their order, each with count 1; only for a counted architecture."""
+    return list(_layers(json.dumps(architecture)))
+
+
+@lru_cache(maxsize=64)
+def _layers(text: str) -> tuple[LayerKind, ...]:
+    values = Values(json.loads(text))
+    layer = FAMILIES[values.kind].layer
+    return tuple(layer(values, index) for index in range(values.layers))
+
+
+def count(architecture: Mapping[str, Any]) -> Counted | None:
+    """Everything that a model is made of; None where the family is not known. Values are those of a checked model.json."""
+    return _count(json.dumps(architecture)) if is_counted(architecture) else None
+
+
+@lru_cache(maxsize=64)
+def _count(text: str) -> Counted:
+    """Counted once for an architecture's JSON: a search over layouts asks again and again."""
+    architecture = json.loads(text)
+    values = Values(architecture)
+    family = FAMILIES[values.kind]
+    kinds = Counter(layers_of(architecture))
+    hidden, vocabulary, tied = values.hidden, values.whole("vocab_size"), values.flag("tie_word_embeddings")
+    positions = values.whole("max_position_embeddings") if family.positions else 0
+    return Counted(
+        layers=tuple(replace(kind, count=number) for kind, number in kinds.items()),
+        hidden=hidden,
+        vocabulary=vocabulary,
+        embedding=(vocabulary + positions) * hidden,
+        head=0 if tied else vocabulary * hidden,
+        other=2 * hidden if family.norm_bias else hidden,
+        tied=tied,
+    )
 
 
 def parameter_count(architecture: Mapping[str, Any]) -> int | None:
-    """All parameters, exact for :data:`DENSE` models, else None."""
-    shapes = linear_shapes(architecture)
-    if shapes is None:
-        return None
-    hidden, layers = int(architecture["hidden_size"]), int(architecture["num_hidden_layers"])
-    per_layer = sum(inputs * outputs for inputs, outputs in shapes.values()) + 2 * hidden
-    per_layer += sum(shapes[name][1] for name in _biased(architecture))
-    embeddings = int(architecture["vocab_size"]) * hidden * (1 if _tied(architecture) else 2)
-    return layers * per_layer + embeddings + hidden
-
-
-def _tied(architecture: Mapping[str, Any]) -> bool:
-    return bool(architecture.get("tie_word_embeddings", False))
-
-
-def _biased(architecture: Mapping[str, Any]) -> list[str]:
-    names = []
-    if architecture["model_type"] == "qwen2":
-        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-    if architecture["model_type"] == "llama" and architecture.get("attention_bias"):
-        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    if architecture["model_type"] == "llama" and architecture.get("mlp_bias"):
-        names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    return names
+    """All parameters, exact for :data:`KNOWN` model types, else None."""
+    counted = count(architecture)
+    return None if counted is None else counted.total
 
 
 def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> int | None:
-    """The parameters that LoRA trains: r (inputs + outputs) for each target module; None where that is not all there is.
+    """The parameters that LoRA trains, as the installed PEFT makes them; None where that is not known, or PEFT refuses.
 
-    ``target_modules`` by PEFT's rule: a list names ends of module names, a text is a pattern for the whole name.
+    ``target_modules`` by PEFT's rule: a list names ends of module names, a text is a pattern for the whole name. Each target
+    matrix gets r (inputs + outputs); for the fused experts see :func:`_converted`.
     """
-    shapes = linear_shapes(architecture)
-    plain = not any(lora.get(key) for key in ("modules_to_save", "rank_pattern", "layers_to_transform", "exclude_modules"))
-    if shapes is None or not plain or not lora.get("target_modules"):
+    target = lora.get("target_modules")
+    if not is_counted(architecture) or not target or any(lora.get(key) for key in _UNCOUNTED):
         return None
-    target = lora["target_modules"]
-    modules = module_names(str(architecture["model_type"]), str(architecture["architectures"][0]))
-    outside = [name for name in modules if ".layers." not in name]
-    if target != "all-linear" and any(_matches(target, name) for name in outside):
+    if lora.get("bias", "none") != "none":
         return None
-    rank, layers = int(lora.get("r", 8)), range(int(architecture["num_hidden_layers"]))
-    return sum(
-        rank * (inputs + outputs)
-        for layer in layers
-        for name, (inputs, outputs) in shapes.items()
-        if target == "all-linear" or _matches(target, f"model.layers.{layer}.{name}")
+    kind, rank = str(architecture["model_type"]), int(lora.get("r", 8))
+    layers, names = layers_of(architecture), FAMILIES[kind].names
+    if isinstance(target, str) and target.lower() == "all-linear":
+        target = "all-linear"
+    elif any(_matches(target, name) for name in _others(layers, names)):
+        return None  # embeddings, the head, or a module that holds the linears: another count, or refused by PEFT
+    if kind in _CONVERTED:
+        return _converted(layers, names, target, rank, lora, _CONVERTED[kind])
+    trained = sum(
+        rank * (linear.inputs + linear.outputs) for name, linear in _named(layers, names) if _chosen(target, name, linear)
     )
+    return trained or None
+
+
+def _named(layers: list[LayerKind], names: Names) -> Iterator[tuple[str, Linear]]:
+    """Every linear of the model with its full name."""
+    for index, layer in enumerate(layers):
+        for linear in layer.linears:
+            yield f"{names.layers}.{index}.{linear.name}", linear
+
+
+def _others(layers: list[LayerKind], names: Names) -> set[str]:
+    """Names of modules that are no linears of layers: embeddings, head, and everything that holds a linear."""
+    found = set(names.outside)
+    for name, _ in _named(layers, names):
+        holder = name.rpartition(".")[0]
+        while holder and holder not in found:
+            found.add(holder)
+            holder = holder.rpartition(".")[0]
+    return found
+
+
+def _chosen(target: str | list[str], name: str, linear: Linear) -> bool:
+    return not linear.bare and (target == "all-linear" or _matches(target, name))
+
+
+def _converted(
+    layers: list[LayerKind],
+    names: Names,
+    target: str | list[str],
+    rank: int,
+    lora: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> int | None:
+    """LoRA on a mixture whose targets PEFT rewrites for transformers 5 (``_convert_peft_config_moe``).
+
+    All targets become ends of names; those of experts and routers go onto their bare parameters, and onto nothing else: dense
+    layers and shared experts with the same names stay frozen. Each expert gets its own r, the fused gate and up projection 2 r.
+    """
+    named = list(_named(layers, names))
+    if isinstance(target, str):
+        ends = {name.split(".")[-1] for name, linear in named if _chosen(target, name, linear)}
+        if target == "all-linear":
+            ends |= set(renamed)
+        elif any(_matches(target, old) for name, linear in named if linear.bare for old in _old_names(name, renamed)):
+            return None
+    else:
+        ends = set(target)
+    moved = {end: end.split(".")[-1] for end in ends if end.split(".")[-1] in renamed}
+    onto = [renamed[old] for old in set(moved.values())]
+    if onto.count("gate_up_proj") == 1 or (onto and lora.get("lora_dropout")):
+        return None  # PEFT refuses half of a fused matrix, and dropout before a bare parameter
+    plain = sorted(ends - set(moved))
+    trained = 0
+    for name, linear in named:
+        width = linear.inputs + linear.outputs
+        if not linear.bare:
+            trained += rank * width if _matches(plain, name) else 0
+        elif (last := name.split(".")[-1]) in onto:
+            trained += (2 if last == "gate_up_proj" else 1) * rank * linear.copies * width
+    return trained or None
+
+
+def _old_names(name: str, renamed: Mapping[str, str]) -> list[str]:
+    """The names that a bare parameter answers to: its own, its weight, and those from before transformers 5."""
+    parent, _, last = name.rpartition(".")
+    return [name, f"{name}.weight", *(f"{parent}.{old}" for old, new in renamed.items() if new == last)]
 
 
 def _matches(target: str | list[str], name: str) -> bool:
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(name == end or name.endswith(f".{end}") for end in target)
+
+
+__all__ = [
+    "KNOWN",
+    "Attention",
+    "Counted",
+    "LayerKind",
+    "Linear",
+    "count",
+    "is_counted",
+    "layers_of",
+    "lora_parameter_count",
+    "parameter_count",
+    "uncounted",
+]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
-from clustertune.config import checks, derive
+from clustertune.config import beside, checks, derive, megatron, quantization
 from clustertune.config.load import COMMAND_LINE, Layer, Layers, find_folder, read_layers
 from clustertune.config.resolved import Derived, Resolved, is_there
-from clustertune.config.schema import NAME, Recipe
+from clustertune.config.schema import NAME, ActivationCheckpointing, Megatron, Recipe
 from clustertune.config.tiny import tiny_layer
 from clustertune.config.yamlfile import Document, KeyPath, read_text, read_yaml
 from clustertune.errors import Problem, UserError
@@ -58,6 +60,8 @@ class _Work:
     owners: dict[KeyPath, Layer] = field(default_factory=dict)
     accelerate: Document | None = None
     accelerate_file: str = "accelerate.yaml"
+    deepspeed: dict[str, Any] | None = None
+    megatron: Megatron | None = None
     architecture: dict[str, Any] | None = None
     chat_template: str | None = None
     train: dict[str, Any] = field(default_factory=dict)
@@ -76,13 +80,8 @@ class _Work:
         self.values, self.owners = self.layers.merged()
         self.complete = not self.problems
         folder, shown = self.layers.folder, self.layers.shown
-        named = self.values.get("accelerate", self.accelerate_file)
-        if isinstance(named, str) and _is_file_name(named):  # else the schema says what is wrong
-            self.accelerate_file = named
-            try:
-                self.accelerate = read_yaml(folder / named, f"{shown}/{named}", core=False)
-            except UserError as error:
-                self.problems += error.problems
+        self.megatron = megatron.read(self.values)
+        self._read_distribution(folder, shown)
         try:
             self.architecture = arch.read_architecture(folder / arch.FILE, f"{shown}/{arch.FILE}")
         except UserError as error:
@@ -95,23 +94,58 @@ class _Work:
             except UserError as error:
                 self.problems += error.problems
 
+    def _read_distribution(self, folder: Path, shown: str) -> None:
+        """The accelerate file and DeepSpeed's, with what the command line lays over them."""
+        given = self.layers.beside
+        named = self.values.get("accelerate", self.accelerate_file)
+        if not isinstance(named, str) or not _is_file_name(named):
+            return  # the schema says what is wrong
+        self.accelerate_file = named
+        if self.megatron is not None and "accelerate" not in self.values and not (folder / named).is_file():
+            self.accelerate = Document(f"{shown}/{named}", {})  # Megatron-Bridge reads none
+            return
+        try:
+            document = read_yaml(folder / named, f"{shown}/{named}", core=False)
+        except UserError as error:
+            self.problems += error.problems
+            return
+        self.accelerate = beside.lay_over(document, given.get("accelerate"))
+        self.deepspeed, problems = beside.read_deepspeed(self.accelerate.data, folder, shown, given.get("deepspeed"))
+        self.problems += problems
+
     def check(self) -> None:
         """Everything that can be said without a machine, each part as far as the others allow."""
         distribution = self.accelerate.data if self.accelerate else {}
         accelerate_shown = self.accelerate.file if self.accelerate else self.accelerate_file
         kind = str(self.architecture["model_type"]) if self.architecture else None
-        if self.accelerate:
+        if self.accelerate and (self.accelerate.data or self.megatron is None):
             self.problems += acc.find_problems(self.accelerate, self.layers.folder, kind)
         self.world, reason = derive.world_size(self.values, self.ranks)
         self.derived.append(Derived("world_size", self.world, reason))
-        self.dp, derived, problems = derive.data_parallel(distribution, self.world, accelerate_shown)
-        self.derived.append(derived)
-        self.problems += problems
+        self._spread(distribution)
         if self.tiny:
             self._lay_tiny()
         self.problems += checks.find_schema_problems(self.values, self.place)
         self._check_train(distribution, accelerate_shown)
         self._check_lora()
+
+    def _spread(self, distribution: dict[str, Any]) -> None:
+        """The data-parallel ranks, and what FSDP2 shards over where only the other sizes are given."""
+        if self.megatron is not None:
+            self.dp, derived = derive.megatron_parallel(self.megatron, self.world)
+            self.derived.append(derived)
+            return
+        place = self.accelerate.place(("parallelism_config",)) if self.accelerate else self.accelerate_file
+        file = place if place == COMMAND_LINE or not self.accelerate else self.accelerate.file
+        self.dp, derived, problems = derive.data_parallel(distribution, self.world, file)
+        self.derived.append(derived)
+        shards, more = derive.shard_size(distribution, self.world, file)
+        self.problems += problems + more
+        if shards is not None and self.accelerate is not None:
+            self.derived.append(shards)
+            # The mapping may be the file's own: what is derived from the ranks goes into a copy.
+            section = {**distribution["parallelism_config"], beside.SHARD_SIZE: shards.value}
+            self.accelerate = replace(self.accelerate, data={**distribution, "parallelism_config": section})
 
     def _check_beneath_tiny(self) -> None:
         """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit matters to nobody then."""
@@ -149,10 +183,56 @@ class _Work:
         found, more = derive.accumulation(batch | self.train, self.world, self.dp, self.place)
         if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
             problems += more
-        derived, twice = derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
+        derived, twice = self._recomputation(distribution)
         problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
+        problems += checks.find_quantization_problems(self.train, self.values.get("lora"), distribution, self.place)
+        if self.train.get("packing") and acc.parallel_sizes(distribution).get("cp", 1) > 1 and self.megatron is None:
+            # trl/trainer/sft_trainer.py:1150: the mask that keeps packed conversations apart is dropped.
+            text = "true, while context parallelism drops what keeps packed conversations apart"
+            path = ("train", "packing")
+            problems.append(Problem(text, file=self.place(path), key="train.packing", fix="train.packing=false, or cp size 1"))
         self.derived += [derived] if found is None else [found, derived]
         self.problems += problems
+
+    def _recomputation(self, distribution: dict[str, Any]) -> tuple[Derived, list[Problem]]:
+        """Which of the model, FSDP, the ratio and Megatron recompute activations."""
+        key = "train.activation_checkpointing"
+        given = self.values.get("activation_checkpointing")
+        try:
+            ratio = ActivationCheckpointing.model_validate(given).ratio if given is not None else None
+        except ValidationError:
+            ratio = None
+        if self.megatron is not None:
+            return Derived(key, False, "megatron.recompute_granularity says it"), self._megatron_problems(ratio)
+        if ratio is None:
+            return derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
+        problems = derive.ratio_problems(self.train, distribution, self.accelerate_file, self.place)
+        layers = int((self.architecture or {}).get("num_hidden_layers", 1))
+        count = len(derive.recomputed_layers(ratio, layers))
+        reason = f"activation_checkpointing.ratio {ratio:g}: {count} of {layers} layers"
+        return Derived(key, count > 0, reason), problems
+
+    def _megatron_problems(self, ratio: float | None) -> list[Problem]:
+        assert self.megatron is not None
+        problems: list[Problem] = []
+
+        def add(key: str, message: str, fix: str | None = None) -> None:
+            problems.append(Problem(message, file=self.place(("megatron", key)), key=f"megatron.{key}", fix=fix))
+
+        if self.tiny:
+            add("tensor_model_parallel_size", "--tiny trains, and this recipe is planned only", "leave --tiny out")
+        else:
+            megatron.find_problems(self.megatron, self.world, self.architecture, self.train, add)
+        for key, value in {
+            "activation_checkpointing": ratio,
+            "train.activation_checkpointing": self.train.get("activation_checkpointing"),
+            "train.model_init_kwargs.quantization_config": quantization.of(self.train),
+        }.items():
+            if value:
+                path = tuple(key.split("."))
+                fix = "write megatron.recompute_granularity" if "checkpointing" in key else "leave it out"
+                problems.append(Problem("Megatron does not read it", file=self.place(path), key=key, fix=fix))
+        return problems
 
     def _check_lora(self) -> None:
         given = self.values.get("lora")
@@ -194,6 +274,9 @@ class _Work:
             accelerate_file=self.accelerate_file,
             tiny=self.tiny,
             chat_template=self.chat_template,
+            accelerate_overrides=beside.flat(self.layers.beside.get("accelerate")),
+            deepspeed=self.deepspeed,
+            deepspeed_overrides=beside.flat(self.layers.beside.get("deepspeed")),
             derived=self.derived,
         )
         resolved.warnings.extend(_warnings(resolved))

@@ -65,13 +65,25 @@ class Resolved:
     tiny: bool = False
     chat_template: str | None = None
     """The text of the recipe's own chat template."""
+    accelerate_overrides: dict[str, Any] = field(default_factory=dict)
+    """What the command line laid over the accelerate file, by key path; null took a key out."""
+    deepspeed: dict[str, Any] | None = None
+    """DeepSpeed's configuration, overrides included, where the accelerate file names one."""
+    deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
     derived: list[Derived] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def accelerate_path(self) -> Path:
-        """The accelerate configuration file itself, for ``accelerate launch --config_file``."""
+        """The recipe's accelerate configuration file, as it stands in its folder."""
         return Path(self.folder, self.accelerate_file)
+
+    @property
+    def own_accelerate(self) -> bool:
+        """Ranks cannot read the recipe's file itself: values were laid over it or derived, or it names DeepSpeed's by a
+        relative path, which accelerate takes from the working folder."""
+        derived = any(item.key.startswith("accelerate.") for item in self.derived)
+        return bool(self.accelerate_overrides) or self.deepspeed is not None or derived
 
     @property
     def input_path(self) -> Path | None:
@@ -97,6 +109,9 @@ class Resolved:
             "accelerate_file": self.accelerate_file,
             "tiny": self.tiny,
             "chat_template": self.chat_template,
+            "accelerate_overrides": self.accelerate_overrides,
+            "deepspeed": self.deepspeed,
+            "deepspeed_overrides": self.deepspeed_overrides,
             "derived": [vars(item) for item in self.derived],
             "warnings": list(self.warnings),
         }
@@ -123,4 +138,7 @@ class Resolved:
             "accelerate": self.accelerate,
             "chat_template": self.chat_template,
         }
+        # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
+        extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": recipe["activation_checkpointing"]}
+        body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

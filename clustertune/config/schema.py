@@ -9,6 +9,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.plugin import _loader
+
+# Looking for pydantic's plugins reads the metadata of every installed package, 30 ms in each process. A recipe is checked
+# without any; the variable that says so, PYDANTIC_DISABLE_PLUGINS, would reach every process that is started from here.
+_loader._plugins = {}
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The form of every name that becomes a path, a job name or an argument."""
@@ -40,7 +45,7 @@ IFEVAL_SCORES = (
 class Section(BaseModel):
     """Every section refuses keys that it does not know."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Model(Section):
@@ -63,6 +68,8 @@ class ExpectedSplits(Section):
 
     train: Count | None = None
     eval: Count | None = None
+    mean_tokens: Annotated[Number, Field(gt=0, le=10_000_000)] | None = None
+    """Tokens of a train conversation on average, chat template included and cut at ``train.max_length``: for ``plan``."""
 
 
 class Data(Section):
@@ -126,6 +133,51 @@ class Expect(Section):
     trainable_parameters: Positive | None = None
 
 
+class ActivationCheckpointing(Section):
+    """Which decoder layers keep only their input and compute the rest again in backward."""
+
+    ratio: Score
+    """Share of the decoder layers, spread evenly; 0: none, 1: all."""
+
+
+class Megatron(Section):
+    """The distribution for Megatron-Bridge in its own container, in Megatron-Core's names; planned here, not started."""
+
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Model chunks per pipeline rank (the interleaved schedule)."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer of the first stage: 126 layers, embedding and loss are 128 over 8 stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The same of the loss, in the last stage."""
+    context_parallel_size: Positive = 1
+    expert_model_parallel_size: Positive = 1
+    expert_tensor_parallel_size: Positive | None = None
+    """Tensor parallelism of experts; None: that of the other layers."""
+    sequence_parallel: bool = False
+    recompute_granularity: Literal["full", "selective"] | None = None
+    use_distributed_optimizer: bool = True
+    fp8: Literal["hybrid", "e4m3"] | None = None
+
+
+class PlanFacts(Section):
+    """How a run that another program starts differs from one of ours; only ``plan`` reads it."""
+
+    whole_logits: bool = False
+    """The logits of all tokens are in memory at once, with their float32 copy; TRL computes the loss in tiles."""
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Type in which gradients are reduced, where it is not the one that accelerate takes."""
+    overlap_tp: bool = False
+    """Tensor-parallel collectives run beside the products (asynchronous TP)."""
+    sequence_parallel: bool = False
+    """Norms and dropout are split over the tensor-parallel ranks; ``megatron`` has its own key for it."""
+    reduce_each: bool = False
+    """Gradients are reduced after each micro batch, so that none is kept whole; transformers' Trainer waits for the last."""
+    fp8: bool = False
+    """Matrix products are computed in float8 (torchao, Transformer Engine)."""
+
+
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
@@ -140,6 +192,9 @@ class Recipe(Section):
     """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
     accelerate: Annotated[str, Field(pattern=rf"^{NAME}\.yaml$")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    megatron: Megatron | None = None
+    plan: PlanFacts = PlanFacts()
     slurm: Slurm = Slurm()
     eval: Eval = Eval()
     expect: Expect = Expect()

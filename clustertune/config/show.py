@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from clustertune.config import architecture
-from clustertune.config.parameters import lora_parameter_count, parameter_count
+from clustertune.config.load import BESIDE
+from clustertune.config.parameters import lora_parameter_count, parameter_count, uncounted
 from clustertune.config.resolved import Resolved
 
-SECTIONS = ("base", "model", "data", "train", "lora", "accelerate", "slurm", "eval", "expect")
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SECTIONS = (
+    "base", "model", "data", "train", "lora", "activation_checkpointing", "accelerate", "megatron", "slurm", "eval", "expect",
+)  # fmt: skip
+
+LONGEST_KEY = 48
+"""Characters of a key that stays on one line of the table."""
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
@@ -35,6 +39,7 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "trainable_parameters": _trainable(resolved),
         "accelerate_file": resolved.accelerate_file,
         "accelerate": resolved.accelerate,
+        **({"deepspeed": resolved.deepspeed} if resolved.deepspeed is not None else {}),
         "warnings": resolved.warnings,
         "fingerprint": resolved.fingerprint(),
     }
@@ -42,13 +47,19 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
 
 def render(resolved: Resolved, console: Console) -> None:
     """Print the table: key, value, origin; then the architecture, the distribution and the warnings."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
     title = resolved.name + (" --tiny" if resolved.tiny else "")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("key", no_wrap=True)
+    rows = list(_rows(resolved))
+    # accelerate's longest keys alone would fill a terminal of 80 columns: those tables may break them.
+    table.add_column("key", no_wrap=max(len(key) for key, _, _ in rows) <= LONGEST_KEY, overflow="fold", min_width=30)
     table.add_column("value", overflow="fold", max_width=30)
     table.add_column("origin", overflow="fold")
     section = ""
-    for key, value, origin in _rows(resolved):
+    for key, value, origin in rows:
         here = key.split(".")[0] if "." in key else section
         if section and here != section:
             table.add_section()
@@ -75,6 +86,10 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
                 yield key, value, origin
         for key, item in own.items():
             yield key, item.value, f"derived: {item.reason}"
+        if section == "accelerate":
+            for name in BESIDE:
+                for key, value in getattr(resolved, f"{name}_overrides").items():
+                    yield f"{name}.{key}", value, "override"
         if section == "slurm":
             for key, item in derived.items():
                 if "." not in key:
@@ -110,10 +125,12 @@ def _trainable(resolved: Resolved) -> int | None:
 
 def _notes(resolved: Resolved) -> Iterator[str]:
     total, trainable = parameter_count(resolved.architecture), _trainable(resolved)
-    counted = f", {total:,} parameters" if total else ""
+    counted = f", {total:,} parameters" if total else f" ({uncounted(resolved.architecture)})"
     if total and trainable:
         counted += f", {trainable:,} trained ({100 * trainable / total:.2g} %)"
     yield f"model.json: {architecture.summary(resolved.architecture)}{counted}"
+    if not resolved.accelerate:
+        return
     config = resolved.accelerate.get("fsdp_config") or {}
     kind = resolved.accelerate.get("distributed_type")
     details = ", ".join(f"{key.removeprefix('fsdp_')}={_plain(value)}" for key, value in config.items())

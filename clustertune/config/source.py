@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError
+
+_watching: list[set[tuple[str, str]]] = []
+"""Who wants to know which files are looked at: one set of (package, file) each."""
 
 
 @cache
@@ -19,16 +23,57 @@ def package_folder(name: str) -> Path:
     return Path(spec.origin).parent
 
 
+def watch() -> set[tuple[str, str]]:
+    """A set that gains the (package, file) of whatever is looked at from now on, until :func:`unwatch`."""
+    seen: set[tuple[str, str]] = set()
+    _watching.append(seen)
+    return seen
+
+
+def unwatch() -> None:
+    """End the newest :func:`watch`."""
+    _watching.pop()
+
+
+def looked_at(package: str, relative: str) -> None:
+    """Tell all who watch that something was made out of this file, or out of its absence."""
+    for seen in _watching:
+        seen.add((package, relative))
+
+
 @cache
+def _content(package: str, relative: str) -> bytes | None:
+    try:
+        return (package_folder(package) / relative).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+@cache
+def content_digest(package: str, relative: str) -> str | None:
+    """A digest of one file of an installed package; None where there is no such file. Raises UserError, OSError."""
+    content = _content(package, relative)
+    return None if content is None else hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def has_file(package: str, relative: str) -> bool:
+    """Whether an installed package has a file."""
+    looked_at(package, relative)
+    return _content(package, relative) is not None
+
+
 def parse_module(package: str, relative: str) -> ast.Module:
     """The syntax tree of one file of an installed package. Raises UserError where the file is not there."""
-    path = package_folder(package) / relative
-    try:
-        return ast.parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            Problem(f"the installed {package} has no {relative}", fix="install the pinned versions: make setup")
-        ) from None
+    looked_at(package, relative)
+    return _parse(package, relative)
+
+
+@cache
+def _parse(package: str, relative: str) -> ast.Module:
+    content = _content(package, relative)
+    if content is None:
+        raise UserError(Problem(f"the installed {package} has no {relative}", fix="install the pinned versions: make setup"))
+    return ast.parse(content.decode("utf-8"))
 
 
 def classes(module: ast.Module) -> dict[str, ast.ClassDef]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config.parameters import linear_shapes, lora_parameter_count, parameter_count
+from clustertune.config import quantization
+from clustertune.config.parameters import Counted, count, lora_parameter_count, parameter_count
 from clustertune.config.resolved import Resolved
 
 HALF, FULL = 2, 4
@@ -71,7 +72,7 @@ def spread(resolved: Resolved, world: int, per_node: int) -> Spread:
     if kind == "FSDP":
         return _fsdp(body, world, per_node)
     if kind == "DEEPSPEED":
-        stage, offloaded = _zero(body, Path(resolved.folder))
+        stage, offloaded = _zero(body, Path(resolved.folder), resolved.deepspeed)
         return Spread(world if stage >= 3 else 1, world if stage >= 1 else 1, offloaded, False, f"ZeRO-{stage}")
     return Spread(1, 1, False, False, kind)
 
@@ -92,14 +93,18 @@ def _fsdp(body: Mapping[str, Any], world: int, per_node: int) -> Spread:
     return Spread(shards, shards, offloaded, name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"), name)
 
 
-def _zero(body: Mapping[str, Any], folder: Path) -> tuple[int, bool]:
-    """The ZeRO stage, and whether parameters are offloaded; from accelerate's section or the DeepSpeed file it names."""
+def _zero(body: Mapping[str, Any], folder: Path, deepspeed: Mapping[str, Any] | None) -> tuple[int, bool]:
+    """The ZeRO stage, and whether parameters are offloaded; from accelerate's section or the DeepSpeed file it names.
+
+    ``deepspeed``: that file as it was resolved; runs of former releases do not have it.
+    """
     config = acc.section(body, "deepspeed_config")
     stage, offload = config.get("zero_stage"), config.get("offload_param_device")
     named = config.get("deepspeed_config_file")
     if isinstance(named, str):
         try:
-            zero = json.loads((folder / named).read_bytes()).get("zero_optimization", {})
+            found = deepspeed if deepspeed is not None else json.loads((folder / named).read_bytes())
+            zero = found.get("zero_optimization", {})
             stage, offload = zero.get("stage", stage), zero.get("offload_param", {}).get("device", offload)
         except (OSError, ValueError, AttributeError):
             return 3, True  # unreadable: the widest split keeps the bound below the truth
@@ -111,21 +116,24 @@ def _zero(body: Mapping[str, Any], folder: Path) -> tuple[int, bool]:
 
 def rank_parts(resolved: Resolved, world: int, per_node: int) -> list[Part]:
     """What one rank holds on its GPU at least; empty where the architecture cannot be counted."""
-    total, trained = parameter_count(resolved.architecture), trainable(resolved)
-    shapes = linear_shapes(resolved.architecture)
-    if total is None or trained is None or shapes is None:
+    counted, trained = count(resolved.architecture), trainable(resolved)
+    if counted is None or trained is None:
         return []
+    total = counted.total
     split = spread(resolved, world, per_node)
     frozen = total if resolved.recipe.lora is not None else 0
     parts = []
+    config = quantization.of(resolved.train_args)
+    # Of a quantised base the embeddings and the head stay in bf16: less is certain.
+    packed = quantization.read(config, counted.hidden).packed if config else HALF
     if not split.offloaded:
-        text = f"bf16 weights {HALF * total / 1e9:.1f} GB / {split.weights} ranks"
+        text = f"{'quantised' if config else 'bf16'} weights {packed * total / 1e9:.1f} GB / {split.weights} ranks"
         if frozen:
-            parts.append(Part(text, HALF * frozen / split.weights))
+            parts.append(Part(text, packed * frozen / split.weights))
         parts += _trained_parts(resolved, trained, split)
-    gathered = _gathered(resolved, shapes, split, HALF * total)
+    gathered = _gathered(counted, split, packed)
     parts += [gathered] if gathered else []
-    return parts + _token_parts(resolved, shapes)
+    return parts + _token_parts(resolved, counted)
 
 
 def _trained_parts(resolved: Resolved, trained: int, split: Spread) -> list[Part]:
@@ -138,6 +146,8 @@ def _trained_parts(resolved: Resolved, trained: int, split: Spread) -> list[Part
     mixed = bool(args.get("bf16", True)) or bool(args.get("fp16"))
     upcast = mixed and resolved.accelerate.get("distributed_type") in ("FSDP", "DEEPSPEED")
     number = FULL if upcast or resolved.recipe.lora is not None else HALF
+    if quantization.of(args) is not None:
+        number = HALF  # TRL holds adapters on a quantised base in bfloat16
     optimizer = str(args.get("optim", "adamw_torch"))
     if "adam" not in optimizer:
         moments = 0
@@ -147,31 +157,33 @@ def _trained_parts(resolved: Resolved, trained: int, split: Spread) -> list[Part
     return [*parts, Part(f"gradients and optimizer ({number + moments} B each)", (number + moments) * trained / split.states)]
 
 
-def _gathered(resolved: Resolved, shapes: Mapping[str, tuple[int, int]], split: Spread, whole: float) -> Part | None:
-    """Weights that are gathered from the other ranks for the moment of their use."""
+def _gathered(counted: Counted, split: Spread, number: float) -> Part | None:
+    """Weights that are gathered from the other ranks for the moment of their use; of unlike layers the smallest are certain."""
     if split.weights == 1 and not split.offloaded:
         return None
     if split.gathered_whole:
-        return Part("all weights gathered from forward to backward", whole)
-    layer = HALF * sum(inputs * outputs for inputs, outputs in shapes.values())
-    layers = min(PREFETCHED, int(resolved.architecture["num_hidden_layers"]))
+        return Part("all weights gathered from forward to backward", number * counted.total)
+    layer = number * min(sum(linear.parameters for linear in kind.linears) for kind in counted.layers)
+    layers = min(PREFETCHED, counted.num_layers)
     return Part(f"{layers} layers gathered ({layer / 1e9:.1f} GB each)", layers * layer)
 
 
-def _token_parts(resolved: Resolved, shapes: Mapping[str, tuple[int, int]]) -> list[Part]:
+def _token_parts(resolved: Resolved, counted: Counted) -> list[Part]:
     """Activations of one micro batch: a layer's input where they are checkpointed, else what the products' backward needs."""
-    architecture, args = resolved.architecture, resolved.train_args
+    args = resolved.train_args
     tokens = int(args.get("per_device_train_batch_size") or 8) * int(args.get("max_length") or 1024)
     shared = max(1, resolved.world_size // max(1, resolved.data_parallel_size))
     tokens = tokens // shared
-    hidden, layers = int(architecture["hidden_size"]), int(architecture["num_hidden_layers"])
     config = acc.section(resolved.accelerate, "fsdp_config")
     checkpointed = acc.flag(config, "activation_checkpointing") or bool(args.get("activation_checkpointing"))
-    offloaded = acc.flag(config, "activation_checkpointing_offload")
-    inner = shapes["mlp.gate_proj"][1]
-    numbers = 0 if offloaded else hidden if checkpointed else 2 * hidden + 2 * inner
+    settings = args.get("activation_checkpointing_kwargs") or args.get("gradient_checkpointing_kwargs")
+    moved = isinstance(settings, dict) and bool(settings.get("offload"))
+    offloaded = acc.flag(config, "activation_checkpointing_offload") or moved or bool(args.get("activation_offloading"))
+    hidden = counted.hidden
+    each = [0 if offloaded else hidden if checkpointed else 2 * (hidden + kind.inner) for kind in counted.layers]
+    numbers = sum(number * kind.count for number, kind in zip(each, counted.layers, strict=True))
     what = "checkpointed activations" if checkpointed else "activations"
-    return [Part(f"{what} of {tokens} tokens", HALF * numbers * layers * tokens)]
+    return [Part(f"{what} of {tokens} tokens", HALF * numbers * tokens)]
 
 
 def loading_parts(resolved: Resolved, per_node: int, *, first: bool = True) -> list[Part]:

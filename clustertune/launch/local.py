@@ -1,4 +1,4 @@
-"""The command that starts the ranks of one node: ``accelerate launch`` with the recipe's own file."""
+"""The command that starts the ranks of one node: ``accelerate launch`` with the recipe's own file, or the run's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from clustertune.config.resolved import Resolved
 from clustertune.launch.plan import Node, Plan
+from clustertune.rundir import RunDir
 
 
 def rank_program(run_path: Path, attempt: int, *, quiet: bool) -> list[str]:
@@ -17,7 +18,13 @@ def rank_program(run_path: Path, attempt: int, *, quiet: bool) -> list[str]:
 
 
 def accelerate_command(
-    resolved: Resolved, program: Sequence[str], plan: Plan | None = None, node: int = 0, address: str = "", port: int = 0
+    run: RunDir,
+    resolved: Resolved,
+    program: Sequence[str],
+    plan: Plan | None = None,
+    node: int = 0,
+    address: str = "",
+    port: int = 0,
 ) -> list[str]:
     """``accelerate launch`` for the ranks of node ``node``; ``program`` are the arguments of the ``clustertune`` module.
 
@@ -32,7 +39,7 @@ def accelerate_command(
         "-m",
         "accelerate.commands.launch",
         "--config_file",
-        str(resolved.accelerate_path),
+        str(run.accelerate_file(resolved).absolute()),
         "--num_processes",
         str(plan.world_size if plan else resolved.world_size),
         "--num_machines",

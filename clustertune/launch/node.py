@@ -48,10 +48,11 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool) -> int:
         with contextlib.suppress(OSError):  # where the folder cannot be seen the words are still to be said
             write_durably(record_file(folder, node), json.dumps(record) + "\n")
         raise
-    resolved = RunDir(run_path).resolved()
+    run = RunDir(run_path)
+    resolved = run.resolved()
     agent = Agent(run_path, plan, node, patient=True)
     program = local.rank_program(run_path, attempt, quiet=quiet)
-    command = local.accelerate_command(resolved, program, plan, node, address, port)
+    command = local.accelerate_command(run, resolved, program, plan, node, address, port)
     try:
         code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)
     finally:

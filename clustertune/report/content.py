@@ -14,6 +14,16 @@ from clustertune.report.metrics import Metrics
 
 Row = list[str]
 
+WARM_UP = 2
+"""First steps that hold compilation and first connections."""
+FORECAST = {
+    "step_s": "seconds of a step",
+    "tokens_per_s": "tokens per second",
+    "peak_gib_per_gpu": "GiB per GPU, peak",
+    "hours": "hours of training",
+}
+"""What the report compares of a plan, with its name there."""
+
 _ENDS = {
     int(ExitCode.OK): "finished",
     int(ExitCode.FAILED): "failed",
@@ -118,6 +128,39 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], ifev
         difference = f"{found - wanted:+,.4g}" if both else UNKNOWN
         rows.append([key, number(wanted), number(found), difference])
     return rows
+
+
+def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """What ``plan`` said before the first step beside what happened: medians behind the first two steps, which hold warm-up."""
+    steps = metrics.steps[WARM_UP:] or metrics.steps
+    times = [step.seconds for step in steps if step.seconds]
+    rates = [step.tokens_per_second for step in steps if step.tokens_per_second]
+    peaks = [step.memory_bytes for step in metrics.steps if step.memory_bytes]
+    train_seconds = get(stages, "train", "seconds")
+    reached = {
+        "step_s": median(times) if times else None,
+        "tokens_per_s": median(rates) if rates else None,
+        "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
+        "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
+    }
+    rows = []
+    for key, name in FORECAST.items():
+        wanted, found = get(told, key), reached[key]
+        if isinstance(wanted, int | float) and not isinstance(wanted, bool) and wanted > 0:
+            error = f"{wanted / found - 1:+.0%}" if found else UNKNOWN
+            rows.append([name, number(wanted), number(found), error])
+    return rows
+
+
+def forecast_note(told: Any) -> str:
+    """How the plan knew the network, or why there is none."""
+    if unknown := get(told, "unknown"):
+        return f"No plan could be made: {unknown}"
+    calibrated = get(told, "calibrated")
+    words = (
+        "calibrated with earlier runs" if calibrated else "not calibrated: clustertune plan --calibrate learns from this run"
+    )
+    return f"Bandwidth {get(told, 'bandwidth_source')}; {words}."
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:

@@ -79,6 +79,8 @@ def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[st
         "status": content.status_of(metrics, stages),
         "notes": content.warnings_of(document, metrics, adapter),
         "tiles": content.tiles(metrics, stages, ifeval, trained),
+        "forecast": content.forecast_rows(document.get("forecast"), metrics, stages),
+        "forecast_note": content.forecast_note(document["forecast"]) if document.get("forecast") else "",
         "expected": content.expected_rows(content.get(resolved, "recipe", "expect"), metrics, stages, ifeval, trained),
         "plots": _draw_training(metrics, restarts),
         "restarts": restarts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import urllib.parse
 from collections.abc import Mapping
@@ -9,7 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clustertune.config import quantization
 from clustertune.errors import Problem, UserError
+
+_PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm_gpu", "gptq": "gptqmodel"}
+"""What transformers loads a quantised base with."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,16 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
         notes.append(f"attn_implementation sdpa: {model['attn_implementation']} needs a GPU")
         values["model_init_kwargs"] = {**model, "attn_implementation": "sdpa"}
     return TrainArguments(values, notes)
+
+
+def check_packages(train_args: Mapping[str, Any]) -> None:
+    """Raise UserError where the base is to be loaded quantised by a package that is not installed."""
+    config = quantization.of(train_args)
+    needed = _PACKAGES.get(quantization.method(config)) if config else None
+    if needed and importlib.util.find_spec(needed) is None:
+        key = "train.model_init_kwargs.quantization_config"
+        problem = f"the Python package {needed} is not installed"
+        raise UserError(Problem(problem, key=key, fix="install it in the image, or leave the quantisation out"))
 
 
 def attention_of(train_args: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.plan import Plan
-from clustertune.training import build, packing, sharding, tracker
+from clustertune.training import build, packing, recompute, sharding, tracker
 from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
@@ -44,6 +44,9 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
         found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator)
         resolved = self._session.resolved
         sharding.check(found, resolved.accelerate, resolved.world_size)
+        if (share := resolved.recipe.activation_checkpointing) is not None and resolved.train_args["activation_checkpointing"]:
+            chosen, layers = recompute.choose_layers(self.trainer.model, share.ratio)
+            self._session.facts["recomputed_layers"] = f"{chosen} of {layers}"
         if self._session.group.rank == 0:
             self._session.open_console(self.trainer.state.max_steps)
             self._report({**asdict(found), **self._session.facts, "notes": self._session.notes})
@@ -86,6 +89,7 @@ class Session:
         """Fit the recipe to this machine and join the process group. Raises UserError where not all ranks are there."""
         import torch
 
+        build.check_packages(resolved.train_args)
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}

@@ -1,0 +1,255 @@
+"""What ``clustertune plan`` does with its arguments."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from clustertune import console
+from clustertune.arguments import path_argument
+from clustertune.config.cluster import load_cluster
+from clustertune.config.load import did_you_mean
+from clustertune.config.prices import price
+from clustertune.config.resolve import resolve
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.plan import document, words
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import Lengths, read_lengths
+from clustertune.plan.place import Place, find_place
+from clustertune.plan.predict import GIB, Plan, make_plan, read_strategy
+
+if TYPE_CHECKING:
+    from clustertune.config.resolved import Resolved
+    from clustertune.plan import calibration
+    from clustertune.report.metrics import StepRecord
+
+GOALS = ("time", "cost", "memory")
+SKIPPED = 2
+"""First steps of a run that hold compilation, warm-up and first connections: not part of what a step takes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line of ``plan``."""
+
+    names: list[str]
+    overrides: list[str]
+    cluster: str | None
+    tiny: bool
+    why: str | None
+    advise: bool
+    goal: str
+    nodes: str | None
+    compare: bool
+    calibrate: bool
+    nccl_check: str | None
+    lengths: str | None
+    as_document: bool
+
+
+def answer(asked: Asked) -> None:
+    """Do what was asked. Raises UserError; exits with 2 where a recipe does not fit."""
+    _check_usage(asked)
+    place = find_place(load_cluster(asked.cluster), path_argument(asked.nccl_check) if asked.nccl_check else None)
+    known = read_lengths(path_argument(asked.lengths)) if asked.lengths else None
+    if asked.calibrate:
+        _calibrate(place, asked.names, known, asked.as_document)
+        return
+    plans = [_plan(place, name, asked.overrides, asked.tiny, known) for name in asked.names]
+    if asked.compare:
+        _compare(plans, asked.as_document)
+    elif asked.why is not None:
+        lines = words.why(plans[0], asked.why)
+        if asked.as_document:
+            emit_json({"part": asked.why, "arithmetic": lines})
+        else:
+            say("\n".join(lines))
+    elif asked.advise:
+        _advise(place, plans[0], asked)
+    else:
+        _show(plans[0], tuple(asked.overrides), asked.as_document)
+
+
+def _check_usage(asked: Asked) -> None:
+    names, compare, calibrate, goal = asked.names, asked.compare, asked.calibrate, asked.goal
+    problems = []
+    wanted = 2 if compare else 1
+    if calibrate and not names:
+        problems.append(
+            Problem("no run was given", file="command line", key="--calibrate", fix="give run folders with metrics.jsonl")
+        )
+    elif not calibrate and len(names) != wanted:
+        text = f"{wanted} {'recipes are' if compare else 'recipe is'} wanted, {len(names)} given"
+        problems.append(Problem(text, file="command line", key="RECIPE", fix="clustertune plan RECIPE [section.key=value]..."))
+    if sum((compare, calibrate, asked.advise, asked.why is not None)) > 1:
+        text = "--compare, --calibrate, --advise and --why exclude each other"
+        problems.append(Problem(text, file="command line", fix="ask one after the other"))
+    if asked.nodes is not None and not asked.advise:
+        fix = "add --advise, or slurm.nodes=N for a plan on so many nodes"
+        problems.append(Problem("is read only with --advise", file="command line", key="--nodes", fix=fix))
+    if calibrate and asked.overrides:
+        text = f"{asked.overrides[0]}: a run is taken as it was"
+        problems.append(Problem(text, file="command line", key="--calibrate", fix="leave the overrides out"))
+    if goal not in GOALS:
+        problems.append(Problem(f"{goal!r} is no goal", file="command line", key="--goal", fix=did_you_mean(goal, GOALS)))
+    if problems:
+        raise UserError(problems)
+
+
+def _plan(place: Place, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
+    resolved = resolve(recipe, changes, tiny=tiny)
+    return make_plan(resolved, place.machine(resolved.recipe.slurm.nodes), place.constants, lengths=lengths)
+
+
+def _show(found: Plan, given: tuple[str, ...], as_document: bool) -> None:
+    from clustertune.plan.remedy import remedies
+
+    money = price(found.machine.gpu)
+    better = [] if found.fits else remedies(found, given)
+    if as_document:
+        body = document.as_json(found, money)
+        if not found.fits:
+            body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
+        emit_json(body)
+    else:
+        from clustertune.plan import tables
+
+        tables.render(found, money, console.stderr)
+    if found.fits:
+        return
+    if not as_document:
+        say(
+            "\nIt would fit with one of these, the smallest change first:"
+            if better
+            else "\nNo single change would make it fit."
+        )
+        for remedy in better[:6]:
+            arguments = " ".join(remedy.arguments or ["not on this cluster"])
+            say(f"  {remedy.what}: {remedy.plan.step.seconds:.3g} s a step, {remedy.plan.needed / GIB:.1f} GiB  ({arguments})")
+    raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _compare(plans: list[Plan], as_document: bool) -> None:
+    one, other = plans
+    if as_document:
+        emit_json(
+            {
+                "plans": [document.as_json(p, price(p.machine.gpu)) for p in plans],
+                "speedup": one.step.seconds / other.step.seconds,
+            }
+        )
+    else:
+        from clustertune.plan import tables
+
+        tables.compare(one, other, [price(p.machine.gpu) for p in plans], console.stderr)
+
+
+def _advise(place: Place, found: Plan, asked: Asked) -> None:
+    from clustertune.plan import advise as advisor
+    from clustertune.plan.overrides import Source
+
+    counts = _counts(asked.nodes, found)
+    source = Source(found.resolved, tuple(asked.overrides))
+    advice = advisor.advise(
+        source, place.machine(max(counts)), found.constants, nodes=counts, goal=asked.goal, lengths=found.lengths,  # type: ignore[arg-type]
+    )  # fmt: skip
+    named = advisor.overrides(advice, source)
+    if asked.as_document:
+        emit_json(document.advice_json(advice, named))
+    else:
+        from clustertune.plan import tables
+
+        recipe = [asked.names[0], *(["--cluster", asked.cluster] if asked.cluster else [])]
+        quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
+        tables.advice(advice, quoted, found, console.stderr, recipe=shlex.join(recipe))
+    if not advice.fitting:
+        raise typer.Exit(int(ExitCode.CONFIG))
+
+
+def _counts(text: str | None, found: Plan) -> list[int]:
+    if text is None:
+        return [found.resolved.recipe.slurm.nodes]
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
+        text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
+        raise UserError(Problem(text, file="command line", key="--nodes", fix="write --nodes 1,2,4"))
+    return counts
+
+
+def _calibrate(place: Place, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
+    """Fit the factors to runs of this cluster, store them, show what changed."""
+    from clustertune.plan import calibration
+
+    if place.calibration is None:
+        text = "a cluster found by looking has no file to keep a calibration beside"
+        raise UserError(Problem(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md"))
+    found = calibration.fit([_observe(place, path_argument(run), lengths) for run in runs])
+    calibration.store(place.calibration, place.cluster.name, datetime.date.today().isoformat(), found)
+    if as_document:
+        emit_json(
+            {
+                "file": str(place.calibration),
+                "constants": found.values,
+                "deviation": found.deviation,
+                "not_identified": found.left,
+                "unexplained": calibration.unexplained(found),
+                "runs": [
+                    {"name": n, "measured_s": m, "before_s": b, "after_s": a}
+                    for (n, m, b), a in zip(found.before, found.after, strict=True)
+                ],
+            }
+        )
+        return
+    from rich.text import Text
+
+    from clustertune.plan import tables
+
+    tables.calibration(found, console.stderr)
+    console.stderr.print(Text(f"kept in {place.calibration}: plans on {place.cluster.name} use it from now on"), soft_wrap=True)
+
+
+def _observe(place: Place, folder: Path, lengths: Lengths | None) -> calibration.Observation:
+    """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
+    import statistics
+
+    from clustertune.plan import calibration
+    from clustertune.report.metrics import read_metrics
+    from clustertune.rundir import RunDir
+
+    run = RunDir(folder)
+    resolved = run.resolved()
+    steps = [s for s in read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
+    times = [float(s.seconds or 0) for s in steps[SKIPPED:]]
+    if len(times) < 3:
+        text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
+        raise UserError(Problem(text, file=str(run.metrics), key="step", fix="let the run go on, or give another"))
+    peaks = [s.memory_bytes for s in steps if s.memory_bytes]
+    where = place.machine(resolved.recipe.slurm.nodes)
+    lengths = lengths or _lengths_seen(resolved, steps)
+
+    def predict(constants: Constants) -> tuple[float, float]:
+        made = make_plan(resolved, where, constants, lengths=lengths, sure=False)
+        return made.step.seconds, made.peak.bytes
+
+    return calibration.Observation(folder.name, statistics.median(times), max(peaks) if peaks else None, predict)
+
+
+def _lengths_seen(resolved: Resolved, steps: list[StepRecord]) -> Lengths | None:
+    """The mean length of a padded run's conversations, from the tokens that it counted: else its factor of computing would hold
+    the padding that a plan assumes where nothing is known."""
+    counted = [s for s in steps if s.tokens and s.step]
+    if read_strategy(resolved).packing or not counted:
+        return None
+    last = max(counted, key=lambda s: s.step)
+    rows = last.step * int(resolved.recipe.train["global_batch_size"])
+    return Lengths((max(1, round((last.tokens or 0) / rows)),), "tokens of metrics.jsonl")

@@ -1,0 +1,103 @@
+"""What Megatron-Core refuses of a ``megatron`` section, and that this version plans such a recipe and does not start it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from clustertune.config.resolved import Resolved
+from clustertune.config.schema import Megatron
+from clustertune.errors import Problem, UserError
+
+NOT_STARTED = "is for Megatron-Bridge in its own container; this version plans it, it does not start it"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+Add = Callable[[str, str, str | None], None]
+
+
+def read(values: Mapping[str, Any]) -> Megatron | None:
+    """The section of a recipe's values; None where it is absent, or wrong in a way that the schema's problems tell."""
+    given = values.get("megatron")
+    try:
+        return Megatron.model_validate(given) if given is not None else None
+    except ValidationError:
+        return None
+
+
+def find_problems(m: Megatron, world: int, architecture: Mapping[str, Any] | None, train: Mapping[str, Any], add: Add) -> None:
+    """Everything that does not divide. ``add`` takes a key of the section, what is wrong, and what to do.
+
+    The rules are those of megatron/core/parallel_state.py (initialize_model_parallel), model_parallel_config.py and
+    transformer/transformer_config.py.
+    """
+    tp, pp, cp, ep = (
+        m.tensor_model_parallel_size,
+        m.pipeline_model_parallel_size,
+        m.context_parallel_size,
+        m.expert_model_parallel_size,
+    )
+    if world % (tp * pp * cp):
+        text = f"tensor {tp} x pipeline {pp} x context {cp} is {tp * pp * cp}, which does not divide {world} ranks"
+        add("tensor_model_parallel_size", text, f"use a multiple of {tp * pp * cp} ranks")
+    expert_tp = m.expert_tensor_parallel_size or tp
+    if ep > 1 and world % (expert_tp * ep * pp):
+        size = expert_tp * ep * pp
+        text = f"expert tensor {expert_tp} x expert {ep} x pipeline {pp} is {size}, which does not divide {world} ranks"
+        add("expert_model_parallel_size", text, "use sizes that divide it, or set expert_tensor_parallel_size: 1")
+    chunks = m.virtual_pipeline_model_parallel_size or 1
+    if chunks > 1 and pp == 1:
+        add("virtual_pipeline_model_parallel_size", f"{chunks}, while there is no pipeline", "leave it out")
+    if m.sequence_parallel and tp == 1:
+        add("sequence_parallel", "true, while tensor_model_parallel_size is 1", "leave it out")
+    length = train.get("max_length")
+    parts = (2 * cp if cp > 1 else 1) * (tp if m.sequence_parallel else 1)
+    if isinstance(length, int) and length % parts:
+        fix = f"train.max_length={length // parts * parts}"
+        add("context_parallel_size", f"train.max_length {length} is no multiple of {parts}", fix)
+    if architecture is not None:
+        _check_model(m, architecture, add)
+
+
+def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None:
+    tp, pp, ep = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.expert_model_parallel_size
+    fix = "use a size that divides it"
+    stages = pp * (m.virtual_pipeline_model_parallel_size or 1)
+    layers, heads = int(architecture["num_hidden_layers"]), int(architecture["num_attention_heads"])
+    ends = m.account_for_embedding_in_pipeline_split + m.account_for_loss_in_pipeline_split
+    if (layers + ends) % stages:
+        key = "virtual_pipeline_model_parallel_size" if stages > pp else "pipeline_model_parallel_size"
+        counted = f"{layers} layers" + (f" and {ends} for embedding and loss" if ends else "")
+        more = "use sizes that divide them"
+        if not ends and (layers + 2) % stages == 0:
+            more = "write account_for_embedding_in_pipeline_split: true and account_for_loss_in_pipeline_split: true"
+        add(key, f"{counted} are no multiple of {stages} stages", more)
+    groups = int(architecture.get("num_key_value_heads") or heads)
+    for name, count in {"num_attention_heads": heads, "num_key_value_heads": groups}.items():
+        if count % tp:
+            add("tensor_model_parallel_size", f"{tp} does not divide the model's {count} {name}", fix)
+    inner = architecture.get("intermediate_size")
+    if isinstance(inner, int) and inner % tp:
+        add("tensor_model_parallel_size", f"{tp} does not divide the model's intermediate_size {inner}", fix)
+    experts = next((int(architecture[key]) for key in _EXPERTS if architecture.get(key)), 0)
+    if ep > 1 and not experts:
+        add("expert_model_parallel_size", f"{ep}, and the model has no experts", "leave it out")
+    elif experts % ep:
+        add("expert_model_parallel_size", f"{ep} does not divide the model's {experts} experts", fix)
+    if experts and tp > 1 and not m.sequence_parallel:
+        text = "false: Megatron-Core wants it for experts with tensor parallelism"
+        add("sequence_parallel", text, "write sequence_parallel: true")
+
+
+def refusals(resolved: Resolved) -> list[Problem]:
+    """Why a recipe is not trained here: nothing, or that it is for Megatron."""
+    if resolved.recipe.megatron is None:
+        return []
+    return [Problem(NOT_STARTED, file=resolved.name, key="megatron", fix="clustertune plan, or take the section out")]
+
+
+def require_startable(resolved: Resolved) -> None:
+    """Raises UserError for a recipe that is planned only."""
+    if problems := refusals(resolved):
+        raise UserError(problems)

@@ -1,0 +1,128 @@
+"""``train.model_init_kwargs.quantization_config``: a base that is loaded quantised, in transformers' words, and its size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.config.load import did_you_mean
+from clustertune.config.native_rules import show_value
+
+METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "torchao", "mxfp4", "gptq", "awq")
+"""The methods whose sizes are known here, by their names in transformers/quantizers/auto.py."""
+_BITSANDBYTES = {
+    "load_in_4bit": (True, False),
+    "load_in_8bit": (True, False),
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
+    "bnb_4bit_use_double_quant": (True, False),
+    "bnb_4bit_compute_dtype": ("bfloat16", "float16", "float32"),
+    "bnb_4bit_quant_storage": ("uint8", "bfloat16", "float16", "float32"),
+}
+"""Keys of transformers' ``BitsAndBytesConfig`` with the values they take (transformers/utils/quantization_config.py)."""
+_FREE = ("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight")
+
+BLOCK, OUTER = 64, 256
+"""bitsandbytes: weights that share one absmax, and absmax values that share one in double quantisation
+(bitsandbytes/functional.py, quantize_4bit; https://arxiv.org/abs/2305.14314, 3)."""
+FP8_BLOCK = 128 * 128
+"""Weights that share a float32 scale by ``FineGrainedFP8Config``'s own ``weight_block_size``."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How one parameter of a quantised linear layer is stored."""
+
+    method: str
+    packed: float
+    """Bytes of the value itself."""
+    scales: float
+    """Bytes of what it is scaled by, per parameter."""
+    formula: str
+    splits: bool = True
+    """FSDP can split it: its storage is a floating type."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a parameter with its share of the scales."""
+        return self.packed + self.scales
+
+
+def of(train: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The quantisation that the ``train`` section asks for."""
+    init = train.get("model_init_kwargs")
+    found = init.get("quantization_config") if isinstance(init, Mapping) else None
+    return found if isinstance(found, dict) and found else None
+
+
+def method(config: Mapping[str, Any]) -> str:
+    """transformers takes ``load_in_4bit`` without a ``quant_method`` for bitsandbytes' (quantizers/auto.py, from_dict)."""
+    named = config.get("quant_method")
+    if named is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+        return "bitsandbytes"
+    return str(named)
+
+
+def find_problems(config: object) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
+    """Key path below ``quantization_config``, what is wrong, and what to do."""
+    if not isinstance(config, dict):
+        yield (), f"{show_value(config)} is not a mapping", "write {load_in_4bit: true, bnb_4bit_quant_type: nf4}"
+        return
+    named = method(config)
+    if named not in METHODS:
+        text = "missing" if config.get("quant_method") is None else f"{show_value(named)} is not one of {', '.join(METHODS)}"
+        yield ("quant_method",), text, did_you_mean(named, METHODS)
+        return
+    if named != "bitsandbytes":
+        return
+    for key, value in config.items():
+        if key in (*_FREE, "quant_method"):
+            continue
+        words = _BITSANDBYTES.get(key)
+        if words is None:
+            yield (key,), "BitsAndBytesConfig has no such field", did_you_mean(key, (*_BITSANDBYTES, *_FREE))
+        elif value not in words or isinstance(value, bool) is not isinstance(words[0], bool):
+            yield (key,), f"{show_value(value)} is not one of {', '.join(json.dumps(w) for w in words)}", None
+    if bool(config.get("load_in_4bit")) == bool(config.get("load_in_8bit")):
+        yield (), "one of load_in_4bit and load_in_8bit must be true", "write load_in_4bit: true"
+
+
+def read(config: Mapping[str, Any], hidden: int) -> Quantized:
+    """The size of a checked ``quantization_config``; ``hidden`` is the row length that a scale per row is spread over."""
+    named = method(config)
+    if named == "bitsandbytes" and config.get("load_in_4bit"):
+        return _four_bits(config)
+    if named == "mxfp4":  # https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf: blocks of 32
+        return Quantized(named, 0.5, 1 / 32, "0.5 + 1/32", splits=False)
+    bits, group = _bits(config, named), config.get("group_size", 128)
+    group = group if isinstance(group, int) and group > 0 else hidden
+    if bits == 8:
+        scaled = _fp8_block(config) if named == "fp8" else hidden
+        return Quantized(named, 1.0, 4 / scaled, f"1 + 4/{scaled}", splits=named in ("fp8", "fbgemm_fp8", "torchao"))
+    # A scale of 2 bytes and a zero point of as many bits as a weight for each group.
+    return Quantized(named, bits / 8, (2 + bits / 8) / group, f"{bits}/8 + (2 + {bits}/8)/{group}", splits=False)
+
+
+def _four_bits(config: Mapping[str, Any]) -> Quantized:
+    splits = str(config.get("bnb_4bit_quant_storage", "uint8")) != "uint8"
+    if config.get("bnb_4bit_use_double_quant"):
+        scales = 1 / BLOCK + 4 / (BLOCK * OUTER)
+        return Quantized("bitsandbytes", 0.5, scales, f"0.5 + 1/{BLOCK} + 4/({BLOCK} x {OUTER})", splits)
+    return Quantized("bitsandbytes", 0.5, 4 / BLOCK, f"0.5 + 4/{BLOCK}", splits)
+
+
+def _fp8_block(config: Mapping[str, Any]) -> int:
+    block = config.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block):
+        return int(block[0] * block[1])
+    return FP8_BLOCK
+
+
+def _bits(config: Mapping[str, Any], named: str) -> int:
+    if named == "torchao":
+        return 4 if "int4" in json.dumps(config.get("quant_type"), default=str).lower() else 8
+    if named in ("bitsandbytes", "fp8", "fbgemm_fp8"):
+        return 8
+    bits = config.get("bits")
+    return bits if isinstance(bits, int) and 2 <= bits <= 8 else 4

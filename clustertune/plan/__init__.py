@@ -1,0 +1,1 @@
+"""Memory, time and money of a run before it is started."""

@@ -1,0 +1,74 @@
+"""The figures of other people's documents, each beside what arithmetic gives: right, imprecise or refuted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clustertune.plan.formulas import compute
+from clustertune.plan.published import Claim, claims_file
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """A claim and its check."""
+
+    id: str
+    source: str
+    """The document."""
+    place: str
+    claim: str
+    """What it says."""
+    kind: str
+    claimed: float | tuple[float, float]
+    computed: float
+    unit: str
+    arithmetic: str
+    """The computation with its numbers."""
+    verdict: str
+    """right | imprecise | refuted."""
+    expected: str
+    """The verdict that the data file holds; a difference is a fault of one of the two."""
+    instead: str
+
+
+def check_claims() -> list[ClaimResult]:
+    """Every claim checked, in the order of the file."""
+    return [check(claim) for claim in claims_file().claims]
+
+
+def check(claim: Claim) -> ClaimResult:
+    """One claim: the figure computed from its inputs, and how far the claimed one lies from it."""
+    found = compute(claim.formula, claim.inputs)
+    return ClaimResult(
+        id=claim.id,
+        source=claims_file().sources[claim.source],
+        place=claim.place,
+        claim=claim.claim,
+        kind=claim.kind,
+        claimed=claim.claimed,
+        computed=found.value,
+        unit=claim.unit,
+        arithmetic=found.arithmetic,
+        verdict=judge(claim, found.value),
+        expected=claim.verdict,
+        instead=claim.instead,
+    )
+
+
+def judge(claim: Claim, value: float) -> str:
+    """The verdict on a claim where arithmetic gives ``value``."""
+    told = claims_file()
+    off = distance(claim, value)
+    if off <= (told.tolerance if claim.tolerance is None else claim.tolerance):
+        return "right"
+    return "imprecise" if off <= (told.coarse if claim.coarse is None else claim.coarse) else "refuted"
+
+
+def distance(claim: Claim, value: float) -> float:
+    """How far ``value`` lies outside what is claimed, as a share of the smaller of the two; 0 inside."""
+    low, high = claim.claimed if isinstance(claim.claimed, tuple) else (claim.claimed, claim.claimed)
+    if claim.relation != "at_least" and value > high:
+        return value / high - 1
+    if claim.relation != "at_most" and value < low:
+        return low / value - 1
+    return 0.0

@@ -1,0 +1,194 @@
+"""How long a rank computes: matrix products by FLOPs, everything else by the bytes that it moves through the GPU's memory.
+
+FLOPs of a matrix product of (t x n) and (n x m): 2 t n m. Backward takes as many for the input's gradient and, for trained
+weights, as many again for the weight's. LoRA's frozen base has no weight gradients. A checkpointed layer runs forward twice.
+Attention by a fused kernel: forward 2 products over the causal half, backward 5 (https://arxiv.org/abs/2307.08691, 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clustertune.config.parameters import LayerKind
+from clustertune.plan.constants import Constants
+from clustertune.plan.machine import Machine
+from clustertune.plan.shape import Shape
+from clustertune.plan.term import SECONDS, Term, total
+
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One micro batch on one rank (of a pipeline: one stage)."""
+
+    forward: list[Term]
+    backward: list[Term]
+
+    @property
+    def seconds(self) -> float:
+        return total(self.forward) + total(self.backward)
+
+
+def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute:
+    """The parts of one micro batch, forward and backward."""
+    work = _Work(shape, machine, constants)
+    forward = [*work.products(1, "forward"), work.attention(1, "forward"), work.elements(1, "forward"), work.loss(1)]
+    again = shape.strategy.checkpointed
+    backward = [
+        *work.products(1 if shape.strategy.lora else 2, "backward"),
+        work.attention(ATTENTION_BACKWARD, "backward"),
+        work.elements(2, "backward"),
+        work.loss(2),
+    ]
+    if shape.strategy.lora:
+        forward.append(work.adapters(1))
+        backward.append(work.adapters(2))
+    if shape.quantised and shape.strategy.compute != "fp8":
+        forward.append(work.dequantising(1))
+        backward.append(work.dequantising(1 + again))
+    if shape.strategy.weight_bytes == 4 and shape.strategy.weight_shards > 1:
+        forward.append(work.casts(1))
+        backward.append(work.casts(2 if shape.strategy.reshard else 1))
+    if again:
+        name = "recomputation"
+        backward += [*work.products(again, name, head=False), work.attention(again, name), work.elements(again, name)]
+    return Compute([t for t in forward if t.value], [t for t in backward if t.value])
+
+
+def flops(shape: Shape, *, hardware: bool) -> float:
+    """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what checkpointing computes again.
+
+    Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts its causal half.
+    """
+    plan, counted = shape.strategy, shape.counted
+    again = plan.checkpointed if hardware else 0.0
+    passes = (2 if plan.lora else 3) + again
+    per_token = 0.0
+    for kind in counted.layers:
+        attention = _attention_flops(kind, plan.sequence)
+        per_token += kind.count * (2 * kind.active_matmul * passes + attention * (1 + ATTENTION_BACKWARD + again))
+    per_token += 2 * shape.head_weights * (2 if plan.lora else 3) + 6 * shape.adapters
+    return per_token * shape.step_tokens
+
+
+def _attention_flops(kind: LayerKind, sequence: int) -> float:
+    """Forward FLOPs of one token in one layer: it sees half of the sequence, or its window."""
+    attention = kind.attention
+    seen = sequence / 2
+    if attention.window is not None and attention.window < sequence:
+        window = attention.window
+        seen = window * (1 - window / (2 * sequence))
+    return 2 * attention.heads * (attention.qk_dim + attention.v_dim) * seen
+
+
+@dataclass(frozen=True)
+class _Work:
+    shape: Shape
+    machine: Machine
+    constants: Constants
+
+    @property
+    def speed(self) -> float:
+        """FLOP/s of matrix products in the type that the strategy computes in."""
+        machine, constants = self.machine, self.constants
+        peak = machine.peak_flops * constants.gemm(machine.generation)
+        compute = self.shape.strategy.compute
+        if compute == "fp8" and machine.peak_flops_fp8:
+            peak = machine.peak_flops_fp8 * constants.gemm(machine.generation) * constants.fp8_share
+        if compute == "fp32":
+            peak /= 2  # TF32: half of bfloat16 on every generation that has both
+        return peak / constants.compute_scale
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second of kernels that only move data."""
+        return self.machine.hbm_bytes_per_s * self.constants.hbm_share / self.constants.compute_scale
+
+    def products(self, passes: float, name: str, *, head: bool = True) -> list[Term]:
+        """Linear layers and the output head; ``passes`` in units of a forward pass."""
+        plan, shape = self.shape.strategy, self.shape
+        weights = sum(kind.count * kind.active_matmul for kind in shape.counted.layers) / plan.pp / plan.tp
+        values: dict[str, float | int | str] = {
+            "tokens": shape.tokens,
+            "weights": weights,
+            "passes": 2 * passes,
+            "speed": self.speed,
+        }
+        formula = "{passes} FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
+        terms = [Term(f"matrix products, {name}", 2 * passes * weights * shape.tokens / self.speed, SECONDS, formula, values)]
+        if head:
+            # Of a pipeline the last stage alone has the head; the schedule waits for the slowest stage.
+            size = shape.head_weights / plan.tp
+            text = "{passes} FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
+            more = values | {"weights": size}
+            terms.append(Term(f"output head, {name}", 2 * passes * size * shape.tokens / self.speed, SECONDS, text, more))
+        return terms
+
+    def attention(self, passes: float, name: str) -> Term:
+        """Scores and weighted sums of attention."""
+        plan, shape = self.shape.strategy, self.shape
+        per_token = sum(kind.count * _attention_flops(kind, plan.sequence) for kind in shape.counted.layers) / plan.pp / plan.tp
+        machine, constants = self.machine, self.constants
+        speed = machine.peak_flops * constants.gemm(machine.generation) * constants.attention_share / constants.compute_scale
+        value = passes * per_token * shape.tokens / speed
+        values = {"passes": passes, "flops": per_token, "tokens": shape.tokens, "speed": speed}
+        return Term(f"attention, {name}", value, SECONDS, "{passes} x {flops} FLOPs x {tokens} tokens / {speed} FLOP/s", values)
+
+    def elements(self, passes: float, name: str) -> Term:
+        """Norms, activations, residuals, rotary embeddings and casts: bytes over bandwidth."""
+        plan, shape, constants = self.shape.strategy, self.shape, self.constants
+        hidden = constants.compiled_hidden if plan.compiled else constants.eager_hidden
+        # A forward pass is a third of forward and backward together.
+        width = shape.counted.num_layers * hidden * shape.counted.hidden / 3
+        width /= plan.pp * (plan.tp if plan.sequence_parallel else 1)
+        value = passes * width * 2 * shape.tokens / self.memory
+        values = {"passes": passes, "width": width, "tokens": shape.tokens, "speed": self.memory}
+        return Term(
+            f"element-wise kernels, {name}",
+            value,
+            SECONDS,
+            "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s",
+            values,
+        )
+
+    def casts(self, passes: float) -> Term:
+        """A float32 shard is cast before each all-gather, and the reduced gradient copied into its shard: 6 to 8 bytes each."""
+        count = self.shape.parameters / self.shape.strategy.weight_shards
+        values = {"passes": passes, "count": count, "speed": self.memory}
+        return Term(
+            "casts of the shards",
+            passes * 7 * count / self.memory,
+            SECONDS,
+            "{passes} x 7 B x {count} parameters / {speed} B/s",
+            values,
+        )
+
+    def dequantising(self, passes: float) -> Term:
+        """Each use of a quantised weight writes it out in 16 bits first: no fused product is used in training
+        (bitsandbytes/autograd/_functions.py, MatMul4Bit)."""
+        shape = self.shape
+        size = shape.strategy.weight_bytes + 2
+        values = {"passes": passes, "count": shape.body, "bytes": size, "speed": self.memory}
+        text = "{passes} x {count} parameters x {bytes} B / {speed} B/s"
+        return Term("dequantising", passes * shape.body * size / self.memory, SECONDS, text, values)
+
+    def loss(self, passes: float) -> Term:
+        """Cross-entropy over the vocabulary: a third in the forward pass, two in the backward pass."""
+        plan, shape = self.shape.strategy, self.shape
+        size = self.constants.loss_bytes / (3 if plan.fused_loss else 1)
+        entries = shape.counted.vocabulary / plan.tp
+        value = passes / 3 * size * entries * shape.tokens / self.memory
+        values = {"passes": passes / 3, "bytes": size, "entries": entries, "tokens": shape.tokens, "speed": self.memory}
+        text = "{passes} x {bytes} B x {entries} vocabulary entries x {tokens} tokens / {speed} B/s"
+        return Term("cross-entropy", value, SECONDS, text, values)
+
+    def adapters(self, passes: float) -> Term:
+        """LoRA's own products are too thin to be bound by FLOPs: the bytes of inputs and outputs count."""
+        shape = self.shape
+        per_token = (
+            self.constants.lora_passes / 3 * shape.adapters / max(1, shape.rank) / (shape.strategy.tp * shape.strategy.pp)
+        )
+        value = passes * per_token * 2 * shape.tokens / self.memory
+        values = {"passes": passes, "width": per_token, "tokens": shape.tokens, "speed": self.memory}
+        return Term("LoRA", value, SECONDS, "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s", values)

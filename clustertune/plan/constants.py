@@ -1,0 +1,103 @@
+"""The few constants of the planner that no data sheet gives, each with what it was found from.
+
+They are shares of a peak and counts of bytes, the same for every model. A cluster's own runs correct five of them: see
+:mod:`clustertune.plan.calibration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Values with their meaning and source below them.
+
+    "Fitted" means: to 17 FSDP2 runs of Qwen2.5-14B and 32B (github.com/idriscnrs/Democratizing-LLM-FT, logs/out) and 32 rows of
+    the throughput tables of torchtitan, NeMo AutoModel and Megatron-Bridge (published/runs.yaml), the logs weighted with 2 %,
+    the tables with 10 to 15 % of error; docs/results/planner.md shows what is left of each, and what the fit never saw.
+    """
+
+    gemm_share: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "volta": 0.60,
+            "turing": 0.60,
+            "ampere": 0.78,
+            "ada": 0.70,
+            "hopper": 0.65,
+            "blackwell": 0.455,
+            "blackwell-gddr": 0.80,
+        }
+    )
+    """Share of the dense peak that matrix products reach in training. Fitted for ampere, hopper and blackwell; blackwell-gddr
+    (compute capability 12) below the 417 of 480 TFLOP/s of a bare product of 8192 x 8192
+    (github.com/zzc0721/torch-performance-test-data, issue 162); the others assumed between."""
+    attention_share: float = 0.42
+    """Speed of the attention kernel, as a share of what matrix products reach. Fitted: 270 TFLOP/s on an H100."""
+    fp8_share: float = 1.0
+    """Speed of float8 products with their casts and scales, as a share of what bfloat16 reaches of its own peak. Fitted."""
+    hbm_share: float = 0.90
+    """Share of the memory's data-sheet bandwidth that a long kernel reaches. Assumed: 92 to 93 % are measured for copies."""
+    compiled_hidden: float = 250.0
+    """Elements of the hidden size that kernels other than matrix products read and write per token and layer, forward and
+    backward, compiled or fused. Fitted; it holds launch gaps and copies of the sharding as well."""
+    eager_hidden: float = 560.0
+    """The same where each operation is a kernel of its own. Fitted."""
+    lora_passes: float = 3.0
+    """Elements that LoRA's thin products, dropout and the sum with the base read and write, forward and backward, per input and
+    output element of each adapted module. Fitted, at the lower end of what is possible: the tables' kernels are fused."""
+    loss_bytes: float = 30.0
+    """Bytes read and written per token and vocabulary entry by the cross-entropy: bf16 logits, their fp32 copy, log-softmax,
+    gradient and its cast."""
+    optimizer_bytes: float = 92.0
+    """Bytes read and written per trained fp32 parameter by gradient clipping (4 + 8) and torch's foreach AdamW, a kernel per
+    operation: decay 8, first moment 12, second 8 + 12, root 8, division 8, epsilon 8, update 16."""
+    fused_optimizer_bytes: float = 40.0
+    """The same where AdamW is one kernel (adamw_torch_fused): clipping, then 16 read and 12 written."""
+    overlap_loss: float = 0.13
+    """Share of the shorter of two things at once (computing, communicating) that still adds to the time. Fitted."""
+    kept_compiled_hidden: float = 7.3
+    """Elements of the hidden size that a layer keeps per token for backward, compiled; beside them queries, keys, values and
+    output of attention. Fitted to the 17 runs' peaks."""
+    kept_compiled_inner: float = 3.0
+    """Elements of the feed-forward width: gate, up and their product."""
+    kept_dropout: float = 2.0
+    """Elements per input of each adapted module that LoRA's dropout keeps: its mask and what it lets through. Counted on a CPU;
+    on a GPU the mask is a byte, and it is 1.5."""
+    logit_bytes: float = 7.0
+    """Bytes per token and vocabulary entry at a compiled loss that is not fused. Fitted to the 17 runs' peaks; without a
+    compiler they are counted (memory.py)."""
+    fragmentation: float = 0.03
+    """What the caching allocator reserves beyond its tensors, as a share. Assumed."""
+    context_gib: float = 1.6
+    """CUDA context, NCCL and cuBLAS workspaces of a process, GiB. Assumed."""
+    compute_scale: float = 1.0
+    """Time of all kernels against the model: below 1 is faster. Calibrated."""
+    intra_scale: float = 1.0
+    """Bus bandwidth inside a node against the link's. Calibrated."""
+    inter_scale: float = 1.0
+    """Bus bandwidth between nodes against the link's. Calibrated."""
+    step_overhead_s: float = 0.0
+    """Seconds of every step that nothing else explains."""
+    memory_scale: float = 1.0
+    """Activation bytes against the model. Calibrated."""
+    calibrated: tuple[str, ...] = ()
+    """Which of these a cluster's own runs gave."""
+
+    def gemm(self, generation: str) -> float:
+        """The share for a GPU generation."""
+        return self.gemm_share[generation]
+
+    def value(self, name: str) -> float:
+        """A constant by name; ``gemm_share.hopper`` for one of the shares."""
+        key, _, generation = name.partition(".")
+        return self.gemm_share[generation] if generation else float(getattr(self, key))
+
+    def with_values(self, values: Mapping[str, float]) -> Constants:
+        """The same with some of them replaced. ``gemm_share`` is given as ``gemm_share.hopper``."""
+        shares = dict(self.gemm_share)
+        shares |= {key.partition(".")[2]: value for key, value in values.items() if key.startswith("gemm_share.")}
+        rest: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
+        return replace(self, gemm_share=shares, **rest)

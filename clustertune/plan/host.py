@@ -1,0 +1,65 @@
+"""RAM of a node: what loading takes, and what is offloaded to it."""
+
+from __future__ import annotations
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config.resolved import Resolved
+from clustertune.plan.shape import Shape
+from clustertune.plan.term import BYTES, Term
+
+RANK_HOST_BYTES = 2e9
+"""Interpreter, torch and CUDA context of a rank. Measured: 0.6 GB without CUDA; the context's host side assumed."""
+
+
+def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
+    """What the node of rank 0 holds at most, while loading or while training, whichever is more."""
+    plan = shape.strategy
+    ranks = plan.gpus_per_node
+    own = Term("ranks", ranks * RANK_HOST_BYTES, BYTES, "{ranks} ranks x 2 GB", {"ranks": ranks})
+    loading = _loading(resolved, shape)
+    resting = _offloaded(shape)
+    more = [t for t in ([loading] if loading.value > sum(t.value for t in resting) else resting) if t.value]
+    return [own, *more]
+
+
+def _loading(resolved: Resolved, shape: Shape) -> Term:
+    """Weights in host memory at once: all of them in rank 0 (fsdp_cpu_ram_efficient_loading), or in every rank of the node."""
+    plan, size = shape.strategy, 2.0 * shape.counted.total
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    if plan.kind == "Megatron" or plan.kind.startswith("ZeRO"):
+        return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
+    if plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading"):
+        return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
+    values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}
+    return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
+
+
+def _offloaded(shape: Shape) -> list[Term]:
+    """Shards of weights, gradients and optimizer state that live in host memory."""
+    plan, ranks = shape.strategy, shape.strategy.gpus_per_node
+    found = []
+    if plan.offload_params == "cpu":
+        each = shape.stored / shape.parameters
+        values = {"ranks": ranks, "count": shape.parameters, "bytes": each, "shards": plan.weight_shards}
+        size = ranks * shape.stored / plan.weight_shards
+        found.append(
+            Term("offloaded weights", size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values)
+        )
+    if plan.offload_optimizer == "cpu":
+        each = plan.state_bytes + plan.gradient_bytes
+        values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
+        size = ranks * shape.local_trained * each / plan.state_shards
+        found.append(Term("offloaded optimizer", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values))
+    if plan.checkpoint_offload:
+        size = ranks * shape.tokens * shape.layers * shape.counted.hidden * 2
+        values = {"ranks": ranks, "tokens": shape.tokens, "layers": shape.layers, "hidden": shape.counted.hidden}
+        found.append(
+            Term(
+                "offloaded checkpoints",
+                size,
+                BYTES,
+                "{ranks} ranks x {tokens} tokens x {layers} layers x {hidden} x 2 B",
+                values,
+            )
+        )
+    return found

@@ -1,0 +1,146 @@
+"""What a layer keeps for its backward pass, per token: counted, not fitted, where no compiler decides.
+
+Counted with a dispatch mode that follows storages, on transformers 5.23's Llama, Qwen3 and Qwen3-MoE under FSDP2, FSDP1 and DDP
+on two ranks (tests/plan/test_measured_memory.py): see each rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clustertune.config.counted import LayerKind
+from clustertune.plan.constants import Constants
+from clustertune.plan.shape import Shape
+
+HALF, FULL = 2, 4
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Projections that share an input."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes per token, of one kind of layer, of one strategy."""
+
+    shape: Shape
+    constants: Constants
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that matrix products read."""
+        return FULL if self.shape.strategy.compute == "fp32" else HALF
+
+    @property
+    def autocast(self) -> bool:
+        """Weights rest in float32 and are cast where they are used; FSDP and DeepSpeed cast them before (mixed precision)."""
+        plan = self.shape.strategy
+        return plan.kind in ("DDP", "NO") and self.width == HALF
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number between layers: under autocast norms and sums stay in the type of the weights."""
+        return FULL if self.autocast and self.shape.strategy.weight_bytes >= FULL else self.width
+
+    @property
+    def masked(self) -> bool:
+        """Attention gets a mask: of padded rows, and of packed ones that hold several sequences. Flash attention takes lengths
+        instead."""
+        plan = self.shape.strategy
+        return plan.attention != "flash" and (not plan.packing or plan.isolated)
+
+    def layer(self, kind: LayerKind) -> float:
+        """All that one layer keeps where nothing is recomputed."""
+        plan, hidden = self.shape.strategy, self.shape.counted.hidden
+        if plan.compiled:
+            outside = HALF * self.constants.kept_compiled_hidden * hidden
+            inside = self.width * (self.heads(kind) + self.constants.kept_compiled_inner * kind.inner)
+            outside, inside = outside - self._unread((0, 2), hidden), inside - self._unread((3,), kind.inner)
+        else:
+            outside = self.norms(kind) * self.norm() * hidden + self.experts(kind)
+            inside = self.width * (self.heads(kind) + 3 * kind.inner) + self.inputs(kind) + self.head_norms(kind)
+        split = plan.tp if plan.sequence_parallel else 1
+        return outside / split + (inside + self.scores(kind)) / plan.tp + self.mask()
+
+    def norms(self, kind: LayerKind) -> int:
+        """Norms of the layer's whole width: 2 in Llama, 4 in Gemma."""
+        return max(2, kind.other // self.shape.counted.hidden)
+
+    def norm(self) -> float:
+        """Of a norm its input in float32 (in float32 training that is the residual sum itself), and for the gradient of its
+        weight the normalised row."""
+        return FULL + (0 if self.shape.strategy.lora else self.stream)
+
+    def head_norms(self, kind: LayerKind) -> float:
+        """Of norms over queries and keys (Qwen3) the same."""
+        attention = kind.attention
+        if kind.other % self.shape.counted.hidden != 2 * attention.qk_dim:
+            return 0.0
+        return self.norm() * (attention.heads + attention.kv_heads) * attention.qk_dim
+
+    def heads(self, kind: LayerKind) -> int:
+        """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
+        for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them anew."""
+        attention = kind.attention
+        wide = attention.heads * (attention.qk_dim + attention.v_dim)
+        repeated = not self.shape.strategy.compiled and (self.masked or self.shape.strategy.attention == "eager")
+        return wide + (attention.heads if repeated else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
+
+    def scores(self, kind: LayerKind) -> float:
+        """Without a fused kernel: a score for every head and token before, as products give it and as the softmax's float32."""
+        plan = self.shape.strategy
+        return kind.attention.heads * plan.sequence * (self.width + FULL) if plan.attention == "eager" else 0.0
+
+    def mask(self) -> float:
+        """An entry for every token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, anew in
+        every layer."""
+        plan = self.shape.strategy
+        return float(self.width * plan.sequence) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
+
+    def experts(self, kind: LayerKind) -> float:
+        """Each token's row once for every expert that it goes to: sorted before, and their output before it is weighed."""
+        active = max((linear.active for linear in kind.linears if linear.copies > 1), default=0.0)
+        return 2 * self.width * active * self.shape.counted.hidden
+
+    def inputs(self, kind: LayerKind) -> float:
+        """What a product's weight gradient is computed from. A frozen weight has none; LoRA's first matrix does."""
+        attention = kind.attention
+        sizes = (self.shape.counted.hidden, attention.heads * attention.v_dim, self.shape.counted.hidden, kind.inner)
+        return sum(size * self._of_group(index, names) for index, (size, names) in enumerate(zip(sizes, GROUPS, strict=True)))
+
+    def _of_group(self, index: int, names: tuple[str, ...]) -> float:
+        """Bytes for each element of the input that some projections share. Attention's output is kept by attention itself."""
+        shape, kept_already = self.shape, index == 1
+        if not shape.strategy.lora:
+            if self.stream > self.width and index in (0, 2):
+                return float(self.width * len(names))  # autocast casts the norm's float32 row for each product anew
+            return 0.0 if kept_already else float(self.width)
+        adapted = sum(name in shape.targets for name in names)
+        if shape.dropout:
+            return adapted * self.constants.kept_dropout * self.width
+        if self.autocast:
+            return float(adapted * self.width)  # PEFT casts to the adapter's float32, autocast back, for each
+        return float(self.width) if adapted and not kept_already else 0.0
+
+    def _unread(self, groups: tuple[int, ...], size: int) -> float:
+        """Inputs that only the weight gradient of something frozen would need, of what a compiler keeps."""
+        shape = self.shape
+        frozen = [index for index in groups if shape.strategy.lora and not any(n in shape.targets for n in GROUPS[index])]
+        return float(self.width * size * len(frozen))
+
+    def rank(self) -> float:
+        """LoRA's narrow rows: a row of the rank for each adapted module, of all layers together."""
+        shape = self.shape
+        count = sum(
+            kind.count * sum(linear.name.split(".")[-1] in shape.targets for linear in kind.linears)
+            for kind in shape.counted.layers
+        )
+        return self.width * shape.rank * count / shape.strategy.tp if shape.strategy.lora else 0.0
+
+    def last_norm(self) -> float:
+        """The last norm and its row, from which the head computes."""
+        plan = self.shape.strategy
+        return (self.norm() + self.width) * self.shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
+
+    def working(self, kind: LayerKind) -> float:
+        """Gradients on their way through the widest part of a layer: of the product, of the activation and of up, less the
+        product itself, which is gone."""
+        return 2.0 * self.width * kind.inner / self.shape.strategy.tp

@@ -1,0 +1,84 @@
+"""How long conversations are, and how many tokens a step really computes, packed or padded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError, storage_error
+
+PACKED_SHARE = 0.98
+"""Share of a packed sequence that is tokens, best-fit decreasing (TRL's "bfd"): https://arxiv.org/abs/2404.10830, 3.2, has
+more than 99 % for long lists; 98 % leaves room for short ones."""
+MOST = 10_000_000
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens per conversation, chat template included."""
+
+    tokens: tuple[int, ...]
+    """A sample, ascending; one value where only the mean is known."""
+    source: str
+
+    def mean(self, longest: int) -> float:
+        """Mean tokens of a conversation that is cut at ``longest``."""
+        return sum(min(length, longest) for length in self.tokens) / len(self.tokens)
+
+    def padded(self, batch: int, longest: int) -> float:
+        """Mean length of the longest of ``batch`` random conversations: what a micro batch is padded to."""
+        count = len(self.tokens)
+        result, below = 0.0, 0.0
+        for index, length in enumerate(self.tokens, start=1):
+            share = (index / count) ** batch
+            result += min(length, longest) * (share - below)
+            below = share
+        return result
+
+
+def known_lengths(resolved: Resolved) -> Lengths | None:
+    """What the recipe says of its conversations' lengths: their mean, or the steps that a packed epoch is known to have."""
+    counts, args = resolved.recipe.data.expect, resolved.train_args
+    if counts is not None and counts.mean_tokens:
+        return Lengths((max(1, round(counts.mean_tokens)),), "data.expect.mean_tokens")
+    steps, batch = resolved.recipe.expect.steps, int(resolved.recipe.train["global_batch_size"])
+    if counts is None or not counts.train or not steps or not args.get("packing") or int(args.get("max_steps") or -1) > 0:
+        return None
+    epochs = float(args.get("num_train_epochs") or 3)
+    mean = steps * batch * int(args.get("max_length") or 1024) * PACKED_SHARE / (counts.train * epochs)
+    return Lengths((max(1, math.floor(mean)),), f"expect.steps {steps}")
+
+
+def read_lengths(path: Path) -> Lengths:
+    """A file of whole numbers, one a line, or JSON ``{"lengths": {"LENGTH": COUNT}}``. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise storage_error(error, "cannot be read", path) from None
+    except UnicodeDecodeError:
+        raise UserError(Problem("is not text", file=str(path))) from None
+    fix = 'write one whole number a line, or {"lengths": {"512": 37, ...}}'
+    try:
+        counts = json.loads(text)["lengths"].items() if text.lstrip().startswith("{") else [(line, 1) for line in text.split()]
+        pairs = [(int(length), int(count)) for length, count in counts]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(Problem("holds no lengths", file=str(path), fix=fix)) from None
+    if not pairs or any(length < 1 or count < 0 for length, count in pairs) or not 0 < sum(count for _, count in pairs) <= MOST:
+        raise UserError(Problem(f"must hold 1 to {MOST} lengths of 1 token or more", file=str(path), fix=fix))
+    return Lengths(tuple(sorted(_thinned(pairs))), str(path))
+
+
+def _thinned(pairs: Sequence[tuple[int, int]], most: int = 20_000) -> list[int]:
+    """The lengths of a histogram as a list, of large ones a share of each."""
+    total = sum(count for _, count in pairs)
+    step = max(1, math.ceil(total / most))
+    found, behind = [], 0
+    for length, count in sorted(pairs):
+        behind += count
+        found += [length] * (behind // step)
+        behind %= step
+    return found or [pairs[0][0]]

@@ -1,0 +1,187 @@
+"""The result of an ``nccl-check``: what the links of a cluster carried when somebody measured them.
+
+A JSON file beside the cluster file, ``NAME.nccl-check.json``::
+
+    {"schema": "clustertune.nccl-check/1", "cluster": "my-cluster", "date": "2026-11-02", "nodes": 2, "gpus_per_node": 8,
+     "backend": "nccl", "transport": "NET/Socket",
+     "results": [{"scope": "world", "collective": "all_gather", "bytes": 1073741824, "algbw_gb_s": 5.0, "busbw_gb_s": 4.7}]}
+
+Bandwidths are those of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), GB/s of 10^9 bytes:
+``algbw`` is the gathered size by the time, ``busbw`` of an all-gather over n ranks ``algbw (n - 1) / n``. ``bytes`` is the
+gathered size.
+
+The bus bandwidth of a collective inside a node (``intra``) is what each GPU sends and receives. Of one over several nodes
+(``inter``, ``world``) it is what the ports of each NODE carry together in one direction: the ring, however many channels it is
+split into, enters and leaves each node once, so that all but one n-th of the gathered bytes pass through its ports.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+
+from clustertune.config.cluster import CLUSTERS, Cluster
+from clustertune.config.cluster_words import Found, key_of, schema_problems
+from clustertune.config.schema import Number, Positive, Section
+from clustertune.config.yamlfile import Document, read_text
+from clustertune.errors import Problem, UserError
+
+SCHEMA = "clustertune.nccl-check/1"
+SUFFIX = ".nccl-check.json"
+LARGEST = 3
+"""The median of so many largest sizes: bandwidth bounds them, and one that a neighbour's job disturbed does not decide."""
+ROUNDED = 1.02
+"""nccl-tests prints two decimals, so that a small ``busbw`` may exceed ``algbw`` by its rounding."""
+
+
+def _date(text: str) -> str:
+    datetime.date.fromisoformat(text)
+    return text
+
+
+Bandwidth = Annotated[Number, Field(ge=0, le=100_000)]
+IsoDate = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_date)]
+
+
+class Strict(Section):
+    """Values must have their own type: a program wrote them, and ``"8"`` is another program's."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)  # most plans have no check to read
+
+
+class Result(Strict):
+    """One size of one collective."""
+
+    scope: Literal["intra", "inter", "world"]
+    """``intra``: the GPUs of one node; ``inter``: several nodes; ``world``: all GPUs of all nodes."""
+    collective: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    bytes: Positive
+    algbw_gb_s: Bandwidth
+    busbw_gb_s: Bandwidth
+
+
+class CheckFile(Strict):
+    """The file."""
+
+    schema_: Annotated[Literal["clustertune.nccl-check/1"], Field(alias="schema")]
+    cluster: Annotated[str, Field(min_length=1, max_length=64)]
+    date: IsoDate
+    nodes: Positive
+    gpus_per_node: Positive
+    backend: Literal["nccl", "gloo"]
+    transport: Annotated[str, Field(max_length=200)]
+    """How the bytes went, as NCCL's log says it: ``NET/IB``, ``NET/Socket``, ``P2P/CUMEM``."""
+    results: Annotated[list[Result], Field(min_length=1, max_length=10_000)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan takes from a check."""
+
+    cluster: str
+    date: str
+    nodes: int
+    gpus_per_node: int
+    backend: str
+    transport: str
+    intra_gb_s: float | None
+    """Bus bandwidth of an all-gather inside a node, GB/s per GPU; None: not measured."""
+    inter_gb_s: float | None
+    """Over all nodes, GB/s per node and direction; None: not measured."""
+    source: str
+    """The file."""
+
+    @property
+    def world(self) -> int:
+        """GPUs that took part."""
+        return self.nodes * self.gpus_per_node
+
+
+def read_measured(path: str | Path) -> Measured:
+    """The result in a file. Raises UserError with every problem in it."""
+    shown = str(path)
+    text = read_text(Path(path), shown)
+    try:
+        data = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error).splitlines()[0]
+        raise UserError(Problem(f"not valid JSON: {what}", file=f"{shown}{line}", fix="run nccl-check again")) from None
+    document = Document(shown, data)
+    if not isinstance(data, dict):
+        raise UserError(Problem("holds no nccl-check result", file=shown, fix=f"give a file with schema {SCHEMA}"))
+    try:
+        check = CheckFile.model_validate(data)
+    except ValidationError as error:
+        raise UserError(schema_problems(CheckFile, error, document)) from None
+    if found := list(_contradictions(check)):
+        raise UserError([Problem(message, file=shown, key=key_of(document, at), fix=fix) for at, message, fix in found])
+    return Measured(
+        cluster=check.cluster,
+        date=check.date,
+        nodes=check.nodes,
+        gpus_per_node=check.gpus_per_node,
+        backend=check.backend,
+        transport=check.transport,
+        intra_gb_s=_bandwidth(check.results, ("intra",)),
+        inter_gb_s=_bandwidth(check.results, ("world", "inter")) if check.nodes > 1 else None,
+        source=shown,
+    )
+
+
+def find_measured(cluster: Cluster) -> Measured | None:
+    """The result that lies beside the cluster's file; None where there is none. Raises UserError where it cannot be read."""
+    file = Path(cluster.source)
+    folder = CLUSTERS if cluster.source == f"ops/clusters/{file.name}" else file.parent
+    path = folder / f"{file.stem}{SUFFIX}"
+    return read_measured(path) if file.suffix in (".yaml", ".yml") and path.is_file() else None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{twice[0]!r} stands twice")
+    return dict(pairs)
+
+
+def _bandwidth(results: Sequence[Result], scopes: Sequence[str]) -> float | None:
+    """The bus bandwidth of an all-gather in the first scope that has one: the median of its largest sizes, GB/s."""
+    for scope in scopes:
+        sizes = {item.bytes: item.busbw_gb_s for item in results if (item.scope, item.collective) == (scope, "all_gather")}
+        if sizes:
+            return statistics.median(sizes[size] for size in sorted(sizes)[-LARGEST:])
+    return None
+
+
+def _contradictions(check: CheckFile) -> Iterator[Found]:
+    seen: set[tuple[str, str, int]] = set()
+    for index, item in enumerate(check.results):
+        at = ("results", str(index))
+        kind = (item.scope, item.collective, item.bytes)
+        if kind in seen:
+            yield at, f"{item.collective} ({item.scope}) of {item.bytes} bytes stands twice", "keep one"
+        seen.add(kind)
+        if item.scope == "inter" and check.nodes == 1:
+            yield (*at, "scope"), "inter, while nodes is 1", "run the check on several nodes"
+        if item.scope == "intra" and check.gpus_per_node == 1:
+            yield (*at, "scope"), "intra, while gpus_per_node is 1", "there is no link inside a node"
+        if item.collective != "all_reduce" and item.busbw_gb_s > ROUNDED * item.algbw_gb_s:
+            message = (
+                f"{item.busbw_gb_s:g} exceeds algbw_gb_s {item.algbw_gb_s:g}: of a {item.collective} it is (n - 1) / n of it"
+            )
+            yield (*at, "busbw_gb_s"), message, "both are columns of nccl-tests, in GB/s"
+    if not any(item.collective == "all_gather" for item in check.results):
+        yield ("results",), "no all_gather: it is what a plan takes", "run all_gather_perf"
+    if any(_bandwidth(check.results, (scope,)) == 0 for scope in ("intra", "inter", "world")):
+        yield (
+            ("results",),
+            "the all_gather of the largest sizes has busbw_gb_s 0",
+            "run it with larger sizes, to 1 GiB at least",
+        )

@@ -1,0 +1,367 @@
+"""Memory of one GPU by part and by moment. The largest moment is the peak.
+
+What rests and what is kept for backward is counted (kept.py); what comes and goes in between (weights gathered from other
+ranks, gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks:
+see tests/plan/test_measured_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from clustertune.plan.constants import Constants
+from clustertune.plan.kept import FULL, HALF, Kept
+from clustertune.plan.shape import Shape
+from clustertune.plan.term import BYTES, Term, total
+
+TILE_TOKENS, TILE_ENTRIES = 4096, 32768
+"""TRL's loss projects so many tokens on so many vocabulary entries at once, in a buffer that is this wide even where the
+vocabulary is not (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE; trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is in memory at one point of a step."""
+
+    name: str
+    parts: list[Term]
+
+    @property
+    def bytes(self) -> float:
+        return total(self.parts)
+
+
+def moments(shape: Shape, constants: Constants) -> list[Moment]:
+    """The moments at which memory can be largest, in the order of a step."""
+    memory = _Memory(shape, constants)
+    resting = [memory.weights(), memory.trained_copy(), memory.states()]
+    update = [*resting, memory.gradients(1.0), memory.update()]
+    named = {
+        "end of the forward pass, at the loss": _largest(resting, memory.at_loss()),
+        "backward pass": _largest(resting, memory.backward()),
+        "optimizer step": update,
+    }
+    return [Moment(name, [term for term in parts if term.value]) for name, parts in named.items()]
+
+
+def _largest(resting: list[Term], options: list[list[Term]]) -> list[Term]:
+    return [*resting, *max(options, key=total)]
+
+
+def reserved(peak: float, constants: Constants) -> list[Term]:
+    """What a process takes beside the peak of its tensors: the allocator's gaps, and CUDA and NCCL themselves."""
+    share = constants.fragmentation
+    gaps = Term("fragmentation", peak * share, BYTES, "{share} x {peak} GiB", {"share": share, "peak": peak / 2**30})
+    size = constants.context_gib * 2**30
+    return [gaps, Term("buffers", size, BYTES, "CUDA context, NCCL's channels and cuBLAS' workspaces", {})]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    shape: Shape
+    constants: Constants
+
+    @cached_property
+    def kept(self) -> Kept:
+        return Kept(self.shape, self.constants)
+
+    # -- what rests -------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Term:
+        """The base model as it rests between uses. Of a quantised one the block scales may stay whole on every rank."""
+        plan, shape = self.shape.strategy, self.shape
+        whole = shape.body * plan.whole_bytes
+        size = 0.0 if plan.offload_params != "none" else (shape.stored - whole) / plan.weight_shards + whole
+        values = {"held": shape.parameters, "bytes": plan.weight_bytes, "shards": plan.weight_shards}
+        text = "{held} parameters x {bytes} B / {shards} ranks"
+        if shape.quantised:
+            values |= {"held": shape.body, "bytes": plan.weight_bytes - plan.whole_bytes, "whole": whole}
+            values |= {"ends": shape.ends, "half": plan.other_bytes}
+            text = "({held} quantised parameters x {bytes} B + {ends} others x {half} B) / {shards} ranks + {whole} B of scales"
+        return Term("weights", size, BYTES, text, values)
+
+    def trained_copy(self) -> Term:
+        """LoRA's own weights."""
+        plan = self.shape.strategy
+        count = self.shape.local_trained if plan.lora and plan.offload_params == "none" else 0.0
+        values = {"count": count, "bytes": plan.trained_bytes, "shards": plan.weight_shards}
+        size = count * plan.trained_bytes / plan.weight_shards
+        return Term("adapters", size, BYTES, "{count} parameters x {bytes} B / {shards} ranks", values)
+
+    def states(self) -> Term:
+        """The optimizer's moments, and the master copy where it is kept beside the weights."""
+        plan, count = self.shape.strategy, self.shape.local_trained
+        size = 0.0 if plan.offload_optimizer != "none" else count * plan.state_bytes / plan.state_shards
+        values = {"count": count, "bytes": plan.state_bytes, "shards": plan.state_shards}
+        return Term("optimizer", size, BYTES, "{count} trained parameters x {bytes} B / {shards} ranks", values)
+
+    # -- the moments of a step --------------------------------------------------------------------------------------------
+
+    def at_loss(self) -> list[list[Term]]:
+        """All activations are there: once with the loss going forward, once with its gradient going back."""
+        around = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0)]
+        forward = [*self.gathered_at_loss(), self.logits(back=False)]
+        back = [*self.gathered_at_loss(back=True), self.logits(back=True), self.head_gradient()]
+        return [[*around, *forward], [*around, *back]]
+
+    def backward(self) -> list[list[Term]]:
+        """Beginning and end of the last layer's turn (the first one back), of the second one's and the first one's; the end."""
+        layers = self.shape.layers
+        found = []
+        working = self.shape.tokens * max(self.kept.working(kind) for kind in self.shape.counted.layers)
+        for index in sorted({max(0.0, layers - 1), min(1.0, layers - 1), 0.0}, reverse=True):
+            done = 1 - (index + 1) / layers
+            common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.cast_weights(1 - done)]
+            common += [*self.gathered_in_backward(index), self.in_flight(index)]
+            begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
+            found.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
+            found.append([*common, *self.activations(index / layers), self.whole_gradients()])
+        found.append([self.gradients(1.0), *self.root_gradients()])
+        return found
+
+    # -- weights ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        plan = self.shape.strategy
+        return plan.weight_shards > 1 or plan.offload_params != "none"
+
+    @cached_property
+    def layer_bytes(self) -> float:
+        """The largest layer, gathered. A quantised base travels quantised; the product's operand is bfloat16."""
+        plan, shape = self.shape.strategy, self.shape
+        own = shape.local_trained / shape.layers * self.kept.width if plan.lora and plan.kind == "FSDP2" else 0.0
+        return shape.largest * (plan.gather_bytes + (HALF if plan.gather_bytes < HALF else 0) / 2) + own
+
+    @property
+    def end_bytes(self) -> float:
+        """Bytes of a gathered number of embedding and head, which are never quantised."""
+        return max(HALF, min(self.shape.strategy.gather_bytes, self.kept.width))
+
+    @property
+    def head(self) -> float:
+        """Parameters of the output projection on this rank."""
+        return self.shape.head_weights / self.shape.strategy.tp
+
+    def gathered_at_loss(self, *, back: bool = False) -> list[Term]:
+        """FSDP2 gathers into a buffer and copies from there; the buffer stays until the next unit has been copied, or the
+        forward pass is over."""
+        plan, layers = self.shape.strategy, self.shape.layers
+        if not self.gathers:
+            return []
+        if not plan.reshard:
+            return self._all_gathered(1.0)
+        if not plan.ends_apart:
+            # FSDP1 gathers in place; ZeRO-3 has asked for the next layer by then.
+            count = {"FSDP1": 0.0, "FSDP2": 1.0}.get(plan.kind, min(2.0, layers))
+            return [self._layers(count), self._ends(self.shape.ends)]
+        if plan.lora and plan.fused_loss and plan.tiled_loss:
+            # TRL asks for the head's whole tensor, as it is stored (trl/trainer/utils.py, full_tensor), outside of FSDP.
+            return [
+                self._layers(1.0),
+                self._ends(self.head, size=plan.other_bytes if self.shape.quantised else plan.weight_bytes),
+            ]
+        if back and plan.fused_loss and plan.tiled_loss:
+            return [self._layers(1.0), self._ends(self.head)]  # the last layer is asked for before the tiles begin
+        return [self._ends(self.head * (1 if back else 2))]
+
+    def gathered_in_backward(self, index: float) -> list[Term]:
+        """The layer at work and the next one, which is already on its way; the embedding is the last one."""
+        plan, shape = self.shape.strategy, self.shape
+        if not self.gathers:
+            return []
+        if not plan.reshard:
+            return self._all_gathered((index + 1) / shape.layers)
+        if not plan.ends_apart:
+            return [self._layers(min(2.0, 1 + index if plan.kind == "FSDP1" else shape.layers)), self._ends(shape.ends)]
+        if index > 0:
+            return [self._layers(2.0)]
+        return [self._layers(1.0), self._ends(shape.counted.embedding / plan.tp)]
+
+    def _all_gathered(self, left: float) -> list[Term]:
+        """Kept from forward to backward; a layer that is through with its backward pass gives its weights back."""
+        shape = self.shape
+        ends = shape.gathered - shape.body * shape.strategy.gather_bytes
+        size = shape.body * shape.strategy.gather_bytes * left + ends
+        values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": shape.ends}
+        values |= {"half": ends / shape.ends}
+        return [
+            Term(
+                "gathered layers",
+                size,
+                BYTES,
+                "{left} x {body} parameters of layers x {bytes} B + {ends} others x {half} B",
+                values,
+            )
+        ]
+
+    def _layers(self, count: float) -> Term:
+        values = {"layers": count, "count": self.shape.largest, "bytes": self.layer_bytes / self.shape.largest}
+        return Term(
+            "gathered layers", count * self.layer_bytes, BYTES, "{layers} layers x {count} parameters x {bytes} B", values
+        )
+
+    def _ends(self, count: float, size: float | None = None) -> Term:
+        each = self.end_bytes if size is None else size
+        values = {"count": count, "bytes": each}
+        return Term("gathered embedding and head", count * each, BYTES, "{count} parameters x {bytes} B", values)
+
+    def cast_weights(self, left: float) -> Term:
+        """Under autocast every matrix has a copy in 16 bits from its use in the forward pass to that in the backward pass."""
+        shape = self.shape
+        held = self.kept.autocast and shape.strategy.weight_bytes >= FULL
+        count = shape.body * left + (self.head if left == 1 else 0.0) if held else 0.0
+        return Term("buffers", count * HALF, BYTES, "{count} parameters x 2 B, autocast's copies", {"count": count})
+
+    # -- gradients --------------------------------------------------------------------------------------------------------
+
+    def gradients(self, done: float) -> Term:
+        """Gradients after their reduction, of a share of the layers; none where they go to the host with their parameters."""
+        plan, shape = self.shape.strategy, self.shape
+        # The head's are reduced first; where it belongs to the root it waits for the embedding.
+        ends = shape.ends - shape.counted.embedding / plan.tp if plan.ends_apart and not plan.lora else 0.0
+        count = shape.local_trained if done == 1 else ends + (shape.local_trained - (0.0 if plan.lora else shape.ends)) * done
+        held = 0.0 if plan.offload_params != "none" else count
+        size = plan.gradient_bytes / (2 if self.has_buckets and done < 1 else 1)
+        values = {"count": held, "bytes": size, "shards": plan.gradient_shards}
+        text = "{count} trained parameters x {bytes} B / {shards} ranks"
+        return Term("gradients", held * size / plan.gradient_shards, BYTES, text, values)
+
+    def accumulated(self, left: float) -> Term:
+        """Gradients of earlier micro batches. transformers' Trainer skips the reduction until the last one (no_sync), so that
+        FSDP keeps them whole on every rank until then."""
+        plan = self.shape.strategy
+        whole = plan.kind in ("FSDP1", "FSDP2") and plan.accumulation > 1 and plan.gradient_shards > 1 and not plan.reduce_each
+        kept = whole or (plan.gradient_shards == 1 and (plan.accumulation > 1 or plan.pp > 1))
+        count = self.shape.local_trained * left if kept else 0.0
+        size = plan.reduce_bytes if whole else plan.gradient_bytes / (2 if self.has_buckets else 1)
+        values = {"count": count, "bytes": size}
+        text = "{count} trained parameters x {bytes} B, not yet reduced between micro batches"
+        return Term("gradients", count * size, BYTES, text, values)
+
+    @property
+    def has_buckets(self) -> bool:
+        return self.shape.strategy.kind == "DDP" and self.shape.strategy.world > 1
+
+    def buckets(self) -> Term:
+        """DDP's buckets are there from the first step on."""
+        count = self.shape.local_trained if self.has_buckets else 0.0
+        size = self.shape.strategy.gradient_bytes / 2
+        text = "{count} trained parameters x {bytes} B in DDP's buckets"
+        return Term("gradients", count * size, BYTES, text, {"count": count, "bytes": size})
+
+    @cached_property
+    def layer_trained(self) -> float:
+        """Trained parameters of the largest layer."""
+        return self.shape.local_trained / self.shape.layers if self.shape.strategy.lora else self.shape.largest
+
+    def whole_gradients(self) -> Term:
+        """Gradients of the layer at work before their reduction. FSDP1 joins them into one row first."""
+        plan = self.shape.strategy
+        copies = {"FSDP2": 1.0, "FSDP1": 2.0}.get(plan.kind, 0.0) if plan.gradient_shards > 1 else 0.0
+        values = {"copies": copies, "count": self.layer_trained, "bytes": self.kept.width}
+        size = copies * self.layer_trained * self.kept.width
+        return Term("gradients", size, BYTES, "{copies} x {count} parameters of a layer x {bytes} B, not yet reduced", values)
+
+    def in_flight(self, index: float) -> Term:
+        """What the reduction of the unit before reads from; FSDP1's root keeps the head's gradient until the end."""
+        plan, shape = self.shape.strategy, self.shape
+        last, split = index >= shape.layers - 1, plan.gradient_shards > 1 and plan.kind.startswith("FSDP")
+        count = waiting = 0.0
+        if split and plan.kind == "FSDP2":
+            count = self.layer_trained if not last else 0.0 if plan.lora or not plan.ends_apart else self.head
+        if split and not plan.lora and not plan.ends_apart:
+            waiting = self.head
+        values = {"count": count, "bytes": plan.reduce_bytes, "waiting": waiting, "width": self.kept.width}
+        text = "{count} gradients in reduction x {bytes} B + {waiting} of the root waiting x {width} B"
+        return Term("buffers", count * plan.reduce_bytes + waiting * self.kept.width, BYTES, text, values)
+
+    def root_gradients(self) -> list[Term]:
+        """The end: the embedding's gradient, or FSDP1's root with all of its gradients and their common row."""
+        plan, shape = self.shape.strategy, self.shape
+        if plan.lora or plan.gradient_shards == 1 or not plan.kind.startswith("FSDP"):
+            return []
+        count = shape.counted.embedding / plan.tp if plan.ends_apart else shape.ends
+        copies = 2.0 if plan.kind == "FSDP1" else 1.0
+        values = {"copies": copies, "count": count, "bytes": self.kept.width}
+        own = Term("gradients", copies * count * self.kept.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
+        return [own, self._ends(count), self.in_flight(0.0)]
+
+    # -- activations ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def kept_by_layers(self) -> float:
+        """Bytes per token of all layers where nothing is recomputed."""
+        return sum(kind.count * self.kept.layer(kind) for kind in self.shape.counted.layers) + self.kept.rank()
+
+    @cached_property
+    def largest_kept(self) -> float:
+        """The same of the layer with most."""
+        counted = self.shape.counted
+        return max(self.kept.layer(kind) for kind in counted.layers) + self.kept.rank() / counted.num_layers
+
+    def activations(self, share: float) -> list[Term]:
+        """What a share of the layers keeps for backward. Of a pipeline the first stage keeps that of as many micro batches as
+        there are stages."""
+        plan, shape = self.shape.strategy, self.shape
+        inflight = 1.0
+        if plan.pp > 1:
+            inflight = min(plan.accumulation, plan.pp) * (
+                1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
+            )
+        whole = self.kept_by_layers * (1 - plan.checkpointed) * share + (self.kept.last_norm() if share == 1 else 0.0)
+        row = self.kept.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
+        stored = 0.0 if plan.checkpoint_offload else shape.counted.num_layers * plan.checkpointed * row * share
+        scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
+        values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
+        text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
+        terms = [Term("activations", whole * scale, BYTES, text, values)]
+        return [*terms, Term("checkpointed activations", stored * scale, BYTES, text, values | {"bytes": stored})]
+
+    def recomputed(self, index: float) -> list[Term]:
+        """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
+        kept is gone by then."""
+        plan, shape = self.shape.strategy, self.shape
+        if not plan.checkpointed or (plan.checkpointed < 1 and index >= shape.layers - 1):
+            return []
+        largest = self.largest_kept
+        values = {"tokens": shape.tokens, "bytes": largest}
+        return [Term("activations", largest * shape.tokens, BYTES, "one layer recomputed: {tokens} tokens x {bytes} B", values)]
+
+    # -- the loss and the update ------------------------------------------------------------------------------------------
+
+    def logits(self, *, back: bool) -> Term:
+        """Logits with their float32 copy and log-softmax, or that with its gradient twice; of a loss in tiles one tile."""
+        plan, shape = self.shape.strategy, self.shape
+        if plan.fused_loss:
+            rows = min(shape.tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
+            values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.kept.width}
+            size = rows * TILE_ENTRIES * self.kept.width
+            return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
+        entries, size = shape.counted.vocabulary / plan.tp, self.constants.logit_bytes
+        if not plan.compiled:
+            size = 3 * FULL if back else 2 * FULL + (HALF if self.kept.width == HALF else 0)
+        values = {"tokens": shape.tokens, "entries": entries, "bytes": size}
+        text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B"
+        return Term("logits", size * entries * shape.tokens, BYTES, text, values)
+
+    def head_gradient(self) -> Term:
+        """TRL's tiles add up the head's gradient, whole, in float32, and cast it at the end; that of the rows likewise."""
+        plan, shape = self.shape.strategy, self.shape
+        tiles = plan.fused_loss and plan.tiled_loss
+        cast = self.kept.width if self.kept.width < FULL else 0
+        each = FULL + cast if tiles and not plan.lora else 0
+        rows = shape.tokens * shape.counted.hidden if tiles else 0.0
+        values = {"count": self.head, "bytes": each, "rows": rows}
+        text = "gradient of the head {count} x {bytes} B + of its input {rows} x 4 B"
+        return Term("buffers", self.head * each + rows * FULL, BYTES, text, values)
+
+    def update(self) -> Term:
+        """Temporaries of the foreach implementation: the root of the second moment."""
+        plan, count = self.shape.strategy, self.shape.local_trained
+        none = plan.offload_optimizer != "none" or not plan.state_bytes or plan.fused_optimizer
+        held, size = 0.0 if none else count, min(FULL, plan.trained_bytes)
+        values = {"count": held, "bytes": size, "shards": plan.state_shards}
+        text = "{count} trained parameters x {bytes} B / {shards} ranks"
+        return Term("buffers", held * size / plan.state_shards, BYTES, text, values)

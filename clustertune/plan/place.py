@@ -1,0 +1,78 @@
+"""A cluster as the planner meets it: its file, what was measured on it, and what its runs taught."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.cluster import CLUSTERS, Cluster
+from clustertune.config.resolved import Resolved
+from clustertune.errors import UserError
+from clustertune.plan import calibration
+from clustertune.plan.constants import Constants
+from clustertune.plan.machine import Machine, machine
+from clustertune.plan.measured import Measured, find_measured, read_measured
+from clustertune.plan.predict import GIB, Plan, make_plan
+from clustertune.plan.words import bandwidth_source
+
+CALIBRATION = ".calibration.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a plan is made for."""
+
+    cluster: Cluster
+    measured: Measured | None
+    calibration: Path | None
+    """Where its calibration is or would be kept; None for a cluster that was found by looking."""
+    constants: Constants
+
+    def machine(self, nodes: int) -> Machine:
+        """The machine that a job of so many nodes gets."""
+        return machine(self.cluster, measured=self.measured, nodes=nodes)
+
+
+def find_place(cluster: Cluster, nccl_check: Path | None = None) -> Place:
+    """The cluster with the files beside its own. Raises UserError where one of them is wrong."""
+    measured = read_measured(nccl_check) if nccl_check else find_measured(cluster)
+    kept = _beside(cluster)
+    constants = calibration.read(kept, cluster=cluster.name) if kept is not None and kept.is_file() else Constants()
+    return Place(cluster, measured, kept, constants)
+
+
+def _beside(cluster: Cluster) -> Path | None:
+    file = Path(cluster.source)
+    if file.suffix not in (".yaml", ".yml"):
+        return None
+    # The project's own files are named from its root, others as they were given.
+    path = CLUSTERS / file.name if cluster.source == f"ops/clusters/{file.name}" else file
+    return path.with_name(path.stem + CALIBRATION) if path.is_file() else None
+
+
+def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
+    """What ``run.json`` keeps of the plan, so that the report can put it beside what happened.
+
+    ``{"step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated"}``, or
+    ``{"unknown": why}``: a run never fails for its forecast.
+    """
+    try:
+        where = find_place(cluster)
+        plan = make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants)
+    except UserError as error:
+        return {"unknown": str(error.problems[0])}
+    return summary(plan)
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The figures of a plan that a run can be held against."""
+    return {
+        "step_s": plan.step.seconds,
+        "step_s_range": [plan.step.seconds * plan.low, plan.step.seconds * plan.high],
+        "tokens_per_s": plan.tokens_per_s,
+        "peak_gib_per_gpu": plan.peak.bytes / GIB,
+        "hours": plan.hours,
+        "bandwidth_source": bandwidth_source(plan),
+        "calibrated": list(plan.constants.calibrated),
+    }

@@ -1,0 +1,250 @@
+"""The plan of a recipe on a cluster: does it fit, how long, what it costs, what limits it, how sure that is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from clustertune.config.parameters import KNOWN, count, lora_parameter_count
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+from clustertune.plan import memory
+from clustertune.plan.compute import flops
+from clustertune.plan.constants import Constants
+from clustertune.plan.host import host_parts
+from clustertune.plan.lengths import Lengths, known_lengths
+from clustertune.plan.machine import Machine
+from clustertune.plan.schedule import Schedule, schedule
+from clustertune.plan.shape import Shape
+from clustertune.plan.step import Step, step
+from clustertune.plan.strategy import FUSED_LOSS, Strategy, strategy
+from clustertune.plan.term import Term
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One recipe on one machine. Seconds, bytes, parameters."""
+
+    resolved: Resolved
+    machine: Machine
+    constants: Constants
+    shape: Shape
+    step: Step
+    moments: list[memory.Moment]
+    beside: list[Term]
+    """Memory that is no tensor: the allocator's gaps, CUDA and NCCL."""
+    schedule: Schedule
+    host: list[Term]
+    """RAM of the fullest node."""
+    lengths: Lengths | None
+    low: float
+    high: float
+    """Factors of the step time: four of five runs are expected between them."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.shape.strategy
+
+    @property
+    def peak(self) -> memory.Moment:
+        """The moment with the most memory."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a GPU must have free."""
+        return self.peak.bytes + sum(term.value for term in self.beside)
+
+    @property
+    def host_bytes(self) -> float:
+        """RAM of the fullest node, bytes."""
+        return sum(term.value for term in self.host)
+
+    @property
+    def fits(self) -> bool:
+        """Both memories hold it."""
+        return self.needed <= self.machine.usable_bytes and self.host_bytes <= self.machine.host_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second, padding left out where the lengths are known."""
+        return self.shape.step_tokens * self.useful / self.step.seconds
+
+    @property
+    def useful(self) -> float:
+        """Share of the computed tokens that are tokens of a conversation."""
+        if self.lengths is None or self.strategy.packing:
+            return 1.0
+        longest = int(self.resolved.train_args.get("max_length") or 1024)
+        return min(1.0, self.lengths.mean(longest) / self.strategy.sequence)
+
+    def utilisation(self, *, hardware: bool) -> float:
+        """MFU, or with ``hardware`` HFU: FLOPs of a step over what the GPUs could do in its time at their dense bf16 peak."""
+        could = self.step.seconds * self.strategy.world * self.machine.peak_flops
+        return flops(self.shape, hardware=hardware) / could
+
+    @property
+    def hours(self) -> float | None:
+        """Wall hours from the start of the ranks to the last step."""
+        parts = self.totals()
+        return None if parts is None else math.fsum(parts.values()) / 3600
+
+    def totals(self) -> dict[str, float] | None:
+        """Seconds of the whole training by part; None where the number of steps is unknown."""
+        plan, one = self.schedule, self.step
+        if plan.steps is None:
+            return None
+        return {
+            "compute": plan.steps * sum(term.value for term in one.compute),
+            "exposed communication": plan.steps * one.exposed.value,
+            "pipeline bubble": plan.steps * one.bubble.value,
+            "optimizer": plan.steps * one.optimizer.value,
+            "overhead": plan.steps * one.overhead.value,
+            "evaluation": (plan.evaluations or 0) * plan.evaluation.value,
+            "checkpoint": (plan.checkpoints or 0) * plan.checkpoint.value,
+            "load": plan.start.value,
+        }
+
+
+def make_plan(
+    resolved: Resolved, machine: Machine, constants: Constants | None = None, *, lengths: Lengths | None = None,
+    chosen: Strategy | None = None, sure: bool = True,
+) -> Plan:  # fmt: skip
+    """Plan a recipe. ``chosen`` replaces the recipe's own strategy; without ``sure`` the range is left out (for searches).
+
+    Raises UserError: an architecture that cannot be counted, or more ranks than the cluster has GPUs.
+    """
+    constants = constants or Constants()
+    lengths = lengths or known_lengths(resolved)
+    used = chosen or read_strategy(resolved)
+    used, more = real_length(used, lengths)
+    check_room(resolved, used, machine)
+    shape = make_shape(resolved, used)
+    one = step(shape, machine, constants)
+    found = memory.moments(shape, constants)
+    beside = memory.reserved(max(moment.bytes for moment in found), constants)
+    around = schedule(resolved, shape, machine, constants, lengths)
+    low, high = _range(shape, machine, constants, one) if sure else (1.0, 1.0)
+    notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
+    return Plan(
+        resolved, machine, constants, shape, one, found, beside, around, host_parts(resolved, shape), lengths, low, high, notes
+    )
+
+
+def read_strategy(resolved: Resolved) -> Strategy:
+    """The recipe's strategy, with what its ``plan`` section says of another program."""
+    told, used = resolved.recipe.plan, strategy(resolved)
+    if told.whole_logits:
+        notes = tuple(note for note in used.notes if note != FUSED_LOSS)
+        used = replace(used, fused_loss=False, notes=(*notes, "plan.whole_logits: the logits are in memory as a whole"))
+    if told.overlap_tp:
+        used = replace(used, overlap_tp=True)
+    if told.reduce_dtype is not None:
+        size = 4.0 if told.reduce_dtype == "fp32" else 2.0
+        # Megatron-Core holds gradients in the type that it reduces them in (DistributedDataParallelConfig.grad_reduce_in_fp32).
+        used = replace(used, reduce_bytes=size, gradient_bytes=size if used.kind == "Megatron" else used.gradient_bytes)
+    split = used.sequence_parallel or told.sequence_parallel
+    used = replace(used, sequence_parallel=split, reduce_each=told.reduce_each, compute="fp8" if told.fp8 else used.compute)
+    return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
+
+
+def make_shape(resolved: Resolved, used: Strategy) -> Shape:
+    """Count the model and divide it. Raises UserError where the architecture is none that can be counted exactly."""
+    counted = count(resolved.architecture)
+    if counted is None:
+        kind = resolved.architecture.get("model_type")
+        text = f"parameters of {kind!r} cannot be counted"
+        raise UserError(Problem(text, file=f"{resolved.name}/model.json", key="model_type", fix=f"known: {', '.join(KNOWN)}"))
+    lora = resolved.recipe.lora if used.lora else None
+    adapters = 0
+    if lora is not None:
+        found = lora_parameter_count(resolved.architecture, lora)
+        if found is None:
+            text = "what LoRA trains here cannot be counted"
+            fix = "name plain linear modules in lora.target_modules, such as [q_proj, v_proj]"
+            raise UserError(Problem(text, file=f"{resolved.name}/recipe.yaml", key="lora", fix=fix))
+        adapters = found
+    targets = (lora or {}).get("target_modules") or ()
+    names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
+    rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
+    return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout)
+
+
+def _all_linear(counted: Any) -> tuple[str, ...]:
+    return tuple({linear.name.split(".")[-1] for kind in counted.layers for linear in kind.linears})
+
+
+def real_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list[str]]:
+    """Without packing a micro batch is as long as its longest conversation; with a note on it."""
+    if used.packing:
+        return used, []
+    if lengths is None:
+        return used, [
+            f"not packed, lengths unknown: every sequence is taken to be {used.sequence} tokens, the most there can be"
+        ]
+    length = max(1, round(lengths.padded(1 if used.grouped else used.micro_batch, used.sequence)))
+    text = f"not packed: a micro batch of {used.micro_batch} is padded to {length} tokens on average ({lengths.source})"
+    if used.grouped:
+        text += "; grouped by length, so that padding within it is left out"
+    return replace(used, sequence=length), [text]
+
+
+def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:
+    """More ranks than GPUs, and more nodes than the cluster has, are refused."""
+    problems = []
+    if used.nodes > machine.nodes:
+        text = f"{used.nodes}, and {machine.name} has {machine.nodes} compute nodes"
+        problems.append(
+            Problem(
+                text, file=resolved.name, key="slurm.nodes", fix=f"slurm.nodes={machine.nodes}, or name more in a cluster file"
+            )
+        )
+    if used.gpus_per_node > machine.gpus_per_node:
+        text = f"{used.gpus_per_node}, and a node of {machine.name} has {machine.gpus_per_node} GPUs"
+        problems.append(
+            Problem(text, file=resolved.name, key="slurm.gpus_per_node", fix=f"use {machine.gpus_per_node} or fewer")
+        )
+    if used.world > machine.domain and machine.inter.bytes_per_s <= 0:
+        text = f"{used.nodes} nodes, and {machine.name} says nothing of a network between nodes"
+        problems.append(Problem(text, file=machine.name, key="network", fix="write network: {kind: ..., gbit: ...}"))
+    if problems:
+        raise UserError(problems)
+
+
+SPREAD = {"compute": 0.10, "memory": 0.15, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25}
+"""Standard deviation of what each part of the model may be off, as a share: the held-out errors of docs/results/planner.md,
+rounded up; ``measured`` and ``calibrated`` replace the nominal ones where a figure is known. ``offload`` is assumed, as the
+speeds are that it is of."""
+QUANTILE = 1.28
+"""Of the normal distribution: 80 % lie within."""
+
+
+def _range(shape: Shape, machine: Machine, constants: Constants, one: Step) -> tuple[float, float]:
+    """Each part moved by its own uncertainty, the effects added as independent."""
+    calibrated, seconds = constants.calibrated, one.seconds
+    spread = {
+        "compute_scale": SPREAD["calibrated" if "compute_scale" in calibrated else "compute"],
+        "intra_scale": SPREAD[
+            "calibrated" if "intra_scale" in calibrated else "measured" if machine.intra.source == "measured" else "intra"
+        ],
+        "inter_scale": SPREAD[
+            "calibrated" if "inter_scale" in calibrated else "measured" if machine.inter.source == "measured" else "inter"
+        ],
+    }
+    up = down = (SPREAD["offload"] * _offloading(shape, one) / seconds) ** 2
+    for key, share in spread.items():
+        for sign in (1, -1):
+            moved = replace(constants, **{key: getattr(constants, key) * (1 + share) ** sign})
+            change = step(shape, machine, moved).seconds / seconds - 1
+            up, down = (up + change**2, down) if change > 0 else (up, down + change**2)
+    return max(0.05, 1 - QUANTILE * math.sqrt(down)), 1 + QUANTILE * math.sqrt(up)
+
+
+def _offloading(shape: Shape, one: Step) -> float:
+    """Seconds of a step that wait for host memory or NVMe."""
+    copies = (one.offload.forward_s + one.offload.backward_s) * shape.strategy.accumulation
+    return min(copies, one.exposed.value) + (one.offload.optimizer.value if one.offload.optimizer is not None else 0.0)

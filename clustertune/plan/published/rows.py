@@ -1,0 +1,246 @@
+"""The rows of the data files: what a published run, a model, a cluster and a claim are described by."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from clustertune.config.schema import NAME, Count, Number, Positive, Section
+
+Key = Annotated[str, Field(pattern=rf"^{NAME}$")]
+Quantity = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Dtype = Literal["fp32", "bf16", "fp8", "nf4"]
+
+DTYPE_BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes of one number. nf4: 4 bits, an 8-bit scale for 64 numbers and a 32-bit scale for 256 of those (double quantisation,
+https://arxiv.org/abs/2305.14314, section 3)."""
+
+
+class PublishedModel(Section):
+    """A model that a run or a claim names."""
+
+    name: Text
+    """Its id on the Hub."""
+    parameters: Positive
+    """The integer that its weights files hold in all."""
+    architecture: dict[str, Any]
+    """Keys of its config.json."""
+
+
+class PublishedNetwork(Section):
+    """What connects the nodes."""
+
+    kind: Literal["ethernet", "infiniband", "roce", "omnipath"]
+    gbit: Quantity | None
+    """Nominal speed of one port, Gbit/s; None: the source does not say."""
+    ports: Positive
+    """Ports of one node."""
+
+    @property
+    def gb_s(self) -> float | None:
+        """Nominal GB/s of a node and direction over all its ports."""
+        return None if self.gbit is None else self.gbit * self.ports / 8
+
+
+class PublishedCluster(Section):
+    """What runs ran on."""
+
+    file: Text | None = None
+    """The cluster file of this project that describes it."""
+    gpu: Key
+    """A key of ops/hardware.yaml."""
+    gpus_per_node: Positive
+    interconnect: Key
+    """As in a cluster file: nvlink4, pcie5, ..."""
+    domain: Positive | None = None
+    """GPUs that one NVLink domain joins across nodes; None: those of a node."""
+    network: PublishedNetwork | None = None
+    """None: no run leaves the NVLink domain."""
+    measured_gb_s: Quantity | None = None
+    """Bus bandwidth of an all-gather between nodes, per node and direction, GB/s."""
+    host_gb: Quantity
+    """RAM of a node, GB."""
+    memory_gib: Quantity | None = None
+    """Memory of its GPU where that is not the one of ops/hardware.yaml."""
+    hbm_gb_s: Quantity | None = None
+    """The same for its memory bandwidth, GB/s."""
+    peak_share: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """What its GPU's peak is of the one in ops/hardware.yaml: a lower power limit."""
+    source: Text
+    note: str = ""
+
+
+class PublishedRun(Section):
+    """One run or one row of a table: how it was run, and what was published about it."""
+
+    id: Key
+    set: Key
+    """The set that it is counted in: idris-csv, idris-other, idris-nemo, nutanix, nebius, dllm, table, table-moe, table-fp8."""
+    source: Text
+    place: Text
+    """Where in the source."""
+    model: Key
+    cluster: Key
+    nodes: Positive
+    gpus_per_node: Positive
+
+    method: Literal["full", "lora", "qlora"]
+    lora: dict[str, Any] | None = None
+    """Fields of PEFT's LoraConfig."""
+    kind: Literal["DDP", "FSDP1", "FSDP2", "Megatron"]
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    virtual: Positive = 1
+    """Virtual pipeline stages a GPU."""
+    replicas: Positive = 1
+    """Groups that hold a full copy (HSDP)."""
+    reshard: bool = True
+    """Weights are given back after forward and gathered again for backward."""
+    reduce_each: bool = True
+    """Gradients are reduced and sharded after each micro batch; False: they stay whole until the last one (no_sync)."""
+    sequence_parallel: bool = False
+    overlap_tp: bool = False
+    """Tensor-parallel collectives run beside the products (asynchronous TP, tp_comm_overlap)."""
+
+    micro_batch: Positive
+    """Sequences of one forward pass of a data-parallel group (tp x pp x cp GPUs)."""
+    accumulation: Positive = 1
+    sequence: Positive
+    packing: Literal["full", "padded"] = "full"
+    useful_share: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Share of the tokens that are not padding."""
+    checkpointed: Share
+    """Share of the layers whose activations are recomputed."""
+    recompute: Literal["layer", "op"] = "layer"
+    """What of a checkpointed layer: all of it, or torchtitan's "selective op" (every second matrix product, not attention)."""
+    compiled: bool
+    """Element-wise kernels are fused, by torch.compile or by hand."""
+    attention: Literal["sdpa", "flash", "eager"] = "sdpa"
+    fused_loss: bool = False
+    """The logits are never whole."""
+
+    weight_dtype: Dtype
+    """As stored between uses."""
+    gather_dtype: Dtype = "bf16"
+    """As all-gathered."""
+    reduce_dtype: Dtype
+    """Gradients in a reduce-scatter or all-reduce."""
+    state_dtype: Dtype
+    """Each of AdamW's two moments."""
+    compute_dtype: Dtype = "bf16"
+    """Operands of the matrix products of the layers."""
+
+    step_s: Quantity | None = None
+    """Seconds of an optimizer step."""
+    tokens_per_s_per_gpu: Quantity | None = None
+    peak_gib: Quantity | None = None
+    """Most memory that torch had allocated on a GPU, GiB."""
+    tflops_per_gpu: Quantity | None = None
+    """As the source counts them, TFLOP/s."""
+    hours: Quantity | None = None
+    """Wall hours of the whole run."""
+    steps: Positive | None = None
+    """Optimizer steps of the run, or of what was timed."""
+    startup_s: Quantity | None = None
+    """Seconds before the first step: load, cast and shard."""
+    eval_steps: Positive | None = None
+    """Steps between evaluations."""
+    gathers: Count | None = None
+    """All-gathers of the whole model in the run."""
+
+    verified: bool = True
+    """Whether the figures were read at the source."""
+    assumed: tuple[str, ...] = ()
+    """Fields that the source does not state."""
+    excluded: str | None = None
+    """Why the row does not count; None: it does."""
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        """What a row cannot be."""
+        if self.step_s is None and self.tokens_per_s_per_gpu is None and self.hours is None:
+            raise ValueError("a run needs a published time: step_s, tokens_per_s_per_gpu or hours")
+        if self.world % (self.tp * self.pp * self.cp):
+            raise ValueError(f"{self.world} GPUs are no multiple of tp {self.tp} x pp {self.pp} x cp {self.cp}")
+        if (self.lora is None) != (self.method == "full"):
+            raise ValueError("lora stands with method lora or qlora, and only there")
+        if unknown := sorted(set(self.assumed) - set(type(self).model_fields)):
+            raise ValueError(f"assumed names fields that there are not: {', '.join(unknown)}")
+        if (self.packing == "full") != (self.useful_share == 1.0) and "useful_share" in self.model_fields_set:
+            raise ValueError("useful_share is for padded sequences")
+        return self
+
+    @property
+    def world(self) -> int:
+        """GPUs."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def dp(self) -> int:
+        """Groups that read different sequences."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.dp * self.micro_batch * self.accumulation
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step over all GPUs, padding included."""
+        return self.global_batch * self.sequence
+
+    @property
+    def seconds(self) -> float | None:
+        """Published seconds of a step, from the throughput where only that is published; None where only hours are."""
+        if self.step_s is not None:
+            return self.step_s
+        if self.tokens_per_s_per_gpu is not None:
+            return self.step_tokens / (self.tokens_per_s_per_gpu * self.world)
+        return None
+
+    @property
+    def rate(self) -> float | None:
+        """Published tokens per second and GPU, padding included."""
+        if self.tokens_per_s_per_gpu is not None:
+            return self.tokens_per_s_per_gpu
+        return None if self.step_s is None else self.step_tokens / (self.step_s * self.world)
+
+
+Figure = Number | tuple[Number, Number]
+
+
+class Claim(Section):
+    """A figure of a source that arithmetic can check."""
+
+    id: Key
+    source: Key
+    """A key of the file's ``sources``."""
+    place: Text
+    """Where in the source."""
+    claim: Text
+    """What it says, in short."""
+    kind: Literal["parameters", "memory", "flops", "traffic", "tokens", "steps", "time", "money", "layout", "throughput"]
+    formula: Key
+    """A name of :data:`clustertune.plan.formulas.FORMULAS`."""
+    inputs: dict[str, Any]
+    """What the formula takes, by name."""
+    claimed: Figure
+    """The figure, or the range, that the source gives."""
+    unit: str
+    relation: Literal["equal", "at_most", "at_least"] = "equal"
+    """``at_most``: the source says that it is no more than ``claimed``."""
+    tolerance: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Relative distance up to which it is right; None: the file's own."""
+    coarse: Annotated[Number, Field(ge=0, le=10)] | None = None
+    """Relative distance up to which it is imprecise, beyond refuted; None: the file's own."""
+    verdict: Literal["right", "imprecise", "refuted"]
+    """What the arithmetic is expected to say."""
+    instead: str = ""
+    """What is right, or under which condition it is."""

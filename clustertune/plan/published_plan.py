@@ -1,0 +1,98 @@
+"""A published run as the planner's own input: the strategy, the machine and the counted model that its source describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clustertune.config.cluster_checks import read_cluster
+from clustertune.config.parameters import count, lora_parameter_count
+from clustertune.config.yamlfile import Document
+from clustertune.plan import memory
+from clustertune.plan.constants import Constants
+from clustertune.plan.machine import Machine, machine
+from clustertune.plan.published import DTYPE_BYTES, PublishedRun, cluster_document, published_clusters, published_models
+from clustertune.plan.shape import Shape
+from clustertune.plan.step import Step, step
+from clustertune.plan.strategy import Strategy
+
+GIB = 2**30
+HALF_LAYER = 0.5
+"""Share of a layer's forward pass that torchtitan's selective recomputation repeats: every second matrix product."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run ready to be planned."""
+
+    run: PublishedRun
+    shape: Shape
+    machine: Machine
+
+    def step(self, constants: Constants) -> Step:
+        return step(self.shape, self.machine, constants)
+
+    def peak(self, constants: Constants) -> float:
+        """Bytes of the largest moment."""
+        return max(moment.bytes for moment in memory.moments(self.shape, constants))
+
+
+def case(run: PublishedRun) -> Case:
+    """Turn a row into what the model computes with."""
+    architecture = published_models()[run.model].architecture
+    counted = count(architecture)
+    assert counted is not None, run.model
+    adapters, rank, targets = _lora(run, architecture)
+    shape = Shape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
+    return Case(run, shape, _machine(run))
+
+
+def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tuple[str, ...]]:
+    if run.lora is None:
+        return 0, 1, ()
+    targets = run.lora["target_modules"]
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    return (
+        lora_parameter_count(architecture, run.lora) or 0,
+        int(run.lora["r"]),
+        names if targets == "all-linear" else tuple(targets),
+    )
+
+
+def _machine(run: PublishedRun) -> Machine:
+    told = published_clusters()[run.cluster]
+    document = cluster_document(run)
+    document["network"] = {"interface": "eth0", **document["network"]}
+    if run.nodes > 1 and document["network"]["kind"] == "none":
+        document["network"] |= {"kind": "infiniband", "gbit": 400}  # no rank leaves the NVLink domain: nothing reads it
+    found = machine(read_cluster(Document(f"published cluster {run.cluster}", document)), nodes=run.nodes)
+    changes: dict[str, Any] = {"peak_flops": found.peak_flops * told.peak_share}
+    if found.peak_flops_fp8:
+        changes["peak_flops_fp8"] = found.peak_flops_fp8 * told.peak_share
+    if told.hbm_gb_s:
+        changes["hbm_bytes_per_s"] = told.hbm_gb_s * 1e9
+    return replace(found, **changes)
+
+
+def _strategy(run: PublishedRun) -> Strategy:
+    """The sharding as each kind does it: FSDP over all data- and context-parallel ranks, Megatron's distributed optimizer."""
+    sharded = run.dp * run.cp // run.replicas if run.kind.startswith("FSDP") else 1
+    states = run.dp * run.cp if run.kind == "Megatron" else sharded
+    weight, reduced = DTYPE_BYTES[run.weight_dtype], DTYPE_BYTES[run.reduce_dtype]
+    moments = 2 * DTYPE_BYTES[run.state_dtype]
+    master = run.weight_dtype == "fp32"
+    trained_full = run.method == "full"
+    return Strategy(
+        engine="megatron" if run.kind == "Megatron" else "trl", kind=run.kind, world=run.world, gpus_per_node=run.gpus_per_node,
+        tp=run.tp, pp=run.pp, cp=run.cp, ep=run.ep, virtual=run.virtual, replicas=run.replicas, dp=run.dp,
+        weight_shards=sharded,
+        gradient_shards=sharded, state_shards=states, reshard=run.reshard, micro_batch=run.micro_batch,
+        accumulation=run.accumulation, sequence=run.sequence, packing=run.packing == "full",
+        checkpointed=run.checkpointed * (HALF_LAYER if run.recompute == "op" else 1.0), checkpoint_offload=False,
+        compiled=run.compiled, attention=run.attention, lora=not trained_full, weight_bytes=weight,
+        gather_bytes=min(DTYPE_BYTES[run.gather_dtype], weight),
+        gradient_bytes=reduced, reduce_bytes=reduced,
+        state_bytes=moments + (4 if run.kind == "Megatron" and trained_full else 0), master_in_weights=master,
+        offload_params="none", offload_optimizer="none", sequence_parallel=run.sequence_parallel, fused_loss=run.fused_loss,
+        notes=(), compute=run.compute_dtype, overlap_tp=run.overlap_tp, reduce_each=run.reduce_each,
+    )  # fmt: skip

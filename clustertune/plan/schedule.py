@@ -1,0 +1,169 @@
+"""From one step to the whole training: how many steps, evaluations and checkpoints, start-up, and what lies on disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from clustertune.config.resolved import Resolved
+from clustertune.plan.compute import micro_batch
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import PACKED_SHARE, Lengths
+from clustertune.plan.machine import Machine
+from clustertune.plan.shape import Shape
+from clustertune.plan.term import SECONDS, Term, total
+from clustertune.plan.traffic import traffic
+
+START_S = 60.0
+"""Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""
+DEFAULT_EVAL_BATCH = 8
+"""``TrainingArguments``' own ``per_device_eval_batch_size``."""
+DEFAULT_SAVE_STEPS, DEFAULT_LOGGING_STEPS = 500, 10
+"""``TrainingArguments``' own ``save_steps``; ``logging_steps`` of TRL's, which ``eval_steps`` follows where it is not given."""
+_STRATEGY = {"save": "steps", "eval": "no"}
+"""``TrainingArguments``' own ``save_strategy`` and ``eval_strategy``."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A whole training. None where the number of steps is not known."""
+
+    steps: int | None
+    steps_why: str
+    evaluations: int | None
+    evaluation: Term
+    """One pass over the eval split."""
+    checkpoints: int | None
+    checkpoint: Term
+    checkpoint_bytes: float
+    start: Term
+    disk: dict[str, float]
+    """Bytes on shared storage at most: checkpoints kept, adapter, merged model."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences of the two splits after packing; None where nothing is known."""
+
+    train: float | None
+    eval: float | None
+    why: str
+
+
+def rows(resolved: Resolved, lengths: Lengths | None) -> Rows:
+    """How many sequences training and one evaluation have."""
+    data, longest = resolved.recipe.data, int(resolved.train_args.get("max_length") or 1024)
+    counts = data.expect
+    if counts is None or counts.train is None:
+        return Rows(
+            None, None if counts is None else counts.eval, "data.expect.train does not say how many conversations there are"
+        )
+    train, held = float(counts.train), counts.eval
+    if held is None:
+        held = round(train * data.eval_fraction / (1 - data.eval_fraction))
+    packing = bool(resolved.train_args.get("packing"))
+    packs_eval = bool(resolved.train_args.get("eval_packing", packing))
+    if not packing:
+        return Rows(
+            train, _packed(held, lengths, longest) if packs_eval else held, f"{counts.train:,} conversations, a sequence each"
+        )
+    if lengths is None:
+        return Rows(
+            None, None, "packed, and the conversations' lengths are not known: give data.expect.mean_tokens or --lengths FILE"
+        )
+    sequences = _packed(train, lengths, longest)
+    mean = lengths.mean(longest)
+    tokens = f"{counts.train:,} conversations x {mean:,.0f} tokens ({lengths.source})"
+    why = f"{tokens} / ({longest} x {PACKED_SHARE}) = {sequences:,.0f} sequences"
+    return Rows(sequences, _packed(held, lengths, longest) if packs_eval else float(held), why)
+
+
+def _packed(count: float, lengths: Lengths | None, longest: int) -> float:
+    return count if lengths is None else math.ceil(count * lengths.mean(longest) / (longest * PACKED_SHARE))
+
+
+def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Constants, lengths: Lengths | None) -> Schedule:
+    """Everything around the steps."""
+    found = rows(resolved, lengths)
+    steps, why = _steps(resolved, found)
+    args = resolved.train_args
+    size = _checkpoint_bytes(shape)
+    saves = _count(args, "save", steps)
+    checkpoint = Term(
+        "checkpoint", size / machine.storage_write_bytes_per_s, SECONDS, "{size} GB / {speed} GB/s written",
+        {"size": size / 1e9, "speed": machine.storage_write_bytes_per_s / 1e9},
+    )  # fmt: skip
+    evaluations = _count(args, "eval", steps)
+    if evaluations is not None and args.get("eval_on_start"):
+        evaluations += 1
+    kept = args.get("save_total_limit") or saves or 1
+    whole = 2.0 * shape.counted.total
+    disk = {"checkpoints": size * min(int(kept), saves if saves is not None else int(kept)), "merged model": whole}
+    if shape.strategy.lora:
+        disk["adapter"] = 4.0 * shape.adapters
+    return Schedule(
+        steps, why, evaluations, _evaluation(args, shape, machine, constants, found), saves, checkpoint, size,
+        _start(shape, machine), disk,
+    )  # fmt: skip
+
+
+def _steps(resolved: Resolved, found: Rows) -> tuple[int | None, str]:
+    args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
+    most = int(args.get("max_steps") or -1)
+    if most > 0:
+        return most, f"train.max_steps {most}"
+    if found.train is not None:
+        epochs = float(args.get("num_train_epochs") or 3)
+        # Trainer rounds up within an epoch: the last, smaller batch is a step as well.
+        return max(
+            1, math.ceil(epochs * math.ceil(found.train / batch))
+        ), f"{found.why}; / global batch {batch} x {epochs:g} epochs"
+    if resolved.recipe.expect.steps is not None:
+        return resolved.recipe.expect.steps, f"expect.steps of the recipe ({found.why})"
+    return None, found.why
+
+
+def _count(args: dict[str, object], what: str, steps: int | None) -> int | None:
+    """How often evaluation or saving comes, by transformers' rules: every so many steps, of all steps a share where the value
+    is below 1, and once more after the last step (trainer_callback.py, DefaultFlowCallback.on_step_end)."""
+    if steps is None:
+        return None
+    strategy = str(args.get(f"{what}_strategy") or _STRATEGY[what])
+    if strategy == "epoch":
+        return max(1, math.ceil(float(args.get("num_train_epochs") or 3)))  # type: ignore[arg-type]
+    if strategy != "steps":
+        return 0
+    default = args.get("logging_steps") or DEFAULT_LOGGING_STEPS if what == "eval" else DEFAULT_SAVE_STEPS
+    value = float(args.get(f"{what}_steps") or default)  # type: ignore[arg-type]
+    every = math.ceil(value * steps) if value < 1 else int(value)
+    return math.ceil(steps / max(1, every))
+
+
+def _evaluation(args: dict[str, object], shape: Shape, machine: Machine, constants: Constants, found: Rows) -> Term:
+    """Forward passes over the eval split; each gathers the weights once."""
+    plan = shape.strategy
+    batch = int(args.get("per_device_eval_batch_size") or DEFAULT_EVAL_BATCH)  # type: ignore[call-overload]
+    if not found.eval:
+        return Term("evaluation", 0.0, SECONDS, "no eval split known", {})
+    passes = math.ceil(found.eval / (batch * plan.dp))
+    filled = found.eval / (passes * plan.dp)
+    forward = total(micro_batch(shape, machine, constants).forward) * filled / plan.micro_batch
+    moved = sum(c.seconds(machine, constants.intra_scale, constants.inter_scale) for c in traffic(shape).forward)
+    values = {"passes": passes, "forward": forward, "moved": moved, "rows": found.eval, "batch": batch}
+    text = "{passes} passes ({rows} sequences, {batch} per rank) x the longer of {forward} s computing and {moved} s gathering"
+    return Term("evaluation", passes * max(forward, moved), SECONDS, text, values)
+
+
+def _checkpoint_bytes(shape: Shape) -> float:
+    """Adapter or weights in the type they are trained in, and the optimizer's state."""
+    plan = shape.strategy
+    count = float(shape.adapters if plan.lora else shape.counted.total)
+    return count * ((4 if plan.lora else plan.weight_bytes) + plan.state_bytes)
+
+
+def _start(shape: Shape, machine: Machine) -> Term:
+    """Loading: the weights come from storage once per node that reads them."""
+    size = 2.0 * shape.counted.total
+    value = START_S + size / machine.storage_read_bytes_per_s
+    values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}
+    return Term("start-up and load", value, SECONDS, "{start} s + {size} GB / {speed} GB/s read", values)

@@ -1,0 +1,110 @@
+"""What one rank holds and computes: the model's layers divided by tensor, pipeline and expert parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from clustertune.config.parameters import Counted, LayerKind
+from clustertune.plan.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model over one strategy. Counts are parameters, of the rank that has most of them, before any data-parallel split."""
+
+    counted: Counted
+    strategy: Strategy
+    trained: int
+    """Trained parameters of the whole model."""
+    adapters: int
+    """LoRA's parameters of the whole model; 0 without LoRA."""
+    rank: int = 1
+    """LoRA's rank: adapters / rank is the sum of inputs and outputs of all adapted modules."""
+
+    targets: tuple[str, ...] = ()
+    """The last parts of the names of the modules that LoRA adapts."""
+
+    dropout: float = 0.0
+    """LoRA's dropout."""
+
+    @property
+    def layers(self) -> float:
+        """Layers on one rank."""
+        return sum(kind.count for kind in self.counted.layers) / self.strategy.pp
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro batch that one rank computes."""
+        return self.strategy.micro_batch * self.strategy.sequence / self.strategy.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step over all ranks, padding included."""
+        plan = self.strategy
+        return plan.micro_batch * plan.accumulation * plan.sequence * plan.dp
+
+    def layer(self, kind: LayerKind) -> float:
+        """Parameters of one layer on one rank."""
+        plan = self.strategy
+        dense = sum(_size(linear) for linear in kind.linears if linear.copies == 1)
+        experts = sum(_size(linear) for linear in kind.linears if linear.copies > 1)
+        return dense / plan.tp + experts / (plan.tp * plan.ep) + kind.other
+
+    @cached_property
+    def body(self) -> float:
+        """Parameters of all layers on one rank."""
+        return sum(kind.count * self.layer(kind) for kind in self.counted.layers) / self.strategy.pp
+
+    @cached_property
+    def largest(self) -> float:
+        """Parameters of the largest layer on one rank."""
+        return max(self.layer(kind) for kind in self.counted.layers)
+
+    @property
+    def ends(self) -> float:
+        """Parameters of embedding, head and last norm on one rank; of a pipeline the heavier end."""
+        counted, plan = self.counted, self.strategy
+        both = counted.embedding + counted.head + counted.other
+        if plan.pp > 1:
+            both = max(counted.embedding, (counted.embedding if counted.tied else counted.head) + counted.other)
+        return both / plan.tp
+
+    @property
+    def parameters(self) -> float:
+        """All of the base model's parameters on one rank."""
+        return self.body + self.ends
+
+    @property
+    def quantised(self) -> bool:
+        """The layers' weights are stored in less than 16 bits; embedding, head and norms are not."""
+        return self.strategy.weight_bytes < 2
+
+    @property
+    def stored(self) -> float:
+        """Bytes of the base model on one rank, before any data-parallel split."""
+        plan = self.strategy
+        return self.body * plan.weight_bytes + self.ends * (plan.other_bytes if self.quantised else plan.weight_bytes)
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of all weights in an all-gather."""
+        plan = self.strategy
+        return self.body * plan.gather_bytes + self.ends * (min(2.0, plan.other_bytes) if self.quantised else plan.gather_bytes)
+
+    @cached_property
+    def local_trained(self) -> float:
+        """Trained parameters on one rank: everything, or its share of the adapters."""
+        if not self.strategy.lora:
+            return self.parameters
+        return self.adapters / (self.strategy.tp * self.strategy.pp)
+
+    @property
+    def head_weights(self) -> float:
+        """Elements of the output projection."""
+        return float(self.counted.vocabulary * self.counted.hidden)
+
+
+def _size(linear: object) -> float:
+    copies, inputs, outputs = linear.copies, linear.inputs, linear.outputs  # type: ignore[attr-defined]
+    return float(copies * (inputs * outputs + (outputs if linear.bias else 0)))  # type: ignore[attr-defined]

@@ -1,0 +1,261 @@
+"""How a resolved recipe spreads a model over ranks, and how many bytes each number takes there: what the planner computes with.
+
+Facts about bytes are read in the pinned libraries (containers/versions.env): accelerate 1.15, TRL 1.16, PEFT 0.20,
+transformers 5.23, torch 2.13; of DeepSpeed and Megatron-Core in their repositories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config.derive import DEFAULT_MICRO_BATCH, recomputed_layers
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+from clustertune.plan import strategy_bytes as numbers
+from clustertune.plan import strategy_sharding as sharding
+
+DEFAULT_MAX_LENGTH = 1024
+"""``SFTConfig``'s own ``max_length`` (trl/trainer/sft_config.py:202)."""
+FUSED_LOSS = (
+    "TRL 1.16 computes the loss in tiles of the output head: logits are never whole (trl/trainer/utils.py:1548); other "
+    "trainers and TRL before its fused head keep them"
+)
+TF32 = "float32 products are counted as TF32, half the speed of bfloat16; without train.tf32=true they are slower"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to spread a training over ranks. Sizes are counts of ranks; ``*_bytes`` are bytes per parameter."""
+
+    engine: str
+    """``trl`` or ``megatron``."""
+    kind: str
+    """``DDP``, ``FSDP1``, ``FSDP2``, ``ZeRO-0`` to ``ZeRO-3``, ``NO`` or ``Megatron``."""
+    world: int
+    gpus_per_node: int
+    tp: int
+    pp: int
+    cp: int
+    """Ranks that share a sequence: ring attention, or Ulysses (accelerate's ``sp``)."""
+    ep: int
+    virtual: int
+    """Virtual pipeline stages per GPU; 1: plain 1F1B."""
+    replicas: int
+    """HSDP: groups that hold a full copy; 1: none."""
+    dp: int
+    """Ranks that read different sequences: world / (tp pp cp)."""
+    weight_shards: int
+    """Over how many ranks of the dp x cp dimension each weight is split; 1: whole on each."""
+    gradient_shards: int
+    """The same of gradients after their reduction."""
+    state_shards: int
+    """The same of optimizer state."""
+    reshard: bool
+    """Weights are given back after forward and gathered again for backward."""
+    micro_batch: int
+    accumulation: int
+    sequence: int
+    packing: bool
+    checkpointed: float
+    """Share of layers whose activations are recomputed, 0 to 1."""
+    checkpoint_offload: bool
+    """What recomputation starts from lies in host memory."""
+    compiled: bool
+    attention: str
+    """``sdpa``, ``eager`` or ``flash``."""
+    lora: bool
+    weight_bytes: float
+    """A parameter of the base on the GPU between uses, block scales of a quantised one included (config/quantization.py)."""
+    gather_bytes: float
+    """A parameter in an all-gather."""
+    gradient_bytes: float
+    """The gradient of a trained parameter as it is held."""
+    reduce_bytes: float
+    """The gradient of a trained parameter in a reduce-scatter or all-reduce."""
+    state_bytes: float
+    """Optimizer state of a trained parameter, with a master copy where it is kept beside."""
+    master_in_weights: bool
+    """A trained parameter is itself the float32 copy that the optimizer updates."""
+    offload_params: str
+    """``none``, ``cpu`` or ``nvme``."""
+    offload_optimizer: str
+    sequence_parallel: bool
+    """Megatron's: activations of norms and dropout are split over tp."""
+    fused_loss: bool
+    """Logits are never whole."""
+    notes: tuple[str, ...]
+    """Assumptions made while reading."""
+    trained_bytes: float = 4.0
+    """A trained parameter as it is stored: of LoRA the adapter's, else ``weight_bytes``."""
+    other_bytes: float = 2.0
+    """A parameter that a quantised base leaves as it is: embeddings, head, norms."""
+    whole_bytes: float = 0.0
+    """Of ``weight_bytes``, what stays whole on every rank where weights are split (bitsandbytes' block scales)."""
+    compute: str = "bf16"
+    """What matrix products are computed in: ``bf16``, ``fp16``, ``fp32`` or ``fp8``."""
+    overlap_tp: bool = False
+    """Tensor-parallel collectives run beside the products (asynchronous TP)."""
+    reduce_each: bool = False
+    """Gradients are reduced after every micro batch, not only after the last of a step."""
+    fused_optimizer: bool = False
+    """AdamW is one kernel."""
+    ends_apart: bool = False
+    """Embedding and head are FSDP units of their own and the embedding is given back after use; else they are the root's, which
+    stays gathered."""
+    isolated: bool = False
+    """Packed conversations do not see each other: attention gets a mask."""
+    grouped: bool = False
+    """Micro batches hold conversations of like length (train_sampling_strategy: group_by_length)."""
+    tiled_loss: bool = False
+    """A fused loss is TRL's, which has a tile of the logits and adds up the head's gradient in float32."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job."""
+        return -(-self.world // self.gpus_per_node)
+
+
+def strategy(resolved: Resolved) -> Strategy:
+    """The strategy of a resolved recipe. Raises UserError with everything that the libraries would refuse on the ranks."""
+    split = sharding.read(resolved)
+    problems = [*split.problems, *_find_problems(resolved, split)]
+    if problems:
+        raise UserError(problems)
+    kept = numbers.read(resolved, split)
+    checkpointed, offloaded, said = _recomputation(resolved)
+    args = resolved.train_args
+    attention, named = _attention(args, split)
+    notes = [*split.notes, *kept.notes, *said, *([FUSED_LOSS] if split.kind != "Megatron" else [])]
+    notes += ["flex_attention is counted as sdpa"] if named == "flex_attention" else []
+    notes += [TF32] if kept.compute == "fp32" and not args.get("tf32") else []
+    return Strategy(
+        engine="megatron" if split.kind == "Megatron" else "trl",
+        kind=split.kind,
+        world=resolved.world_size,
+        gpus_per_node=split.gpus_per_node,
+        tp=split.tp,
+        pp=split.pp,
+        cp=split.cp,
+        ep=split.ep,
+        virtual=split.virtual,
+        replicas=split.replicas,
+        dp=resolved.data_parallel_size,
+        weight_shards=split.weights,
+        gradient_shards=split.gradients,
+        state_shards=split.states,
+        reshard=split.reshard,
+        micro_batch=_micro_batch(args),
+        accumulation=int(args.get("gradient_accumulation_steps") or 1),
+        sequence=_sequence(args),
+        packing=bool(args.get("packing") or args.get("padding_free")),
+        checkpointed=checkpointed,
+        checkpoint_offload=offloaded,
+        compiled=_compiled(resolved),
+        attention=attention,
+        lora=resolved.recipe.lora is not None,
+        weight_bytes=kept.weight,
+        gather_bytes=kept.gather,
+        gradient_bytes=kept.gradient,
+        reduce_bytes=kept.reduce,
+        state_bytes=kept.state,
+        master_in_weights=kept.master_in_weights,
+        offload_params=split.offload_params,
+        offload_optimizer=split.offload_optimizer,
+        sequence_parallel=split.sequence_parallel,
+        fused_loss=split.kind != "Megatron",
+        notes=tuple(dict.fromkeys(notes)),
+        trained_bytes=kept.trained,
+        other_bytes=kept.other,
+        whole_bytes=kept.whole,
+        compute=kept.compute,
+        ends_apart=split.kind == "FSDP2",  # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model
+        isolated=split.kind != "Megatron",
+        grouped=args.get("train_sampling_strategy") == "group_by_length",
+        tiled_loss=split.kind != "Megatron",
+    )
+
+
+def _micro_batch(args: Mapping[str, Any]) -> int:
+    return int(args.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+
+
+def _sequence(args: Mapping[str, Any]) -> int:
+    """Tokens of a row: packed rows have this length, padded ones at most."""
+    return int(args.get("max_length") or DEFAULT_MAX_LENGTH)
+
+
+def _recomputation(resolved: Resolved) -> tuple[float, bool, list[str]]:
+    """The share of layers that are recomputed, whether what that starts from is offloaded, and notes."""
+    megatron = resolved.recipe.megatron
+    if megatron is not None:
+        if megatron.recompute_granularity == "selective":
+            return 0.0, False, ["selective recomputation repeats the attention alone, which flash attention does anyway"]
+        return float(megatron.recompute_granularity == "full"), False, []
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    args = resolved.train_args
+    if resolved.accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing"):
+        return 1.0, acc.flag(config, "activation_checkpointing_offload"), []
+    if not args.get("activation_checkpointing"):
+        told = ["train.activation_offloading moves saved activations to host memory: not counted"]
+        return 0.0, False, told if args.get("activation_offloading") else []
+    given = args.get("activation_checkpointing_kwargs") or args.get("gradient_checkpointing_kwargs")
+    settings = given if isinstance(given, dict) else {}
+    notes = []
+    if settings.get("selective"):
+        notes.append("selective keeps results of matrix products that full recomputation repeats: counted as full")
+    layers = int(resolved.architecture["num_hidden_layers"])
+    ratio = resolved.recipe.activation_checkpointing
+    if ratio is not None:
+        share = len(recomputed_layers(ratio.ratio, layers)) / layers
+    else:
+        # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
+        every = settings.get("every_n_layers", 1)
+        every = every if isinstance(every, int) and every >= 1 else 1
+        share = -(-layers // every) / layers
+    # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
+    return share, bool(settings.get("offload") or args.get("activation_offloading")), notes
+
+
+def _compiled(resolved: Resolved) -> bool:
+    dynamo = acc.section(resolved.accelerate, "dynamo_config")
+    backend = str(dynamo.get("dynamo_backend", dynamo.get("backend", "NO"))).upper()
+    named = resolved.train_args.get("torch_compile") or resolved.train_args.get("torch_compile_backend")
+    return bool(named) or backend not in ("NO", "NONE", "FALSE")
+
+
+def _attention(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[str, str]:
+    """The kind of attention, and its name in transformers."""
+    if split.kind == "Megatron":
+        return "flash", "flash"
+    named = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
+    return ("eager" if named == "eager" else "flash" if "flash" in named else "sdpa"), named
+
+
+def _find_problems(resolved: Resolved, split: sharding.Sharding) -> list[Problem]:
+    """What tensor, context and sequence parallelism ask of the model and of the sequences."""
+    if split.kind == "Megatron":
+        return []  # resolve() has checked them: clustertune/config/megatron.py
+    problems = []
+    architecture = resolved.architecture
+    file = f"{resolved.name}/{resolved.accelerate_file}"
+
+    def add(axis: str, text: str, fix: str | None = None) -> None:
+        key = f"parallelism_config.parallelism_config_{axis}_size"
+        problems.append(Problem(text, file=file, key=key, fix=fix))
+
+    heads = int(architecture["num_attention_heads"])
+    counts = {"num_attention_heads": heads, "num_key_value_heads": int(architecture.get("num_key_value_heads") or heads)}
+    for name, count in counts.items():
+        if count % split.tp:
+            add("tp", f"{split.tp} does not divide the model's {count} {name}", "use a size that divides it")
+    if split.ulysses > 1 and heads % split.ulysses:
+        add("sp", f"{split.ulysses} does not divide the model's {heads} attention heads", "use a size that divides it")
+    length, parts = _sequence(resolved.train_args), 2 * split.cp
+    # torch's context_parallel cuts a sequence into 2 x cp pieces, for equal work under a causal mask.
+    if split.cp > 1 and split.ulysses == 1 and length % parts:
+        fix = f"train.max_length={length // parts * parts}"
+        add("cp", f"train.max_length {length} is no multiple of {parts} (2 x cp)", fix)
+    return problems

@@ -1,0 +1,200 @@
+"""What a plan says in words: the bottleneck in one sentence, every assumption, and the arithmetic of one part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from clustertune.config.load import did_you_mean
+from clustertune.errors import Problem, UserError
+from clustertune.plan.compute import flops
+from clustertune.plan.machine import Link
+from clustertune.plan.predict import GIB, Plan
+from clustertune.plan.term import Term, number, quantity
+
+SLOW = 0.25
+"""Below this share of its nominal speed a link is said to be broken, not busy."""
+
+
+def parts(plan: Plan) -> dict[str, float]:
+    """Seconds of one optimizer step by part, what comes now and then spread over the steps."""
+    one, around = plan.step, plan.schedule
+    found = {"compute": sum(term.value for term in one.compute)}
+    found["exposed_communication"] = one.exposed.value
+    found["pipeline_bubble"] = one.bubble.value
+    found["optimizer"] = one.optimizer.value
+    found["overhead"] = one.overhead.value
+    if around.steps:
+        found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
+        found["checkpoint"] = (around.checkpoints or 0) * around.checkpoint.value / around.steps
+        found["load"] = around.start.value / around.steps
+    return found
+
+
+def links(plan: Plan) -> Iterator[tuple[str, Link]]:
+    """The links that the plan's collectives use."""
+    groups = [wire.collective.group for wire in plan.step.wires]
+    if any(group.inside(plan.machine) or group.stride < plan.machine.domain for group in groups):
+        yield "inside a node", plan.machine.intra
+    if any(not group.inside(plan.machine) for group in groups):
+        yield "between nodes", plan.machine.inter
+
+
+def bandwidth_source(plan: Plan) -> str:
+    """``measured`` where the slowest link that is used was measured, else ``nominal``; ``none`` where nothing is sent."""
+    used = dict(links(plan))
+    slowest = used.get("between nodes") or used.get("inside a node")
+    return slowest.source if slowest else "none"
+
+
+def bottleneck(plan: Plan) -> str:
+    """One sentence: what the time goes into, and why."""
+    found = parts(plan)
+    whole = sum(found.values())
+    name = max(found, key=lambda key: found[key])
+    share = found[name] / whole
+    if plan.host_bytes > plan.machine.host_bytes:
+        return (
+            f"It does not fit into a node's RAM: {plan.host_bytes / GIB:,.0f} GiB of {plan.machine.host_bytes / GIB:,.0f} GiB."
+        )
+    if not plan.fits:
+        largest = max(plan.peak.parts, key=lambda term: term.value)
+        return (
+            f"It does not fit: {plan.needed / GIB:.1f} GiB of {plan.machine.usable_bytes / GIB:.1f} GiB are needed at the "
+            f"{plan.peak.name}, {quantity(largest.value, 'B')} of it {largest.name}."
+        )
+    if name == "exposed_communication":
+        copies = plan.step.offload
+        if (copies.forward_s + copies.backward_s) * plan.strategy.accumulation > plan.step.communication:
+            return (
+                f"Offloading: {share:.0%} of the time the GPUs wait for weights and gradients between {copies.place} and GPU."
+            )
+        wire = max(plan.step.wires, key=lambda w: w.term.value)
+        inside = wire.collective.group.inside(plan.machine)
+        link = plan.machine.intra if inside else plan.machine.inter
+        place = "inside a node" if inside else "between nodes"
+        speed = link.bytes_per_s / 1e9
+        slow = f", {link.bytes_per_s / link.nominal_bytes_per_s:.0%} of nominal" if link.nominal_bytes_per_s > 0 else ""
+        return (
+            f"The network {place}: {share:.0%} of the time the GPUs wait for the {wire.collective.name} "
+            f"({speed:.3g} GB/s{slow}, {link.source})."
+        )
+    if name == "compute":
+        return f"Computing: {share:.0%} of the time, {_kinds(plan)}."
+    words = {
+        "pipeline_bubble": "The pipeline: a stage idles {share} of the time; more micro batches or virtual stages fill it.",
+        "optimizer": "The optimizer: {share} of the time; a larger batch or more ranks spread it.",
+        "evaluation": "Evaluation: {share} of the time; evaluate less often or fewer sequences.",
+        "checkpoint": "Checkpoints: {share} of the time; save less often or to faster storage.",
+        "load": "Start-up and loading: {share} of the time; the training itself is short.",
+        "overhead": "Overhead of every step: {share} of the time.",
+    }
+    return words[name].format(share=f"{share:.0%}")
+
+
+def _kinds(plan: Plan) -> str:
+    """The three largest parts of computing."""
+    kinds: dict[str, float] = {}
+    for term in plan.step.compute:
+        kind = term.name.partition(",")[0]
+        kinds[kind] = kinds.get(kind, 0.0) + term.value
+    whole = sum(kinds.values())
+    first = sorted(kinds.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {value / whole:.0%} of it" for name, value in first)
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """Everything that was taken to be so, one sentence each."""
+    machine, constants = plan.machine, plan.constants
+    found = [f"{place}: {link.note}" for place, link in links(plan)]
+    share = constants.gemm(machine.generation) / constants.compute_scale
+    known = ", calibrated" if "compute_scale" in constants.calibrated else ""
+    found.append(f"matrix products reach {share:.0%} of {machine.peak_flops / 1e12:,.0f} TFLOP/s ({machine.generation}{known})")
+    if not plan.schedule.steps:
+        found.append(f"the number of steps is not known: {plan.schedule.steps_why}")
+    else:
+        found.append(f"{plan.schedule.steps:,} steps: {plan.schedule.steps_why}")
+    found.append(f"storage: {machine.storage_note}")
+    return [*found, _recomputed(plan), *machine.notes, *plan.notes]
+
+
+def _recomputed(plan: Plan) -> str:
+    """A third of the time and most of the memory hang on it, and TRL turns it on where a recipe says nothing."""
+    share, recipe = plan.strategy.checkpointed, plan.resolved.recipe
+    text = f"layers recomputed in the backward pass: {'none' if not share else 'all' if share == 1 else f'{share:.0%}'}"
+    keys = ("activation_checkpointing", "gradient_checkpointing")
+    said = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
+    if share and not said and plan.resolved.train_args.get("activation_checkpointing"):
+        text += ", TRL's default; activation_checkpointing.ratio=0 turns it off"
+    return text
+
+
+def topics(plan: Plan) -> dict[str, list[Term]]:
+    """What ``--why`` can be asked, with the terms that answer it."""
+    found: dict[str, list[Term]] = {
+        "compute": plan.step.compute,
+        "communication": [*(wire.term for wire in plan.step.wires), *_copies(plan), plan.step.exposed],
+        "pipeline": [plan.step.bubble],
+        "optimizer": [plan.step.optimizer],
+        "overhead": [plan.step.overhead],
+        "evaluation": [plan.schedule.evaluation],
+        "checkpoint": [plan.schedule.checkpoint],
+        "load": [plan.schedule.start],
+        "memory": [*plan.peak.parts, *plan.beside],
+        "host": plan.host,
+        "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer, plan.step.overhead],
+    }
+    for moment in plan.moments:
+        for term in moment.parts:
+            found.setdefault(term.name.replace(" ", "-"), []).append(term)
+    return found
+
+
+def _copies(plan: Plan) -> list[Term]:
+    return [plan.step.offload.transfer] if plan.step.offload.transfer is not None else []
+
+
+def why(plan: Plan, topic: str) -> list[str]:
+    """The arithmetic of one part, a line each. Raises UserError with the nearest name where there is no such part."""
+    known = topics(plan)
+    named = topic.strip().lower().replace(" ", "-").replace("_", "-")
+    if named in ("exposed-communication", "network"):
+        named = "communication"
+    if named in ("hours", "steps"):
+        return _hours(plan)
+    if named in ("mfu", "hfu"):
+        return _mfu(plan)
+    if named not in known:
+        names = [*known, "hours", "mfu"]
+        fix = did_you_mean(named, names) or f"known here: {', '.join(names)}"
+        raise UserError(Problem(f"the plan has no part {topic!r}", file="command line", key="--why", fix=fix))
+    lines = list(dict.fromkeys(f"{term.name}: {term.arithmetic()}" for term in known[named] if term.value))
+    if not lines:
+        lines = [f"{named}: 0, this plan has none"]
+    if named == "memory":
+        lines.insert(0, f"the peak is at the {plan.peak.name}; the other moments: {_others(plan)}")
+    return lines
+
+
+def _others(plan: Plan) -> str:
+    return ", ".join(f"{m.name} {m.bytes / GIB:.1f} GiB" for m in plan.moments if m is not plan.peak)
+
+
+def _hours(plan: Plan) -> list[str]:
+    totals = plan.totals()
+    if totals is None:
+        return [f"the number of steps is not known: {plan.schedule.steps_why}"]
+    lines = [f"steps: {plan.schedule.steps:,}: {plan.schedule.steps_why}"]
+    lines += [f"{name}: {value:,.0f} s" for name, value in totals.items() if value]
+    return [*lines, f"together {sum(totals.values()):,.0f} s = {plan.hours:.2f} h"]
+
+
+def _mfu(plan: Plan) -> list[str]:
+
+    lines = []
+    for name, hardware in (("MFU", False), ("HFU", True)):
+        work = flops(plan.shape, hardware=hardware)
+        lines.append(
+            f"{name}: {number(work)} FLOPs a step / ({number(plan.step.seconds)} s x {plan.strategy.world} GPUs x "
+            f"{number(plan.machine.peak_flops)} FLOP/s) = {plan.utilisation(hardware=hardware):.1%}"
+        )
+    return lines

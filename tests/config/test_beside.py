@@ -1,0 +1,140 @@
+"""Overrides of the files beside a recipe: laid over them, checked like them, and written where ranks read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.config import show
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+from clustertune.rundir import RunDir
+from tests.config.conftest import Refuse
+
+FSDP = "accelerate.fsdp_config"
+PARALLEL = "accelerate.parallelism_config.parallelism_config"
+DS = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+
+
+@pytest.fixture
+def deepspeed(recipes: Path) -> Path:
+    """The reference recipe with a DeepSpeed distribution beside its own."""
+    folder = recipes / "llama405b-oasst2"
+    (folder / "ds.yaml").write_text(DS)
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    return folder
+
+
+def test_values_are_laid_over_the_file_and_remembered() -> None:
+    plain = resolve("tiny-oasst2")
+    resolved = resolve(
+        "tiny-oasst2", [f"{FSDP}.fsdp_reshard_after_forward=false", f"{FSDP}.fsdp_cpu_ram_efficient_loading=null"]
+    )
+    config = resolved.accelerate["fsdp_config"]
+    assert config["fsdp_reshard_after_forward"] is False and "fsdp_cpu_ram_efficient_loading" not in config
+    assert {key: config[key] for key in ("fsdp_version", "fsdp_auto_wrap_policy")} == {
+        key: plain.accelerate["fsdp_config"][key] for key in ("fsdp_version", "fsdp_auto_wrap_policy")
+    }
+    assert resolved.accelerate_overrides == {
+        "fsdp_config.fsdp_reshard_after_forward": False,
+        "fsdp_config.fsdp_cpu_ram_efficient_loading": None,
+    }
+    assert resolved.fingerprint() != plain.fingerprint()
+    assert Resolved.from_dict(json.loads(json.dumps(resolved.as_dict()))) == resolved
+
+
+def test_the_file_is_still_chosen_by_name() -> None:
+    resolved = resolve("tiny-oasst2", [f"{FSDP}.fsdp_use_orig_params=false", "accelerate=accelerate-fsdp1.yaml"])
+    assert resolved.accelerate_file == "accelerate-fsdp1.yaml"
+    assert resolved.accelerate["fsdp_config"]["fsdp_use_orig_params"] is False
+    assert resolved.accelerate["fsdp_config"]["fsdp_version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        (f"{FSDP}.fsdp_verson=1", "accelerate.fsdp_config.fsdp_verson", "did you mean fsdp_version?"),
+        (f"{FSDP}.fsdp_use_orig_params=true", "accelerate.fsdp_config.fsdp_use_orig_params", "no meaning"),
+        ("accelerate.num_processes=8", "accelerate.num_processes", "derived"),
+        ("accelerate.distributed_type=FSDP2", "accelerate.distributed_type", "did you mean FSDP?"),
+        (f"{PARALLEL}_tp_size=3", "parallelism_config", "does not divide"),
+        (f"{PARALLEL}_dp_replicate_size=3", "parallelism_config", "does not divide"),
+        (f"{PARALLEL}_dp_replicate_size=16", "parallelism_config", "none left to shard over"),
+        ("deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
+    ],
+)
+def test_they_are_checked_like_the_file(refused: Refuse, override: str, key: str, says: str) -> None:
+    """With the command line as the place: the file has no such line."""
+    problems = refused("llama405b-oasst2", [override])
+    found = next(problem for problem in problems if problem.key == key)
+    assert found.file == "command line" and says in str(found)
+
+
+def test_what_stands_in_the_file_keeps_its_line(refused: Refuse) -> None:
+    """Another distribution leaves FSDP's section in the file without a reader."""
+    found = refused("llama405b-oasst2", ["accelerate.distributed_type=MULTI_GPU"])[0]
+    assert (found.file or "").endswith("accelerate.yaml:4") and "accelerate.fsdp_config=null" in str(found)
+
+
+def test_ranks_left_to_shard_over_are_derived() -> None:
+    """A recipe holds no machine counts; accelerate wants their product to be the number of ranks."""
+    resolved = resolve("llama405b-oasst2", [f"{PARALLEL}_dp_replicate_size=2"])
+    assert resolved.accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
+    assert (resolved.data_parallel_size, resolved.own_accelerate) == (16, True)
+    values = show.as_json(resolved)["values"]
+    assert values[f"{PARALLEL}_dp_shard_size"]["origin"] == "derived: 16 ranks / (dp_replicate 2)"
+    assert values[f"{PARALLEL}_dp_replicate_size"] == {"value": 2, "origin": "override"}
+
+
+def test_deepspeed_s_file_takes_overrides(deepspeed: Path, refused: Refuse) -> None:
+    words = ["accelerate=ds.yaml", "deepspeed.zero_optimization.stage=3", "deepspeed.bf16=null"]
+    resolved = resolve(deepspeed, words)
+    assert resolved.deepspeed == {"zero_optimization": {"stage": 3}}
+    assert resolved.fingerprint() != resolve(deepspeed, words[:1]).fingerprint()
+    assert show.as_json(resolved)["values"]["deepspeed.zero_optimization.stage"] == {"value": 3, "origin": "override"}
+    both = refused(deepspeed, ["accelerate=ds.yaml", "accelerate.deepspeed_config.zero_stage=3"])[0]
+    assert both.key == "accelerate.deepspeed_config.zero_stage" and "alone" in both.message
+    for text in ("[1]", "{", '{"zero_optimization": 3}'):
+        (deepspeed / "ds.json").write_text(text)
+        assert "ds.json" in str(refused(deepspeed, ["accelerate=ds.yaml"])[0])
+
+
+def loaded(run: RunDir, resolved: Resolved) -> Any:
+    """What accelerate itself makes of the file that the ranks get."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    return load_config_from_file(str(run.accelerate_file(resolved)))
+
+
+def test_a_run_writes_the_file_that_its_ranks_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    plain = resolve("tiny-oasst2")
+    run.write_own_files(plain)
+    assert run.accelerate_file(plain) == plain.accelerate_path and not list(tmp_path.iterdir())
+    resolved = resolve("tiny-oasst2", [f"{FSDP}.fsdp_reshard_after_forward=false", "accelerate.mixed_precision=no"])
+    run.write_own_files(resolved)
+    assert run.accelerate_file(resolved) == tmp_path / "accelerate.yaml"
+    made = loaded(run, resolved)
+    assert made.fsdp_config["fsdp_reshard_after_forward"] is False and made.distributed_type.value == "FSDP"
+    assert made.mixed_precision == "no"
+    before = (tmp_path / "accelerate.yaml").stat()
+    run.write_own_files(resolved)  # ranks may be reading it
+    assert (tmp_path / "accelerate.yaml").stat() == before
+
+
+def test_deepspeed_s_file_is_named_by_its_absolute_path(tmp_path: Path, deepspeed: Path) -> None:
+    """accelerate looks for it from the working folder of each rank."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    plain = resolve(deepspeed, ["accelerate=ds.yaml"])
+    run.write_own_files(plain)
+    body = yaml.safe_load(run.accelerate_file(plain).read_text())
+    assert body["deepspeed_config"]["deepspeed_config_file"] == str(deepspeed / "ds.json")
+    changed = resolve(deepspeed, ["accelerate=ds.yaml", "deepspeed.zero_optimization.stage=3"])
+    run.write_own_files(changed)
+    named = Path(yaml.safe_load(run.accelerate_file(changed).read_text())["deepspeed_config"]["deepspeed_config_file"])
+    assert named == run.path / "deepspeed.json" and json.loads(named.read_text())["zero_optimization"] == {"stage": 3}

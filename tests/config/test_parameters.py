@@ -1,0 +1,338 @@
+"""Parameter counts against published integers, and against the models that the installed transformers and PEFT build."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from clustertune.config.architecture import find_problems, read_architecture, scale_down
+from clustertune.config.parameters import KNOWN, count, layers_of, lora_parameter_count, parameter_count, uncounted
+from clustertune.config.values import Values
+from tests.config.architectures import ARCHITECTURES
+
+HUB = "safetensors.total of huggingface.co/api/models/NAME, as public repositories quote it"
+PUBLISHED: dict[str, tuple[int, str]] = {
+    "meta-llama/Llama-2-7b-hf": (6_738_415_616, HUB),
+    "meta-llama/Llama-3.1-8B-Instruct": (8_030_261_248, HUB),
+    "meta-llama/Llama-3.2-1B-Instruct": (1_235_814_400, HUB),
+    "meta-llama/Llama-3.3-70B-Instruct": (70_553_706_496, HUB),
+    "meta-llama/Llama-3.1-405B": (405_853_388_800, HUB),
+    "mistralai/Mistral-7B-v0.1": (7_241_732_096, HUB),
+    "mistralai/Mistral-7B-v0.3": (7_248_023_552, HUB),
+    "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, HUB),
+    "Qwen/Qwen2.5-7B-Instruct": (7_615_616_512, HUB),
+    "Qwen/Qwen2.5-14B": (14_770_033_664, HUB),
+    "Qwen/Qwen2.5-32B": (32_763_876_352, HUB),
+    "Qwen/Qwen2.5-72B": (72_706_203_648, HUB),
+    "Qwen/Qwen1.5-MoE-A2.7B": (14_315_784_192, HUB),
+    "Qwen/Qwen3-4B": (4_022_468_096, HUB),
+    "Qwen/Qwen3-8B": (8_190_735_360, HUB),
+    "Qwen/Qwen3-32B": (32_762_123_264, HUB),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, HUB),
+    "Qwen/Qwen3-235B-A22B": (235_093_634_560, HUB),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        79_674_391_296,
+        f"{HUB}, of Qwen/Qwen3-Coder-Next, which has no layer for more tokens",
+    ),
+    "google/gemma-7b": (8_537_680_896, HUB),
+    "google/gemma-2-2b-it": (2_614_341_888, HUB),
+    "google/gemma-2-9b": (9_241_705_984, HUB),
+    "google/gemma-3-1b-it": (999_885_952, HUB),
+    "microsoft/Phi-3.5-mini-instruct": (3_821_079_552, HUB),
+    "microsoft/phi-4": (14_659_507_200, HUB),
+    "allenai/OLMo-2-1124-7B-Instruct": (7_298_617_344, HUB),
+    "allenai/OLMo-2-1124-13B": (13_716_198_400, HUB),
+    "THUDM/GLM-4-9B-0414": (9_400_279_040, "n_params that llama.cpp prints for its GGUF files"),
+    "ibm-granite/granite-3.3-8b-instruct": (8_170_864_640, HUB),
+    "EleutherAI/gpt-neox-20b": (20_554_567_680, "its model card, table of hyperparameters"),
+    "deepseek-ai/DeepSeek-V2-Lite": (15_706_484_224, HUB),
+    "deepseek-ai/DeepSeek-V3": (671_026_419_200, "elements of its 61 layers' tensors, README_WEIGHTS.md: 671B of 685B"),
+    "openai/gpt-oss-20b": (20_914_757_184, f"{HUB}; arXiv 2508.10925, table 1: 20.91B"),
+    "openai/gpt-oss-120b": (116_829_156_672, f"{HUB}; arXiv 2508.10925, table 1: 116.83B"),
+    "HuggingFaceTB/SmolLM3-3B": (3_075_098_624, HUB),
+}
+"""Published integers and where they stand."""
+LLAMA_4_PICTURES = 871_932_416
+"""What the published Llama 4 models hold for pictures: the same in both, and not in the text model."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama biases": ("meta-llama/Llama-3.1-8B-Instruct", {"attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("meta-llama/Llama-3.1-8B-Instruct", {"head_dim": 256, "num_key_value_heads": None}),
+    "qwen2 window": ("Qwen/Qwen2.5-7B-Instruct", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}),
+    "qwen2_moe dense layers": (
+        "Qwen/Qwen1.5-MoE-A2.7B",
+        {"mlp_only_layers": [0, 5], "decoder_sparse_step": 2, "qkv_bias": False, "use_sliding_window": True},
+    ),
+    "qwen3_moe dense layers": (
+        "Qwen/Qwen3-30B-A3B",
+        {"mlp_only_layers": [1, 3], "decoder_sparse_step": 2, "attention_bias": True, "use_sliding_window": True},
+    ),
+    "qwen3_moe other name": ("Qwen/Qwen3-30B-A3B", {"num_experts": None, "num_local_experts": 64}),
+    "qwen3 window": ("Qwen/Qwen3-8B", {"use_sliding_window": True, "max_window_layers": 4, "attention_bias": True}),
+    "qwen3_next pattern": ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["linear_attention", "full_attention"] * 24}),
+    "gemma3 pattern": ("google/gemma-3-1b-it", {"layer_types": ["full_attention"] + ["sliding_attention"] * 25}),
+    "gemma3 other pattern": ("google/gemma-3-1b-it", {"sliding_window_pattern": 4}),
+    "qwen3_next interval": ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": 3}),
+    "gemma untied": ("google/gemma-7b", {"tie_word_embeddings": False, "attention_bias": True}),
+    "glm4 no bias": ("THUDM/GLM-4-9B-0414", {"attention_bias": False}),
+    "granite biases": ("ibm-granite/granite-3.3-8b-instruct", {"attention_bias": True, "mlp_bias": True}),
+    "starcoder2 no bias": ("bigcode/starcoder2-7b", {"use_bias": False}),
+    "gpt_neox no bias": ("EleutherAI/gpt-neox-20b", {"attention_bias": False}),
+    "gpt2 inner": ("openai-community/gpt2", {"n_inner": 1000}),
+    "falcon old": ("tiiuae/falcon-7b", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon one norm": ("tiiuae/falcon-40b", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 1024}),
+    "deepseek_v2 queries": ("deepseek-ai/DeepSeek-V2-Lite", {"q_lora_rank": 384, "attention_bias": True, "mlp_bias": True}),
+    "deepseek_v3 plain queries": ("deepseek-ai/DeepSeek-V3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "gpt_oss no bias": ("openai/gpt-oss-20b", {"attention_bias": False}),
+    "llama4 chosen layers": ("meta-llama/Llama-4-Scout-17B-16E", {"moe_layers": [3, 4], "attention_bias": True}),
+    "nemotron biases": ("nvidia/Minitron-8B-Base", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3 window": (
+        "HuggingFaceTB/SmolLM3-3B",
+        {"use_sliding_window": True, "sliding_window": 512, "attention_bias": True, "mlp_bias": True},
+    ),
+    "ernie biases": ("baidu/ERNIE-4.5-0.3B-PT", {"use_bias": True, "tie_word_embeddings": False}),
+}
+
+
+def changed(name: str) -> dict[str, Any]:
+    """A variant's architecture; None takes a key out."""
+    base, change = VARIANTS[name]
+    keep = {key for key, value in change.items() if value is None and key != "q_lora_rank"}
+    return {key: value for key, value in (ARCHITECTURES[base] | change).items() if key not in keep}
+
+
+EVERY = {**ARCHITECTURES, **{name: changed(name) for name in VARIANTS}}
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "nemotron": {"num_key_value_heads": 48}}
+"""Without these transformers cannot run, or not even build, a model: their defaults are None."""
+SMALLEST = {f"defaults of {kind}": {"model_type": kind, **NEEDED.get(kind, {})} for kind in KNOWN}
+
+
+def config(body: dict[str, Any]) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoConfig.for_model(**body)
+
+
+def build(body: dict[str, Any]) -> Any:
+    """The real model of an architecture, without memory for its weights."""
+    import torch
+    import transformers
+
+    made = config(body)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(made)
+
+
+def stored(model: Any) -> dict[str, Any]:
+    """The parameters, and DeepSeek-V3's corrections, which are parameters where they were published."""
+    corrections = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return dict(model.named_parameters()) | corrections
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_integers(name: str) -> None:
+    """To the last digit."""
+    assert parameter_count(ARCHITECTURES[name]) == PUBLISHED[name][0], PUBLISHED[name][1]
+
+
+def test_llama_4_is_published_with_its_pictures() -> None:
+    """108,641,793,536 and 401,583,781,376 (Hub) differ from the text models by one and the same vision part."""
+    assert parameter_count(ARCHITECTURES["meta-llama/Llama-4-Scout-17B-16E"]) == 108_641_793_536 - LLAMA_4_PICTURES
+    assert parameter_count(ARCHITECTURES["meta-llama/Llama-4-Maverick-17B-128E"]) == 401_583_781_376 - LLAMA_4_PICTURES
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "with_embedding"),
+    [
+        ("openai/gpt-oss-20b", 3.61, False),  # arXiv 2508.10925, table 1
+        ("openai/gpt-oss-120b", 5.13, False),
+        ("Qwen/Qwen3-30B-A3B", 3.35, True),  # model card: 3.3B activated
+        ("deepseek-ai/DeepSeek-V3", 37.55, True),  # arXiv 2412.19437: 37B activated
+        ("mistralai/Mixtral-8x7B-v0.1", 12.88, True),  # arXiv 2401.04088: 13B active
+    ],
+)
+def test_published_active_parameters(name: str, billions: float, with_embedding: bool) -> None:
+    """What a token passes through, by the convention of each source."""
+    counted = count(ARCHITECTURES[name])
+    assert counted is not None
+    assert round((counted.active + counted.embedding * with_embedding) / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize("name", EVERY | SMALLEST)
+def test_the_count_is_that_of_the_real_model(name: str) -> None:
+    """Full size, variants of what the families can, and nothing given but the family: the defaults are transformers' own."""
+    body = (EVERY | SMALLEST)[name]
+    counted = count(body)
+    assert counted is not None
+    assert counted.total == sum(tensor.numel() for tensor in stored(build(body)).values())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_matrix_has_the_place_and_the_size_of_the_real_one(name: str) -> None:
+    """Two wrong sizes could cancel out in a total; LoRA and sharding need the names."""
+    body = scale_down(EVERY[name])
+    tensors = stored(build(body))
+    for index, layer in enumerate(layers_of(body)):
+        left = {key: t.numel() for key, t in tensors.items() if re.search(rf"\.(layers|h)\.{index}\.", key)}
+        for linear in layer.linears:
+            names = {linear.name, f"{linear.name}.weight", f"{linear.name}.bias", f"{linear.name}_bias"}
+            own = [key for key in left if re.sub(rf"^.*?\.(layers|h)\.{index}\.", "", key) in names]
+            assert sum(left.pop(key) for key in own) == linear.parameters, linear.name
+            assert own
+        assert sum(left.values()) == layer.other
+        assert not any("proj" in key or "gate" in key or "mlp.c_" in key for key in left if "bias" not in key)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_token_sees_is_the_configurations(name: str) -> None:
+    """Sliding windows and chunks layer by layer, as the configuration class derives them."""
+    body, made = EVERY[name], config(EVERY[name])
+    seen = [layer.attention.window for layer in layers_of(body)]
+    sliding = getattr(made, "sliding_window", None)
+    if (types := getattr(made, "layer_types", None)) is None:
+        assert seen == [sliding or None] * len(seen)
+        return
+    assert tuple(types) == Values(body).attention_types
+    sizes = {"sliding_attention": sliding, "chunked_attention": getattr(made, "attention_chunk_size", None)}
+    sizes["linear_attention"] = 64 + 128  # a chunk, and a state of 128 x 128
+    assert seen == [sizes.get(kind) for kind in types]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_is_accepted_and_scales_down_to_a_model_that_builds(name: str) -> None:
+    """One layer of each kind is left where there are several."""
+    assert find_problems(EVERY[name], "model.json") == []
+    small = scale_down(EVERY[name])
+    assert find_problems(small, "model.json") == []
+    model, counted = build(small), count(small)
+    assert type(model).__name__ == EVERY[name]["architectures"][0]
+    assert counted is not None
+    assert counted.total == sum(tensor.numel() for tensor in stored(model).values()) < 4_000_000
+    assert counted.num_layers == 2
+
+
+def test_gpt2_gets_the_names_that_all_have(tmp_path: Any) -> None:
+    """n_embd is hidden_size: everything after reading asks for the latter; both at once are refused."""
+    import json
+
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(ARCHITECTURES["openai-community/gpt2"]))
+    body = read_architecture(path, "model.json")
+    assert (body["hidden_size"], body["num_hidden_layers"], body["max_position_embeddings"]) == (768, 12, 1024)
+    assert parameter_count(body) == parameter_count(ARCHITECTURES["openai-community/gpt2"]) == 124_439_808
+    both = find_problems(ARCHITECTURES["openai-community/gpt2"] | {"hidden_size": 3}, "model.json")
+    assert "same as" in str(both[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key"),
+    [
+        ("openai-community/gpt2", {"n_embd": None}, "hidden_size"),
+        ("meta-llama/Llama-2-7b-hf", {"model_type": "mamba"}, "num_attention_heads"),
+        ("deepseek-ai/DeepSeek-V2-Lite", {"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ("deepseek-ai/DeepSeek-V3", {"kv_lora_rank": "512"}, "kv_lora_rank"),
+        ("deepseek-ai/DeepSeek-V3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ("google/gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("google/gemma-3-1b-it", {"layer_types": [1] * 26}, "layer_types"),
+        ("meta-llama/Llama-4-Scout-17B-16E", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": "four"}, "full_attention_interval"),
+        ("Qwen/Qwen3-30B-A3B", {"mlp_only_layers": 3}, "mlp_only_layers"),
+        ("Qwen/Qwen3-30B-A3B", {"use_sliding_window": "no"}, "use_sliding_window"),
+    ],
+)
+def test_values_that_cannot_be_counted_are_refused(name: str, change: dict[str, Any], key: str) -> None:
+    """With the key, before anything counts with them."""
+    assert key in {problem.key for problem in find_problems(ARCHITECTURES[name] | change, "model.json")}
+
+
+def test_other_families_are_not_guessed() -> None:
+    """No count is better than a wrong one, and it is said which there are."""
+    other = ARCHITECTURES["meta-llama/Llama-2-7b-hf"] | {"model_type": "mamba"}
+    assert count(other) is None
+    assert parameter_count(other) is None
+    assert lora_parameter_count(other, {"r": 8, "target_modules": ["q_proj"]}) is None
+    assert uncounted(other).startswith("parameters of mamba cannot be counted here; known: cohere, deepseek_v2")
+    crossed = ARCHITECTURES["openai-community/gpt2"] | {"add_cross_attention": True}
+    assert count(crossed) is None
+
+
+def peft_count(body: dict[str, Any], lora: dict[str, Any]) -> int | None:
+    """What PEFT trains; None where it refuses."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(build(body), LoraConfig(task_type="CAUSAL_LM", **lora))
+    except ValueError:
+        return None
+    return sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad) or None
+
+
+MOE = ["gate_proj", "up_proj", "down_proj"]
+LORA: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"target_modules": "all-linear"}) for name in ARCHITECTURES),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["q_proj", "v_proj"]}),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["mlp"]}),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["x"]}),
+    ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": r".*layers\.1\.self_attn\.(q|v)_proj"}),
+    ("openai-community/gpt2", {"target_modules": ["c_attn"]}),
+    ("openai-community/gpt2", {"target_modules": ["c_proj", "mlp.c_fc"]}),
+    ("EleutherAI/gpt-neox-20b", {"target_modules": ["query_key_value", "dense_4h_to_h"]}),
+    ("microsoft/phi-4", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "w1", "w2", "w3"]}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "gate"]}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"target_modules": ["q_proj", "w1"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", *MOE]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", *MOE], "lora_dropout": 0.1}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["q_proj", "mlp.experts.down_proj"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": ["gate_proj", "down_proj"]}),
+    ("Qwen/Qwen3-30B-A3B", {"target_modules": r".*layers\.1\.self_attn\.(q|k)_proj"}),
+    ("qwen3_moe dense layers", {"target_modules": ["q_proj", *MOE]}),
+    ("Qwen/Qwen1.5-MoE-A2.7B", {"target_modules": ["q_proj", *MOE, "shared_expert_gate"]}),
+    ("deepseek-ai/DeepSeek-V3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
+    ("deepseek-ai/DeepSeek-V3", {"target_modules": ["kv_b_proj", *MOE]}),
+    ("deepseek-ai/DeepSeek-V2-Lite", {"target_modules": ["q_proj", *MOE, "gate"]}),
+    ("openai/gpt-oss-20b", {"target_modules": ["q_proj", "o_proj"]}),
+    ("meta-llama/Llama-4-Scout-17B-16E", {"target_modules": ["q_proj", "router"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "lora"), LORA, ids=[f"{name}-{index}" for index, (name, _) in enumerate(LORA)])
+def test_lora_is_counted_as_peft_makes_it(name: str, lora: dict[str, Any]) -> None:
+    """Fused experts, routers, Conv1D, latent attention; what PEFT refuses has no count."""
+    body = scale_down(EVERY[name])
+    assert lora_parameter_count(body, {"r": 4, **lora}) == peft_count(body, {"r": 4, **lora})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": r".*mlp\.experts\.(gate|up|down)_proj"},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "use_dora": True},
+        {"target_modules": ["q_proj"], "bias": "all"},
+        {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}},
+        {"target_modules": []},
+        {},
+    ],
+)
+def test_lora_that_is_not_counted(change: dict[str, Any]) -> None:
+    """Where more is trained than r (inputs + outputs), or PEFT would have to be asked."""
+    assert lora_parameter_count(ARCHITECTURES["Qwen/Qwen3-30B-A3B"], {"r": 4, **change}) is None
+
+
+def test_counting_imports_no_torch() -> None:
+    """A plan takes less time than one import of torch."""
+    code = "import sys; from clustertune.config.parameters import count; print(count({'model_type': 'gpt_oss'}).total);"
+    code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy', 'peft')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "116829156672"), done.stderr

@@ -1,0 +1,332 @@
+"""What ``--advise`` prints: overrides that, resolved again, give the plan that was advised; and a ranking with reasons."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.cluster import load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.plan import advise as advisor
+from clustertune.plan.advise import Advice, Goal, advise
+from clustertune.plan.candidates import Candidate, candidates
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.machine import Machine, machine
+from clustertune.plan.overrides import Source, share
+from clustertune.plan.predict import make_plan, make_shape, read_strategy
+from clustertune.plan.strategy import Strategy
+from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
+
+REFERENCE = "rno-rtxpro6000"
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 8192,
+}  # fmt: skip
+FSDP1 = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_use_orig_params": True, "fsdp_activation_checkpointing": True,
+    },
+}  # fmt: skip
+HSDP = FSDP2 | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}}
+CHECKPOINTING = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_activation_checkpointing": True}}  # type: ignore[dict-item]
+BY_FSDP = {"activation_checkpointing": None}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"}
+QLORA = {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": NF4}}
+CASES: dict[str, dict[str, Any]] = {
+    "8B full, FSDP2": {"nodes": 2},
+    "8B full, the model recomputes": {"nodes": 2, "train": {"activation_checkpointing": False}},
+    "8B full, FSDP recomputes": {"nodes": 2, "accelerate": CHECKPOINTING, "train": BY_FSDP},
+    "8B full, a ratio": {"nodes": 2, "train": BY_FSDP, "activation_checkpointing": {"ratio": 0.5}},
+    "8B full, FSDP1": {"nodes": 2, "accelerate": FSDP1, "train": BY_FSDP},
+    "8B full, HSDP": {"nodes": 2, "accelerate": HSDP},
+    "8B full, DDP": {"accelerate": {"distributed_type": "MULTI_GPU"}},
+    "8B full, ZeRO-3": {"accelerate": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}},
+    "8B full, Megatron": {
+        "nodes": 2, "megatron": {"tensor_model_parallel_size": 4, "sequence_parallel": True}, "train": BY_FSDP,
+    },
+    "8B full, float32, not packed": {"train": {"model_init_kwargs": {}, "packing": False, "per_device_train_batch_size": 2}},
+    "8B LoRA, one GPU": {"lora": LORA_SECTION, "gpus": 1, "accelerate": {"distributed_type": "NO"}},
+    "8B LoRA, float32 base": {"lora": LORA_SECTION, "train": {"model_init_kwargs": {}}},
+    "70B LoRA": {"lora": LORA_SECTION, "model": LLAMA_70B, "nodes": 2},
+    "70B QLoRA": {"lora": LORA_SECTION, "model": LLAMA_70B, "nodes": 2, "train": QLORA},
+    "mixture of experts": {"model": EXPERTS, "nodes": 2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Callable[[int], Machine]:
+    """The machine of so many nodes of a cluster of 4 with 8 H100 each."""
+    cluster = load_cluster(str(write_cluster(tmp_path / "hgx.yaml", nodes=4)))
+    return lambda nodes: machine(cluster, nodes=nodes)
+
+
+@pytest.fixture
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer micro batches and shares of recomputation: these tests are of the distributions."""
+    monkeypatch.setattr("clustertune.plan.candidates.MICRO", (1, 4))
+    monkeypatch.setattr("clustertune.plan.candidates.RATIOS", (0.0, 0.5, 1.0))
+
+
+def ask(source: Source, place: Machine, goal: Goal = "time", lengths: Lengths | None = None, nodes: Any = None) -> Advice:
+    return advise(
+        source, place, Constants(), nodes=nodes or [source.resolved.recipe.slurm.nodes], goal=goal, lengths=lengths
+    )  # fmt: skip
+
+
+def check(advice: Advice, source: Source, place: Machine, lengths: Lengths | None = None) -> int:
+    """Of each sort the printed line gives the strategy, the step time and the memory that stand beside it."""
+    named = advisor.overrides(advice, source)
+    sorts = {_sort(option.strategy): option for option in reversed(advice.fitting)}
+    for option in sorts.values():
+        arguments = named[option.candidate.family]
+        again = resolve(source.resolved.folder, arguments, tiny=source.resolved.tiny)
+        plan = make_plan(again, place, lengths=lengths, sure=False)
+        expected = replace(option.strategy, notes=(), sequence=plan.strategy.sequence)
+        assert asdict(replace(plan.strategy, notes=())) == asdict(expected), (option.candidate.family, arguments)
+        assert plan.step.seconds == pytest.approx(option.step_s, rel=1e-9), option.candidate.family
+        assert plan.needed == pytest.approx(option.needed, rel=1e-9), option.candidate.family
+        assert plan.fits, option.candidate.family
+    for option in [*advice.fitting, *advice.losing]:
+        _check_name(option.candidate.family, option.strategy)
+    return len(sorts)
+
+
+def _check_name(family: str, used: Strategy) -> None:
+    """A family is what its name says."""
+    words = family.split()
+    named = {
+        "TP": "Megatron" if "PP" in words else "FSDP2", "CP": "FSDP2", "HSDP": "FSDP2",
+        "one": "FSDP2" if "offload" in words else "NO",
+    }  # fmt: skip
+    assert used.kind == named.get(words[0], words[0]), family
+    sizes = {axis: int(words[words.index(axis) + 1]) for axis in ("TP", "PP", "CP", "EP") if axis in words}
+    assert sizes == {axis: getattr(used, axis.lower()) for axis in sizes}, family
+    assert (used.replicas > 1) == (words[0] == "HSDP"), family
+    assert (used.virtual > 1) == ("interleaved" in words), family
+    assert (used.offload_params, used.offload_optimizer) == (
+        ("cpu", "cpu") if "CPU offload" in family else ("nvme", "nvme") if "NVMe" in words
+        else ("none", "cpu" if "CPU" in words else "none")
+    ), family  # fmt: skip
+    assert used.reshard == (used.weight_shards > 1 and "without" not in words) or used.kind == "Megatron", family
+    if words[-1] in ("nf4", "bf16"):
+        assert (used.weight_bytes < 1, used.weight_bytes == 2) == (words[-1] == "nf4", words[-1] == "bf16"), family
+
+
+def _sort(used: Strategy) -> tuple[object, ...]:
+    """What two options must differ in to need other overrides, and not only other numbers."""
+    sizes = (used.tp > 1, used.pp > 1, used.cp > 1, used.ep > 1, used.virtual > 1, used.replicas > 1)
+    return (used.kind, *sizes, used.reshard, used.offload_params, used.offload_optimizer, used.weight_bytes < 2)
+
+
+@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_printed_gives_what_is_advised(name: str, tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """A line that selects another strategy than the one that won sends people into a queue for nothing."""
+    case = CASES[name]
+    source = Source(resolve(write_recipe(tmp_path / "recipe", **case)))
+    lengths = Lengths((100, 500, 1500), "test")
+    place = where(case.get("nodes", 1))
+    advice = ask(source, place, lengths=lengths)
+    assert check(advice, source, place, lengths) >= 2, [option.candidate.family for option in advice.losing]
+    found = {option.candidate.family.removesuffix(" bf16") for option in [*advice.fitting, *advice.losing]}
+    one = {"one GPU", "one GPU with CPU offload"}
+    many = {"DDP", "FSDP2", "FSDP2 without resharding", "ZeRO-2", "ZeRO-3 with CPU optimizer", "TP 4 x PP 2"}
+    assert found >= (one if case.get("gpus") == 1 else many), (found, advice.refused)
+
+
+def test_the_reference_recipe_finds_what_its_page_predicts(where: Callable[[int], Machine]) -> None:
+    """405B LoRA on 2 x 8 RTX PRO 6000: no weights over Ethernet, a base of 4 bits; TP x PP beats bf16 FSDP."""
+    source = Source(resolve("llama405b-oasst2"))
+    place = machine(load_cluster(REFERENCE))
+    advice = ask(source, place)
+    check(advice, source, place)
+    names = [option.candidate.family for option in advice.fitting]
+    assert names[0].startswith("HSDP") and names[0].endswith("nf4")
+    assert names.index("TP 8 x PP 2") < names.index("FSDP2 bf16")
+    assert "HSDP 8 x 2 bf16" in [option.candidate.family for option in advice.losing]
+    plan = make_plan(source.resolved, place, sure=False)
+    assert plan.step.seconds / advice.fitting[0].step_s > 8
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_overrides_that_were_given_stay(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """What was planned with train.max_length=1024 is advised with it, and what a change replaces is said once."""
+    given = ("train.max_length=1024", "train.per_device_train_batch_size=2", "slurm.nodes=2")
+    source = Source(resolve(write_recipe(tmp_path / "recipe"), given), given)
+    advice = ask(source, where(4), nodes=[2, 4])
+    check(advice, source, where(4))
+    for arguments in advisor.overrides(advice, source).values():
+        keys = [text.partition("=")[0] for text in arguments]
+        assert "train.max_length=1024" in arguments and len(keys) == len(set(keys)), arguments
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_more_nodes_are_advised_with_their_number(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Ranked by time the larger job wins here, by money the smaller; the line says slurm.nodes."""
+    recipe = write_recipe(tmp_path / "recipe", train={"global_batch_size": 512})
+    source = Source(resolve(recipe))
+    fast, cheap = (ask(source, where(4), goal, nodes=[1, 4]) for goal in ("time", "cost"))  # type: ignore[arg-type]
+    assert fast.fitting[0].strategy.nodes == 4 and cheap.fitting[0].strategy.nodes == 1
+    assert "slurm.nodes=4" in advisor.overrides(fast, source)[fast.fitting[0].candidate.family]
+    assert check(fast, source, where(4))
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Time by seconds, cost by GPU-seconds, memory by bytes; the winner has no reason to lose, all others have one."""
+    source = Source(resolve(write_recipe(tmp_path / "recipe")))
+    keys = {
+        "time": lambda o: o.step_s, "cost": lambda o: o.step_s * o.strategy.world, "memory": lambda o: o.needed,
+    }  # fmt: skip
+    for goal, key in keys.items():
+        advice = ask(source, where(1), goal)  # type: ignore[arg-type]
+        values = [key(option) for option in advice.fitting]
+        assert len(values) > 3
+        assert all(later * advisor.ALIKE >= earlier for earlier, later in itertools.pairwise(values))
+        told = {option.candidate.family: text for option, text in advisor.reasons(advice)}
+        assert set(told) == {o.candidate.family for o in [*advice.fitting[1:], *advice.losing]}
+        words = {"time": "slower", "cost": "dearer", "memory": "more memory"}[goal]
+        assert all(re.search(f"{words}|alike", told[option.candidate.family]) for option in advice.fitting[1:])
+        assert all("needs" in told[option.candidate.family] for option in advice.losing)
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_the_best_of_a_family_is_kept(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """A family has one line: the fastest of its micro batches and shares of recomputation that fit."""
+    source = Source(resolve(write_recipe(tmp_path / "recipe")))
+    best = next(o for o in ask(source, where(1)).fitting if o.candidate.family == "FSDP2")
+    for micro in (1, 4):
+        for ratio in (0, 0.5, 1):
+            arguments = [f"train.per_device_train_batch_size={micro}", f"activation_checkpointing.ratio={ratio}"]
+            plan = make_plan(source.changed([*arguments, "train.activation_checkpointing=null"]), where(1), sure=False)
+            assert not plan.fits or plan.step.seconds >= best.step_s * (1 - 1e-9), arguments
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_what_the_libraries_refuse_is_no_candidate(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Context parallelism of packed sequences is refused by the recipe's own checks, a batch that does not divide too."""
+    packed = ask(Source(resolve(write_recipe(tmp_path / "packed"))), where(1))
+    assert not any(o.strategy.cp > 1 for o in [*packed.fitting, *packed.losing])
+    assert "drops what keeps packed conversations apart" in packed.refused["CP 2 x FSDP2 4"]
+    padded = ask(Source(resolve(write_recipe(tmp_path / "padded", train={"packing": False}))), where(1))
+    assert any(o.strategy.cp > 1 for o in [*padded.fitting, *padded.losing])
+    small = Source(resolve(write_recipe(tmp_path / "small", train={"global_batch_size": 8})))
+    advice = ask(small, where(4), nodes=[4])
+    assert "no multiple of 32" in advice.refused["FSDP2"]
+    assert all(option.strategy.dp <= 8 for option in advice.fitting) and advice.fitting
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_a_nodes_ram_counts(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Offloading what the hosts have no room for is no way out."""
+    source = Source(resolve(write_recipe(tmp_path / "recipe")))
+    plenty = ask(source, where(1))
+    short = ask(source, replace(where(1), host_bytes=60e9))
+    name = "FSDP2 with CPU offload"
+    assert name in [option.candidate.family for option in plenty.fitting]
+    assert "RAM" in next(option.why for option in short.losing if option.candidate.family == name)
+
+
+def test_the_strategy_table_of_the_sources_is_covered(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """7B to 405B and mixtures: DDP, ZeRO, FSDP2, HSDP, TP x FSDP2, TP x PP, interleaved, EP, offload, NF4."""
+    wanted = {
+        "lora": ("DDP bf16", "DDP nf4", "ZeRO-1 bf16", "ZeRO-2 bf16", "FSDP2 bf16", "HSDP 8 x 2 nf4", "TP 8 x FSDP2 2 bf16"),
+        "full": ("ZeRO-3 with CPU optimizer", "ZeRO-3 on NVMe", "FSDP2 with CPU offload", "TP 8 x PP 2",
+                 "TP 4 x PP 4 interleaved", "FSDP2 without resharding"),
+        "mixture": ("TP 1 x PP 1 x EP 8", "TP 2 x PP 2 x EP 4"),
+    }  # fmt: skip
+    cases: dict[str, dict[str, Any]] = {"lora": {"lora": LORA_SECTION}, "full": {}, "mixture": {"model": EXPERTS}}
+    for name, changes in cases.items():
+        recipe = write_recipe(tmp_path / name, **({"nodes": 2, "model": LLAMA_8B} | changes))
+        advice = ask(Source(resolve(recipe)), where(2))
+        assert 150 < advice.searched < 2000, "enough to cover the table, few enough for three seconds"
+        found = {option.candidate.family for option in [*advice.fitting, *advice.losing]}
+        assert found >= set(wanted[name]), (set(wanted[name]) - found, advice.refused)
+
+
+def test_interleaved_pipelines_take_whole_rounds(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Megatron-Core's interleaved schedule wants a number of micro batches that the stages divide."""
+    source = Source(resolve(write_recipe(tmp_path / "recipe", nodes=2)))
+    shape = make_shape(source.resolved, read_strategy(source.resolved))
+    found = [c for c in candidates(source, shape.counted, where(2), [2]) if isinstance(c, Candidate)]
+    interleaved = [c.strategy for c in found if c.strategy.virtual > 1]
+    assert interleaved and all(used.accumulation % used.pp == 0 for used in interleaved)
+    assert any(c.strategy.accumulation % c.strategy.pp for c in found), "plain 1F1B takes any number"
+
+
+def test_a_share_of_layers_is_whole_layers(tmp_path: Path) -> None:
+    """A quarter of 30 layers are 8: what is advised is what the recipe recomputes."""
+    for ratio, layers in ((0.25, 8), (0.5, 15), (0.75, 23), (1.0, 30), (0.0, 0)):
+        recipe = write_recipe(
+            tmp_path / f"r{layers}", model=LLAMA_8B | {"num_hidden_layers": 30}, train=BY_FSDP,
+            activation_checkpointing={"ratio": ratio},
+        )  # fmt: skip
+        resolved = resolve(recipe)
+        assert share(resolved, ratio, "FSDP2") == read_strategy(resolved).checkpointed == layers / 30
+
+
+def test_of_options_that_are_alike_the_emptier_gpu_wins() -> None:
+    """1 % is less than the model knows; 88 of 95 GiB is a risk that 63 is not. 5 % is a difference."""
+    from clustertune.plan.advise import Option, _ranked
+
+    def option(seconds: float, needed: float) -> Option:
+        return Option(candidate=None, step_s=seconds, needed=needed, fits=True, why="")  # type: ignore[arg-type]
+
+    full, roomy, slow = option(1.0, 88.0), option(1.01, 63.0), option(1.05, 10.0)
+    assert _ranked([full, slow, roomy], "time") == [roomy, full, slow]
+
+
+def test_of_options_that_are_alike_the_plainer_one_wins() -> None:
+    """Nobody quantises the base or moves it to the host for a step that is no faster."""
+    from clustertune.plan.advise import Option, _ranked
+
+    plain, offloaded = (
+        Option(candidate=None, step_s=1.0, needed=needed, fits=True, why="", burdens=burdens)  # type: ignore[arg-type]
+        for needed, burdens in ((60.0, 0), (30.0, 1))
+    )
+    assert _ranked([offloaded, plain], "time") == [plain, offloaded]
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_what_is_quantised_or_offloaded_is_told_apart(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """The count of burdens is what the ranking goes by; a recipe that is quantised itself is no worse for it."""
+    case = CASES["70B LoRA"]
+    for name, train, expected in (("plain", {}, 2), ("quantised", QLORA, 1)):
+        source = Source(resolve(write_recipe(tmp_path / name, **(case | {"train": train}))))
+        found = {o.candidate.family: o.burdens for o in ask(source, where(2)).fitting}
+        assert found["FSDP2 with CPU offload nf4"] == expected and found["FSDP2 nf4"] == expected - 1
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_what_this_program_starts_is_named_beside_a_megatron_winner(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """A line that can be planned and not run leaves a person where they were."""
+    from dataclasses import replace as changed
+
+    source = Source(resolve(write_recipe(tmp_path / "recipe", **CASES["70B LoRA"])))
+    advice = ask(source, where(2))
+    megatron = next(option for option in advice.fitting if option.strategy.engine == "megatron")
+    others = [option for option in advice.fitting if option.strategy.engine != "megatron"]
+    assert advisor.best_started(changed(advice, fitting=[megatron, *others])) is others[0]
+    assert advisor.best_started(changed(advice, fitting=others)) is None
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_a_pipeline_of_126_layers_counts_embedding_and_loss(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Llama 405B over 8 stages, as Megatron-Bridge cuts it."""
+    large = LLAMA_70B | {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
+    source = Source(resolve(write_recipe(tmp_path / "recipe", model=large, lora=LORA_SECTION, nodes=4)))
+    place = where(4)
+    advice = ask(source, place)
+    found = {option.candidate.family: option for option in advice.fitting}
+    assert found["TP 4 x PP 8"].strategy.pp == 8
+    assert check(advice, source, place)

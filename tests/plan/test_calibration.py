@@ -1,0 +1,189 @@
+"""Runs that were made with known factors give these factors back, and only those that they identify."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.counted import Counted
+from clustertune.errors import ExitCode, UserError
+from clustertune.plan import memory
+from clustertune.plan.calibration import IDENTIFIED, PRIOR, Fit, Observation, fit, read, store
+from clustertune.plan.constants import Constants
+from clustertune.plan.machine import Machine
+from clustertune.plan.shape import Shape
+from clustertune.plan.step import step
+from tests.plan.world import counted, machine, mixture, shape
+
+COMPUTING = machine(peak_flops=1e11)
+"""A machine so slow that all traffic hides behind computing."""
+WAITING = machine(peak_flops=1e18, hbm_bytes_per_s=1e15)
+"""One so fast that it waits for the network only."""
+
+
+def run(
+    true: Constants, at: Machine, *, name: str = "run", of: Counted | None = None, memory_too: bool = False, noise: float = 0.0,
+    **changes: Any,
+) -> Observation:  # fmt: skip
+    """A run of 20 steps on a machine whose true constants are given."""
+    here: Shape = shape(of or counted(), **changes)
+
+    def predict(constants: Constants) -> tuple[float, float]:
+        return step(here, at, constants).seconds, max(moment.bytes for moment in memory.moments(here, constants))
+
+    rng = random.Random(name)
+    seconds, peak = predict(true)
+    measured = statistics.median(seconds * (1 + noise * rng.gauss(0, 1)) for _ in range(20))
+    return Observation(name, measured, peak if memory_too else None, predict)
+
+
+def factors(**values: float) -> Constants:
+    return replace(Constants(), **values)
+
+
+def test_a_compute_bound_run_says_nothing_of_the_network() -> None:
+    """Its kernels were 1.15 times as slow; the bandwidths stay what they were, and are named as not identified."""
+    found = fit([run(factors(compute_scale=1.15), COMPUTING)])
+    assert set(found.values) == {"compute_scale"}
+    assert found.values["compute_scale"] == pytest.approx(1.15, rel=0.03)
+    assert set(found.left) == {"intra_scale", "inter_scale"} and min(found.left.values()) >= IDENTIFIED
+
+
+def test_a_run_that_waits_for_the_network_says_nothing_of_the_gpu() -> None:
+    """Its network carried 0.6 of what was thought."""
+    found = fit([run(factors(inter_scale=0.6), WAITING)])
+    assert set(found.values) == {"inter_scale"}
+    assert found.values["inter_scale"] == pytest.approx(0.6, rel=0.03)
+    assert "compute_scale" in found.left
+
+
+def test_a_run_in_one_node_finds_the_links_inside() -> None:
+    """What never left the node does not move the network's factor."""
+    one = {"world": 8, "dp": 8, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8}
+    found = fit([run(factors(intra_scale=0.8), WAITING, **one)])
+    assert set(found.values) == {"intra_scale"}
+    assert found.values["intra_scale"] == pytest.approx(0.8, rel=0.04)
+
+
+def test_two_runs_find_two_factors() -> None:
+    """One on one node that computes, one on two that waits."""
+    true = factors(compute_scale=0.9, inter_scale=1.5)
+    found = fit([run(true, COMPUTING, name="a"), run(true, WAITING, name="b")])
+    assert found.values["compute_scale"] == pytest.approx(0.9, rel=0.03)
+    assert found.values["inter_scale"] == pytest.approx(1.5, rel=0.05)
+
+
+def test_twenty_noisy_steps_suffice() -> None:
+    """Steps that scatter by 5 % give the factor to a few percent: the median of 20 is taken."""
+    runs = [run(factors(inter_scale=0.5), WAITING, name=f"r{n}", noise=0.05) for n in range(3)]
+    found = fit(runs)
+    assert found.values["inter_scale"] == pytest.approx(0.5, rel=0.05)
+    errors = [abs(after / one.step_s - 1) for after, one in zip(found.after, runs, strict=True)]
+    before = [abs(predicted / measured - 1) for _, measured, predicted in found.before]
+    assert max(errors) < 0.05 < min(before)
+
+
+def test_a_mixture_of_experts_calibrates_as_well() -> None:
+    """The factors belong to the machine, not to the model."""
+    true = factors(compute_scale=1.2)
+    found = fit([run(true, COMPUTING, of=mixture())])
+    assert found.values["compute_scale"] == pytest.approx(1.2, rel=0.04)
+    other = run(true, COMPUTING)
+    assert other.predict(Constants().with_values(found.values))[0] == pytest.approx(other.step_s, rel=0.04)
+
+
+def test_memory_is_fitted_where_it_was_measured() -> None:
+    """Activations took 1.1 of the model's; without a measured peak the factor is not even named."""
+    big = {"micro_batch": 64, "compiled": False}
+    found = fit([run(factors(memory_scale=1.1), COMPUTING, memory_too=True, **big)])
+    assert found.values["memory_scale"] == pytest.approx(1.1, rel=0.03)
+    without = fit([run(factors(memory_scale=1.1), COMPUTING, **big)])
+    assert "memory_scale" not in {**without.values, **without.left}
+
+
+def test_a_run_as_predicted_changes_nothing() -> None:
+    """The factors stay at 1; a prior keeps one odd run from moving them wholly."""
+    found = fit([run(Constants(), COMPUTING)])
+    assert found.values["compute_scale"] == pytest.approx(1.0, abs=1e-6)
+    odd = fit([run(factors(compute_scale=3.0), COMPUTING)]).values["compute_scale"]
+    assert 1.5 < odd < 2.8
+
+
+def test_what_was_calibrated_is_more_certain() -> None:
+    """Of each factor found the deviation is less than half of what it was before."""
+    found = fit([run(factors(compute_scale=1.1), COMPUTING)])
+    assert 0 < found.deviation["compute_scale"] < IDENTIFIED * PRIOR["compute_scale"]
+
+
+def test_no_run_is_no_calibration() -> None:
+    """An empty list would give the prior back as if it were learnt."""
+    with pytest.raises(UserError, match="no run was given"):
+        fit([])
+
+
+FOUND = Fit({"compute_scale": 1.1}, {"compute_scale": 0.03}, {"inter_scale": 0.9}, [("run", 2.0, 1.8)], [1.98])
+
+
+def test_it_is_kept_beside_the_cluster_and_read_again(tmp_path: Path) -> None:
+    """The stored factors and no others are laid over the constants; nothing half-written is left behind."""
+    path = tmp_path / "c.calibration.json"
+    store(path, "c", "2026-11-02", FOUND)
+    known = read(path)
+    assert known.compute_scale == 1.1 and known.inter_scale == 1.0
+    assert known.calibrated == ("compute_scale",)
+    assert replace(known, compute_scale=1.0, calibrated=()) == Constants()
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    body = json.loads(path.read_text())
+    assert body["runs"] == [{"name": "run", "measured_s": 2.0, "before_s": 1.8, "after_s": 1.98}]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda body: "",
+        lambda body: "[]",
+        lambda body: body[: len(body) // 2],
+        lambda body: "\x00\x01",
+        lambda body: body.replace("calibration/1", "calibration/9"),
+        lambda body: body.replace('"compute_scale": 1.1', '"compute_scale": "fast"'),
+        lambda body: body.replace('"compute_scale": 1.1', '"compute_scale": NaN'),
+        lambda body: body.replace('"compute_scale": 1.1', '"compute_scale": 0.0'),
+        lambda body: body.replace('"compute_scale": 1.1', '"compute_scale": -1.1'),
+        lambda body: body.replace('"compute_scale": 1.1', '"gemm_share": 1.1'),
+        lambda body: body.replace('"compute_scale": 1.1', '"step_overhead_s": 1.1'),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: Any) -> None:
+    """One clear screen with the command that makes it anew: a plan with half a calibration would be wrong in silence."""
+    path = tmp_path / "c.calibration.json"
+    store(path, "c", "2026-11-02", FOUND)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError) as caught:
+        read(path)
+    text = str(caught.value)
+    assert str(path) in text and "--calibrate" in text and "\n" not in text
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk ends with the exit code of storage and leaves the old calibration as it was."""
+    path = tmp_path / "c.calibration.json"
+    store(path, "c", "2026-11-02", FOUND)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError) as caught:
+        store(path, "c", "2026-11-03", FOUND)
+    assert caught.value.code == ExitCode.STORAGE
+    assert read(path).compute_scale == 1.1
+    with pytest.raises(UserError):
+        read(tmp_path / "missing.json")

@@ -1,0 +1,278 @@
+"""``clustertune plan`` as it is called: what a person can do wrong ends in one clear screen."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from clustertune.commands import plan as command
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.plan.machine import Link
+from clustertune.plan.predict import make_plan
+from tests.command import run as run_command
+from tests.config.conftest import check_form
+from tests.plan.world import LLAMA_70B, LORA_SECTION, machine, write_cluster, write_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """8 billion parameters on one node."""
+    return write_recipe(tmp_path / "some-recipe", train={"max_steps": 100})
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """Two nodes of 8 H100."""
+    return write_cluster(tmp_path / "hgx.yaml")
+
+
+def call(*arguments: object) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.callback()(lambda: None)  # so that the command keeps its name where it is the only one
+    command.add(app)
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def answer(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """The document of a plan."""
+    done = call(*arguments, "--json")
+    assert done.exit_code == code, done.exception
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def refused(*arguments: object) -> str:
+    """All problems of a call that must be refused, each in readable form."""
+    done = call(*arguments)
+    assert isinstance(done.exception, UserError), (done.exception, done.output)
+    check_form(done.exception)
+    return str(done.exception)
+
+
+def test_recipes_and_clusters_by_path(recipe: Path, cluster: Path) -> None:
+    """A run that is not in the repository can be described and planned, with overrides."""
+    found = answer(recipe, "--cluster", cluster)
+    assert found["fits"] and found["parameters"] == 8_030_261_248 and found["steps"] == 100
+    two = answer(recipe, "slurm.nodes=2", "--cluster", cluster)
+    assert two["gpu_hours"] == pytest.approx(two["hours"] * 16)
+    assert two["tokens_per_s"] > found["tokens_per_s"]
+
+
+USAGE: dict[str, tuple[list[str], str]] = {
+    "no recipe": ([], "1 recipe is wanted, 0 given"),
+    "two recipes": (["RECIPE", "RECIPE"], "1 recipe is wanted, 2 given"),
+    "one recipe to compare": (["RECIPE", "--compare"], "2 recipes are wanted, 1 given"),
+    "a recipe that is not there": (["no-such-recipe"], "there is no recipe"),
+    "a part that is none": (["RECIPE", "--why", "nonsense"], "no part 'nonsense'"),
+    "two questions": (["RECIPE", "--advise", "--why", "memory"], "exclude each other"),
+    "a goal that is none": (["RECIPE", "--advise", "--goal", "fun"], "'fun' is no goal"),
+    "0 nodes": (["RECIPE", "--advise", "--nodes", "0"], "node counts from 1 to 2, which hgx has"),
+    "too many nodes": (["RECIPE", "--advise", "--nodes", "1,3"], "node counts from 1 to 2"),
+    "nodes that are no numbers": (["RECIPE", "--advise", "--nodes", "all"], "node counts from 1 to 2"),
+    "no nodes": (["RECIPE", "--advise", "--nodes", ""], "node counts from 1 to 2"),
+    "nodes without a search": (["RECIPE", "--nodes", "2"], "only with --advise"),
+    "a recipe for more nodes": (["RECIPE", "slurm.nodes=4"], "4, and hgx has 2 compute nodes"),
+    "a recipe for more GPUs": (["RECIPE", "slurm.gpus_per_node=16"], "16, and a node of hgx has 8 GPUs"),
+    "0 GPUs": (["RECIPE", "slurm.gpus_per_node=0"], "slurm.gpus_per_node"),
+    "a batch that does not divide": (["RECIPE", "train.global_batch_size=9"], "9 is no multiple of 8"),
+    "a batch of 0": (["RECIPE", "train.global_batch_size=0"], "train.global_batch_size"),
+    "a sequence beyond the context": (["RECIPE", "train.max_length=9000"], "the model has 8192 positions"),
+    "heads that do not divide": (["RECIPE", "megatron.tensor_model_parallel_size=16", "slurm.nodes=2",
+                                  "train.activation_checkpointing=null"], "does not divide"),
+    "no override": (["RECIPE", "train.=5"], "is no override"),
+    "no such file of lengths": (["RECIPE", "--lengths", "no-such-file"], "no-such-file"),
+    "no such check": (["RECIPE", "--nccl-check", "no-such-file"], "no-such-file"),
+    "nothing to calibrate with": (["--calibrate"], "no run was given"),
+    "no such run": (["--calibrate", "no-such-run"], "is no run folder"),
+    "a calibration with overrides": (["--calibrate", "no-such-run", "train.seed=7"], "a run is taken as it was"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_nonsense_on_the_command_line(name: str, recipe: Path, cluster: Path) -> None:
+    """Refused with the number and what would do."""
+    arguments, expected = USAGE[name]
+    text = refused(*[recipe if word == "RECIPE" else word for word in arguments], "--cluster", cluster)
+    assert expected in text
+
+
+def test_all_problems_are_told_at_once(recipe: Path, cluster: Path) -> None:
+    """Nobody mends one to meet the next."""
+    text = refused(recipe, recipe, "--goal", "fun", "--nodes", "2", "--cluster", cluster)
+    assert len(text.splitlines()) == 3
+
+
+CLUSTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "no GPUs": ({"gpus": 0, "gpu": None, "interconnect": None}, "0 GPUs: a plan is for training on GPUs"),
+    "a GPU of a node without": ({"gpus": 0}, "while gpus is 0"),
+    "a GPU that nobody knows": ({"gpu": "h1000"}, "did you mean h100-sxm?"),
+    "no word of the GPU": ({"gpu": None}, "missing, while gpus is 8"),
+    "nothing between the GPUs": ({"interconnect": "none"}, "at least PCIe connects them"),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_clusters_that_cannot_be_planned_on(name: str, recipe: Path, tmp_path: Path) -> None:
+    """Named with its key, before anything is computed."""
+    changes, expected = CLUSTERS[name]
+    text = refused(recipe, "--cluster", write_cluster(tmp_path / "odd.yaml", **changes))
+    assert expected in text and "odd.yaml" in text
+    assert "no-such-cluster" in refused(recipe, "--cluster", "no-such-cluster")
+
+
+def test_two_nodes_want_a_network(recipe: Path, tmp_path: Path) -> None:
+    """One node needs none; two without are refused by their file, and where nobody could say, by the plan."""
+    alone = write_cluster(tmp_path / "alone.yaml", nodes=1, network={"kind": "none", "gbit": None, "ports": None})
+    assert answer(recipe, "--cluster", alone)["fits"]
+    silent = write_cluster(tmp_path / "silent.yaml", network={"gbit": None})
+    assert "network.gbit: missing" in refused(recipe, "--cluster", silent)
+    unknown = machine(inter=Link(0.0, 0.0, "nominal", "no bandwidth between nodes is stated", 0.0))
+    with pytest.raises(UserError, match="says nothing of a network between nodes"):
+        make_plan(resolve(recipe, ["slurm.nodes=2"]), unknown)
+    assert make_plan(resolve(recipe), unknown).step.seconds > 0
+
+
+def test_a_model_that_cannot_be_counted(tmp_path: Path, cluster: Path) -> None:
+    """The families that can are listed."""
+    model = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24,
+             "vocab_size": 50280, "num_attention_heads": 12, "intermediate_size": 1536,
+             "max_position_embeddings": 8192}  # fmt: skip
+    text = refused(write_recipe(tmp_path / "odd", model=model), "--cluster", cluster)
+    assert "mamba" in text
+
+
+def test_what_does_not_fit_ends_with_what_would(tmp_path: Path, cluster: Path) -> None:
+    """Exit code 2, the smallest change first; each with overrides that make it fit, or that the cluster is too small."""
+    recipe = write_recipe(tmp_path / "large", lora=LORA_SECTION, model=LLAMA_70B, train={"max_length": 8192, "max_steps": 9,
+                          "activation_checkpointing": False, "per_device_train_batch_size": 4})  # fmt: skip
+    body = answer(recipe, "--cluster", cluster, code=2)
+    assert not body["fits"] and "does not fit" in body["bottleneck"] and body["remedies"]
+    assert body["remedies"][0]["change"].startswith("recompute")
+    for remedy in body["remedies"]:
+        if remedy["overrides"] is not None:
+            again = answer(recipe, *remedy["overrides"], "--cluster", cluster)
+            assert again["fits"] and again["step_s"] == pytest.approx(remedy["step_s"])
+    told = call(recipe, "--cluster", cluster)
+    assert told.exit_code == 2 and "It would fit with one of these" in told.output
+
+
+def write_run(folder: Path, recipe: Path, seconds: list[float]) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"recipe": resolve(recipe).as_dict()}))
+    lines: list[dict[str, Any]] = [{"event": "start", "step": 0, "attempt": 1}]
+    lines += [{"event": "step", "step": n, "attempt": 1, "seconds": s} for n, s in enumerate(seconds, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_calibration_from_a_run_folder(tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """20 steps suffice, whose first two do not count; the next plan is what was measured, and says that it is calibrated."""
+    before = answer(recipe, "--cluster", cluster)["step_s"]
+    slow = 1.2 * before
+    done = answer("--calibrate", write_run(tmp_path / "run", recipe, [9 * slow, 5 * slow] + [slow] * 18), "--cluster", cluster)
+    assert set(done["constants"]) == {"compute_scale"} and "inter_scale" in done["not_identified"]
+    (told,) = done["runs"]
+    assert (told["measured_s"], told["before_s"]) == pytest.approx((slow, before))
+    after = answer(recipe, "--cluster", cluster)
+    assert after["calibrated"] == ["compute_scale"]
+    assert after["step_s"] == pytest.approx(slow, rel=0.05) == pytest.approx(told["after_s"], rel=0.05)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_too_few_steps_teach_nothing(steps: int, tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """The number that there are and the number that suffices."""
+    run = write_run(tmp_path / "run", recipe, [1.0] * steps)
+    assert f"has {steps} timed steps; 5 are needed" in refused("--calibrate", run, "--cluster", cluster)
+    assert not (tmp_path / "hgx.calibration.json").exists()
+
+
+def test_a_run_of_another_machine_is_not_learnt_from(tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """Steps that took a thousand times as long were on no cluster like this one: nothing is stored."""
+    run = write_run(tmp_path / "run", recipe, [5000.0] * 20)
+    assert "cannot have run as this cluster file says" in refused("--calibrate", run, "--cluster", cluster)
+    assert not (tmp_path / "hgx.calibration.json").exists()
+
+
+def test_a_plan_imports_no_library_of_training(recipe: Path, cluster: Path) -> None:
+    """0.3 s for a plan: torch, transformers, numpy and the like alone take seconds."""
+    program = (
+        "import sys\nfrom clustertune.cli import app\n"
+        f"sys.argv = ['clustertune', 'plan', {str(recipe)!r}, '--cluster', {str(cluster)!r}, '--json']\n"
+        "app(standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'trl', 'numpy', 'datasets', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_as_a_document(recipe: Path) -> None:
+    """The whole command: exit code 2, one JSON document on stdout, words on stderr, no traceback."""
+    done = run_command("plan", recipe, "--cluster", "no-such-cluster", "--json")
+    assert done.code == 2 and done.json["exit_code"] == 2 and done.json["problems"]
+    assert "no-such-cluster" in done.err
+
+
+def test_the_printed_line_is_a_command(recipe: Path, cluster: Path) -> None:
+    """What --advise prints last selects the winner where it is pasted: recipe, cluster and what was given are in it."""
+    asked = ["plan", recipe, "--cluster", cluster, "train.max_length=1024"]
+    done = call(*asked[1:], "--advise")
+    line = done.output.strip().splitlines()[-1]
+    words = shlex.split(line)
+    assert words[:2] == ["clustertune", "plan"] and "train.max_length=1024" in words
+    best = answer(*asked[1:], "--advise")["options"][0]
+    assert answer(*words[2:])["step_s"] == pytest.approx(best["step_s"])
+
+
+def test_a_padded_run_teaches_no_padding(tmp_path: Path, cluster: Path) -> None:
+    """Its tokens say how long its conversations are: else full rows would be assumed, and the GPU thought many times faster."""
+    recipe = write_recipe(tmp_path / "padded", train={"packing": False, "max_steps": 20})
+    (tmp_path / "lengths").write_text("300\n")
+    step_s = answer(recipe, "--cluster", cluster, "--lengths", tmp_path / "lengths")["step_s"]
+    assert answer(recipe, "--cluster", cluster)["step_s"] > 2 * step_s
+    run = write_run(tmp_path / "run", recipe, [step_s] * 20)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(x | {"tokens": x["step"] * 64 * 300}) + "\n" for x in lines))
+    (told,) = answer("--calibrate", run, "--cluster", cluster)["runs"]
+    assert told["before_s"] == pytest.approx(step_s)
+    (told,) = answer("--calibrate", run, "--cluster", cluster, "--lengths", tmp_path / "lengths")["runs"]
+    assert told["before_s"] == pytest.approx(step_s)
+
+
+def test_steps_that_took_no_time_are_none(tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """A clock that was set back makes negative seconds: they have no logarithm."""
+    run = write_run(tmp_path / "run", recipe, [-1.0] * 20 + [1.0] * 3)
+    assert "has 3 timed steps" in refused("--calibrate", run, "--cluster", cluster)
+
+
+def test_runs_that_contradict_each_other_are_told(tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """The mean of 4 and 8 seconds explains neither."""
+    step_s = answer(recipe, "--cluster", cluster)["step_s"]
+    runs = [write_run(tmp_path / name, recipe, [share * step_s] * 20) for name, share in (("fast", 0.7), ("slow", 1.4))]
+    far = answer("--calibrate", *runs, "--cluster", cluster)["unexplained"]
+    assert far["fast"] > 0.15 and far["slow"] < -0.15
+    assert "contradict each other" in call("--calibrate", *runs, "--cluster", cluster).output
+    assert answer("--calibrate", runs[1], "--cluster", cluster)["unexplained"] == {}
+
+
+def test_a_calibration_of_another_cluster_is_refused(tmp_path: Path, recipe: Path, cluster: Path) -> None:
+    """Whoever copies a cluster file with all that lies beside it would plan with another machine's factors."""
+    answer("--calibrate", write_run(tmp_path / "run", recipe, [5.0] * 20), "--cluster", cluster)
+    other = write_cluster(tmp_path / "other.yaml")
+    (tmp_path / "hgx.calibration.json").rename(tmp_path / "other.calibration.json")
+    assert "hgx, while the plan is for other" in refused(recipe, "--cluster", other)
+
+
+def test_an_unknown_part_is_answered_with_those_there_are(recipe: Path, cluster: Path) -> None:
+    """There are too many to guess."""
+    text = refused(recipe, "--cluster", cluster, "--why", "xyz")
+    assert "known here: compute, communication" in text and text.endswith("hours, mfu")

@@ -1,0 +1,173 @@
+"""How long a rank computes, by hand: FLOPs of dense models, LoRA, recomputation and mixtures; bytes of everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertune.plan.compute import flops, micro_batch
+from clustertune.plan.shape import Shape
+from tests.plan.world import (
+    ADAPTERS,
+    HBM,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    LORA,
+    MATMUL,
+    PEAK,
+    RANK,
+    VOCABULARY,
+    constants,
+    counted,
+    machine,
+    mixture,
+    shape,
+)
+
+TOKENS = 2 * 512
+HEAD = VOCABULARY * HIDDEN
+SCORES = 2 * 4 * (16 + 16) * 512 / 2
+"""Forward FLOPs of attention of one token in one layer: 4 heads of 16 and 16, half of 512 tokens seen."""
+SPEED = 0.5 * PEAK
+
+
+def seconds(of: Shape, prefix: str = "") -> dict[str, float]:
+    """Seconds of the parts whose name begins so; forward and backward of one name together."""
+    found: dict[str, float] = {}
+    work = micro_batch(of, machine(), constants())
+    for term in [*work.forward, *work.backward]:
+        if term.name.startswith(prefix):
+            found[term.name] = found.get(term.name, 0.0) + term.value
+    return found
+
+
+def test_model_flops_are_six_per_weight_and_the_causal_half_of_attention() -> None:
+    """6 N tokens for what is multiplied (the embedding row is not), and 3.5 times attention's forward pass."""
+    tokens = 2 * 512 * 16
+    expected = (6 * (LAYERS * MATMUL + HEAD) + LAYERS * 3.5 * SCORES) * tokens
+    assert flops(shape(), hardware=False) == pytest.approx(expected)
+    again = (2 * LAYERS * MATMUL + LAYERS * SCORES) * tokens
+    assert flops(shape(checkpointed=1.0), hardware=True) == pytest.approx(expected + again)
+    assert flops(shape(checkpointed=0.5), hardware=True) == pytest.approx(expected + again / 2)
+    assert flops(shape(checkpointed=1.0), hardware=False) == pytest.approx(expected), "MFU does not count what is done again"
+
+
+def test_lora_has_no_weight_gradients_of_the_base() -> None:
+    """4 N for the frozen base and 6 for the adapters."""
+    expected = 4 * (LAYERS * MATMUL + HEAD) + 6 * ADAPTERS + LAYERS * 3.5 * SCORES
+    assert flops(shape(**LORA), hardware=False) == pytest.approx(expected * 2 * 512 * 16)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_passes() -> None:
+    """Two of eight experts, and the router."""
+    attention = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32
+    active = attention + HIDDEN * 8 + 2 * 3 * HIDDEN * INNER
+    expected = 6 * (LAYERS * active + HEAD) + LAYERS * 3.5 * SCORES
+    assert flops(shape(mixture()), hardware=False) == pytest.approx(expected * 2 * 512 * 16)
+
+
+def test_a_window_limits_what_attention_sees() -> None:
+    """Of 512 tokens with a window of 128: 128 x (1 - 128 / 1024); a window beyond the sequence changes nothing."""
+    narrow = flops(shape(counted(window=128)), hardware=False)
+    whole = flops(shape(), hardware=False)
+    assert whole - narrow == pytest.approx(LAYERS * 3.5 * SCORES * (1 - 128 * (1 - 1 / 8) / 256) * 2 * 512 * 16)
+    assert flops(shape(counted(window=512)), hardware=False) == whole
+
+
+def test_a_rank_multiplies_its_tokens() -> None:
+    """Forward 2, backward 4 FLOPs per weight and token, at the share of the peak that products reach."""
+    found = seconds(shape(), "matrix")
+    assert found["matrix products, forward"] == pytest.approx(2 * LAYERS * MATMUL * TOKENS / SPEED)
+    assert found["matrix products, backward"] == pytest.approx(4 * LAYERS * MATMUL * TOKENS / SPEED)
+    head = seconds(shape(), "output head")
+    assert sum(head.values()) == pytest.approx(6 * HEAD * TOKENS / SPEED)
+    attention = seconds(shape(), "attention")
+    assert sum(attention.values()) == pytest.approx(3.5 * LAYERS * SCORES * TOKENS / (0.5 * SPEED))
+
+
+def test_lora_multiplies_backward_as_often_as_forward() -> None:
+    """The gradient of the input alone; the thin products are bound by what they read and write."""
+    found = seconds(shape(**LORA))
+    assert found["matrix products, backward"] == pytest.approx(found["matrix products, forward"])
+    elements = 3.0 * ADAPTERS / RANK  # lora_passes x (inputs + outputs of all adapted modules)
+    assert found["LoRA"] == pytest.approx(elements * 2 * TOKENS / HBM)
+    assert "LoRA" not in seconds(shape())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_recomputation_repeats_layers_and_not_the_head(share: float) -> None:
+    """A recomputed layer runs forward again: products, attention, element-wise kernels; the loss is not in a layer."""
+    without, with_it = seconds(shape()), seconds(shape(checkpointed=share))
+    more = sum(with_it.values()) - sum(without.values())
+    layer = sum(value for name, value in without.items() if name.endswith(", forward") and not name.startswith("output head"))
+    assert more == pytest.approx(share * layer)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"), [({"tp": 4}, 4), ({"pp": 2}, 2), ({"cp": 2}, 2), ({"tp": 2, "pp": 2, "sequence_parallel": True}, 4)]
+)
+def test_model_parallel_ranks_share_the_products(sizes: dict[str, Any], part: int) -> None:
+    """Each computes its part of the layers, of a layer, or of the sequence."""
+    one, some = seconds(shape(), "matrix"), seconds(shape(**sizes), "matrix")
+    assert sum(some.values()) == pytest.approx(sum(one.values()) / part)
+
+
+def test_norms_are_divided_only_by_sequence_parallelism() -> None:
+    """Without it every tensor-parallel rank norms all tokens (https://arxiv.org/abs/2205.05198, 4.2)."""
+    one, plain, split = (seconds(shape(**s), "element") for s in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}))
+    assert sum(plain.values()) == pytest.approx(sum(one.values()))
+    assert sum(split.values()) == pytest.approx(sum(one.values()) / 2)
+
+
+def test_element_wise_kernels_by_hand() -> None:
+    """A forward pass is a third of the constant: elements of the hidden size per token and layer, 2 bytes each."""
+    for compiled, elements in ((True, 250.0), (False, 560.0)):
+        given = constants(compiled_hidden=250.0, eager_hidden=560.0)
+        work = micro_batch(shape(compiled=compiled), machine(), given)
+        found = sum(t.value for t in [*work.forward, *work.backward] if t.name.startswith("element"))
+        assert found == pytest.approx(LAYERS * elements * HIDDEN * 2 * TOKENS / HBM)
+
+
+def test_the_loss_in_tiles_moves_a_third() -> None:
+    """Whole logits are read and written by each operation on them."""
+    for fused, size in ((False, 30.0), (True, 10.0)):
+        found = seconds(shape(fused_loss=fused), "cross")
+        assert found["cross-entropy"] == pytest.approx(size * VOCABULARY * TOKENS / HBM)
+
+
+def test_a_quantised_base_is_written_out_at_each_use() -> None:
+    """Forward, backward and where a layer is recomputed; the rest of the model is not quantised."""
+    nf4 = {**LORA, "weight_bytes": 0.5}
+    body = LAYERS * (MATMUL + 2 * HIDDEN)
+    for share in (0.0, 1.0):
+        found = seconds(shape(**nf4, checkpointed=share), "dequant")
+        assert found["dequantising"] == pytest.approx((2 + share) * body * 2.5 / HBM)
+    assert not seconds(shape(**LORA), "dequant")
+    assert not seconds(shape(**nf4, compute="fp8"), "dequant"), "products in float8 read float8"
+
+
+@pytest.mark.parametrize(("compute", "factor"), [("fp8", 0.5), ("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0)])
+def test_the_type_that_computes(compute: str, factor: float) -> None:
+    """Float8 has its own peak, TF32 half of bfloat16's; without a float8 unit the request changes nothing."""
+    one, other = seconds(shape(), "matrix"), seconds(shape(compute=compute), "matrix")
+    assert sum(other.values()) == pytest.approx(factor * sum(one.values()))
+    if compute == "fp8":
+        work = micro_batch(shape(compute="fp8"), machine(peak_flops_fp8=None), constants())
+        assert sum(t.value for t in [*work.forward, *work.backward] if "matrix" in t.name) == pytest.approx(sum(one.values()))
+
+
+def test_float32_shards_are_cast_before_they_travel() -> None:
+    """Once forward, and backward once more where weights are gathered again; not what one rank holds whole."""
+    each = 7 * shape().parameters / 16 / HBM
+    assert seconds(shape(), "casts")["casts of the shards"] == pytest.approx(3 * each)
+    assert seconds(shape(reshard=False), "casts")["casts of the shards"] == pytest.approx(2 * each)
+    assert not seconds(shape(**LORA), "casts")
+    assert not seconds(shape(weight_shards=1), "casts")
+
+
+def test_calibration_scales_all_kernels() -> None:
+    """compute_scale is a factor of the time of everything that a GPU computes."""
+    one = micro_batch(shape(**LORA), machine(), constants()).seconds
+    assert micro_batch(shape(**LORA), machine(), constants(compute_scale=1.25)).seconds == pytest.approx(1.25 * one)

@@ -1,0 +1,193 @@
+"""The machine that a plan computes with: which bandwidth is taken, in which units, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clustertune.config.cluster import Cluster, Host, load_cluster
+from clustertune.config.cluster_schema import Compute, Network, Storage
+from clustertune.errors import UserError
+from clustertune.plan.machine import machine
+from clustertune.plan.measured import Measured
+from tests.config.conftest import check_form
+
+CHECK = Measured("c", "2026-11-02", 2, 8, "nccl", "NET/IB", 362.0, 340.0, "c.nccl-check.json")
+
+
+def cluster(
+    nodes: int = 2, storage: dict[str, Any] | None = None, network: dict[str, Any] | None = None, **compute: Any
+) -> Cluster:
+    """HGX H100 nodes with eight ports of InfiniBand, but for what is given; as it may also be found by looking."""
+    facts = {"gpus": 8, "gpu": "h100-sxm", "interconnect": "nvlink4", "cores": 96, "threads": 192, "memory_gb": 2000} | compute
+    net = {"kind": "infiniband", "interface": "ib0", "gbit": 400, "ports": 8} | (network or {})
+    return Cluster(
+        name="c",
+        nodes=tuple(Host(name=f"n{index}", address=f"10.0.0.{index + 1}", roles=("compute",)) for index in range(nodes)),
+        compute=Compute(**facts),
+        network=Network(**net),
+        storage=Storage(**(storage or {})),
+        source="c.yaml",
+    )
+
+
+def refused(*args: Any, **options: Any) -> str:
+    """All problems, each in readable form."""
+    with pytest.raises(UserError) as caught:
+        machine(*args, **options)
+    check_form(caught.value)
+    return str(caught.value)
+
+
+def test_the_reference_machine() -> None:
+    """Units: GiB of RAM as Slurm counts them, 10^9 bytes of bandwidth, of a node between nodes and of a GPU inside one."""
+    found = machine(load_cluster("rno-rtxpro6000"))
+    assert (found.nodes, found.gpus_per_node, found.domain, found.generation) == (2, 8, 8, "blackwell-gddr")
+    assert (found.peak_flops, found.peak_flops_fp8, found.hbm_bytes_per_s) == (480e12, 960e12, 1597e9)
+    assert found.host_bytes == 3900 * 2**30
+    assert found.intra.nominal_bytes_per_s == 64e9 and found.inter.nominal_bytes_per_s == 12.5e9
+    assert 4.2e9 <= found.inter.bytes_per_s <= 8.0e9, "between the two published runs on 100 GbE"
+    assert found.inter.source == "nominal" and "1 x 100 Gbit/s Ethernet" in found.inter.note
+    assert "assumed" in found.storage_note and not found.notes
+
+
+def test_all_ports_of_a_node_count() -> None:
+    """One port of eight is an eighth of the network."""
+    eight, one = machine(cluster()), machine(cluster(network={"ports": 1}))
+    assert eight.inter.nominal_bytes_per_s == 400e9 == 8 * one.inter.nominal_bytes_per_s
+    assert "8 x 400 Gbit/s InfiniBand, 88 % expected" in eight.inter.note
+
+
+def test_tcp_is_bound_by_the_processor_not_by_the_line() -> None:
+    """Slow lines are filled; a fast one carries no more than what was seen on 100 GbE."""
+    speeds = [machine(cluster(network={"kind": "ethernet", "gbit": gbit, "ports": 1})).inter for gbit in (10, 25, 100, 400)]
+    assert [round(speed.bytes_per_s / 1e9, 2) for speed in speeds] == [1.12, 2.81, 5.6, 5.6]
+    assert "11 % expected" in speeds[-1].note
+
+
+def test_a_check_comes_before_the_file_and_the_file_before_the_nominal_speed() -> None:
+    """The nearer to the truth, the sooner it is taken; the note says which it is and its share of nominal."""
+    stated = cluster(network={"measured_gb_s": 300}, measured_gb_s=350)
+    for given, intra, inter, source, words in (
+        (machine(cluster()), 360e9, 352e9, "nominal", "expected (ops/hardware.yaml)"),
+        (machine(stated), 350e9, 300e9, "measured", "measured_gb_s of c.yaml: 300 GB/s, 75 % of nominal"),
+        (machine(stated, measured=CHECK), 362e9, 340e9, "measured", "nccl-check of 2026-11-02: 340 GB/s over NET/IB, 85 %"),
+    ):
+        assert (given.intra.bytes_per_s, given.inter.bytes_per_s) == (intra, inter)
+        assert given.intra.source == given.inter.source == source
+        assert words in given.inter.note
+
+
+def test_what_a_check_lacks_is_filled_from_the_rest() -> None:
+    """One node measured says nothing of the network."""
+    found = machine(cluster(), measured=replace(CHECK, nodes=1, inter_gb_s=None))
+    assert (found.intra.source, found.inter.source) == ("measured", "nominal")
+
+
+def test_a_broken_link_is_said_in_words() -> None:
+    """3.1 of 50 GB/s: 17 published runs waited for that, and nobody printed it."""
+    slow = cluster(network={"kind": "omnipath", "gbit": 100, "ports": 4})
+    found = machine(slow, measured=replace(CHECK, inter_gb_s=3.1, transport="NET/Socket"))
+    assert found.inter.bytes_per_s == 3.1e9
+    assert "3.1 GB/s over NET/Socket, 6 % of nominal: see nccl-check" in found.inter.note
+    assert "see nccl-check" not in machine(slow, measured=replace(CHECK, inter_gb_s=40.0)).inter.note
+
+
+def test_a_bandwidth_without_a_nominal_speed_is_its_own() -> None:
+    """Nothing to divide by, nothing to say of a share."""
+    link = machine(cluster(network={"gbit": None, "measured_gb_s": 40})).inter
+    assert (link.bytes_per_s, link.nominal_bytes_per_s) == (40e9, 40e9) and "%" not in link.note
+
+
+def test_an_nvlink_domain_reaches_over_nodes() -> None:
+    """In an NVL72 a check over 16 nodes measures NVLink, per GPU, and says nothing of the network."""
+    rack = cluster(16, gpus=4, gpu="gb200", interconnect="nvlink5", nvlink_domain=72, network={"gbit": 400, "ports": 4})
+    plain = machine(rack)
+    assert (plain.domain, plain.intra.bytes_per_s) == (72, pytest.approx(702e9))
+    wide = machine(rack, measured=replace(CHECK, nodes=16, gpus_per_node=4, intra_gb_s=720.0, inter_gb_s=650.0))
+    assert (wide.intra.bytes_per_s, wide.inter.source) == (650e9, "nominal")
+
+
+def test_a_network_is_needed_only_where_the_plan_uses_it() -> None:
+    """What is found by looking knows no network; one node of it can be planned on, and one NVLink domain."""
+    unknown = cluster(network={"kind": "unknown", "gbit": None, "ports": 1})
+    assert "2 nodes, but no bandwidth between them" in refused(unknown)
+    link = machine(unknown, nodes=1).inter
+    assert (link.bytes_per_s, link.source) == (0, "nominal") and "no bandwidth between nodes is stated" in link.note
+    assert machine(cluster(nvlink_domain=16, network={"kind": "unknown", "gbit": None})).domain == 16
+
+
+def test_one_gpu_in_a_node_has_no_link_inside() -> None:
+    """Nothing is asked for that nothing uses."""
+    assert machine(cluster(gpus=1, interconnect=None)).intra.bytes_per_s == 0
+
+
+def test_a_gpu_without_bfloat16_is_said() -> None:
+    """Its peak is that of fp16."""
+    found = machine(cluster(gpu="v100-sxm-32", interconnect="nvlink2"))
+    assert found.peak_flops == 125e12 and found.peak_flops_fp8 is None
+    assert "no bfloat16" in found.notes[0]
+
+
+def test_gloo_is_told_from_nccl() -> None:
+    """A check on CPUs has the same form."""
+    assert "gloo" in machine(cluster(), measured=replace(CHECK, backend="gloo")).notes[0]
+
+
+def test_storage_says_what_is_assumed() -> None:
+    """Half stated is half assumed."""
+    found = machine(cluster(storage={"read_gb_s": 12}))
+    assert (found.storage_read_bytes_per_s, found.storage_write_bytes_per_s) == (12e9, 1e9)
+    assert found.storage_note == "reads 12 GB/s of the cluster file, writes 1 GB/s assumed (ops/hardware.yaml)"
+
+
+def test_the_way_to_host_memory_is_the_gpus() -> None:
+    """Grace memory is not behind PCIe."""
+    grace = cluster(gpus=1, gpu="gh200", interconnect="none", nodes=1)
+    assert machine(grace).host_link_bytes_per_s > 4 * machine(cluster()).host_link_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gpus": 0, "gpu": None, "interconnect": None}, "0 GPUs"),
+        ({"gpu": "h100-smx"}, "did you mean h100-sxm?"),
+        ({"gpu": None}, "which GPU it has is not known"),
+        ({"interconnect": None}, "what connects the 8 GPUs"),
+    ],
+)
+def test_a_cluster_that_cannot_be_planned_on_is_refused(given: dict[str, Any], words: str) -> None:
+    """Each as one short screen."""
+    assert words in refused(cluster(**given))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cluster": "d"}, "d, while the plan is for c"),
+        ({"gpus_per_node": 16}, "a node of c has 8 GPUs"),
+        ({"intra_gb_s": 480.0}, "480 GB/s inside a node, more than the nominal 450"),
+        ({"inter_gb_s": 425.0}, "425 GB/s between nodes, more than the nominal 400"),
+    ],
+)
+def test_a_check_of_another_machine_is_refused(change: dict[str, Any], words: str) -> None:
+    """Its bandwidth would be believed before all else."""
+    assert words in refused(cluster(), measured=replace(CHECK, **change))
+
+
+def test_all_problems_come_at_once() -> None:
+    """GPU, link, network and check in one screen."""
+    wrong = cluster(gpu="h100", interconnect=None, network={"kind": "unknown", "gbit": None})
+    text = refused(wrong, measured=replace(CHECK, cluster="d", intra_gb_s=None, inter_gb_s=None))
+    assert [word in text for word in ("compute.gpu", "compute.interconnect", "network.gbit", "plan is for c")] == [True] * 4
+
+
+def test_no_heavy_module_is_imported() -> None:
+    """A plan takes less than a third of a second; torch alone takes seconds."""
+    code = "import sys, clustertune.plan.machine; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,244 @@
+"""Memory of a GPU and of a node by hand: what rests, what is gathered, what is kept for backward, what is offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.resolve import resolve
+from clustertune.plan import memory
+from clustertune.plan.host import RANK_HOST_BYTES, host_parts
+from clustertune.plan.memory import Moment
+from clustertune.plan.predict import make_shape, read_strategy
+from clustertune.plan.shape import Shape
+from tests.plan.world import (
+    ADAPTERS,
+    ENDS,
+    FSDP2,
+    HIDDEN,
+    INNER,
+    LAYER,
+    LAYERS,
+    LLAMA_8B,
+    LORA,
+    LORA_SECTION,
+    TOTAL,
+    VOCABULARY,
+    WHOLE,
+    constants,
+    counted,
+    mixture,
+    shape,
+    write_recipe,
+)
+
+TOKENS = 2 * 512
+BODY, ROOT = LAYERS * LAYER, 2 * ENDS + HIDDEN
+QUANTISED = {**LORA, "weight_bytes": 0.5, "gather_bytes": 0.5}
+LOSS, BACKWARD, UPDATE = range(3)
+
+
+def parts(of: Shape, moment: int, **changes: Any) -> dict[str, float]:
+    """Bytes by part; parts of one name together."""
+    found: dict[str, float] = {}
+    for term in memory.moments(of, constants(**changes))[moment].parts:
+        found[term.name] = found.get(term.name, 0.0) + term.value
+    return found
+
+
+def near(values: dict[str, float]) -> Any:
+    return pytest.approx(values)
+
+
+def test_full_fine_tuning_with_fsdp2() -> None:
+    """12 B a parameter rest (weights and two moments), gradients and the root of a moment join them at the update."""
+    resting = {"weights": TOTAL * 4 / 16, "optimizer": TOTAL * 8 / 16}
+    assert parts(shape(), UPDATE) == near(resting | {"gradients": TOTAL * 4 / 16, "buffers": TOTAL * 4 / 16})
+    for moment in (LOSS, BACKWARD):
+        found = parts(shape(), moment)
+        assert {name: found[name] for name in resting} == near(resting)
+
+
+def test_lora_holds_states_of_adapters_alone() -> None:
+    """The base rests in bfloat16, the adapters in their own type; without an optimizer state no root is taken of it."""
+    found = parts(shape(**LORA), UPDATE)
+    assert found == near({
+        "weights": TOTAL * 2 / 16, "adapters": ADAPTERS * 4 / 16, "optimizer": ADAPTERS * 8 / 16,
+        "gradients": ADAPTERS * 4 / 16, "buffers": ADAPTERS * 4 / 16,
+    })  # fmt: skip
+    plain = parts(shape(**LORA, trained_bytes=2.0, state_bytes=0.0), UPDATE)
+    assert plain["adapters"] == ADAPTERS * 2 / 16 and not {"optimizer", "buffers"} & set(plain)
+
+
+def test_a_quantised_base_leaves_embedding_and_head() -> None:
+    """Only the layers' matrices are quantised; bitsandbytes' scales stay whole on every rank."""
+    found = parts(shape(**QUANTISED), UPDATE)
+    assert found["weights"] == pytest.approx((BODY * 0.5 + ROOT * 2) / 16)
+    scaled = parts(shape(**{**QUANTISED, "weight_bytes": 0.6}, whole_bytes=0.1), UPDATE)
+    assert scaled["weights"] == pytest.approx((BODY * 0.5 + ROOT * 2) / 16 + BODY * 0.1)
+    assert found["weights"] < parts(shape(**LORA), UPDATE)["weights"]
+
+
+def gathered(of: Shape, moment: int = LOSS) -> float:
+    return sum(value for name, value in parts(of, moment).items() if name.startswith("gathered"))
+
+
+def test_without_resharding_everything_stays_gathered() -> None:
+    """From forward to backward all weights are there in the type that computes; else a few layers at a time."""
+    assert gathered(shape(reshard=False)) == pytest.approx(TOTAL * 2)
+    assert gathered(shape(**QUANTISED, reshard=False)) == pytest.approx(BODY * 0.5 + ROOT * 2)
+    assert 0 < gathered(shape()) <= (2 * LAYER + 2 * ROOT) * 2
+    assert 0 < gathered(shape(), BACKWARD) <= (2 * LAYER + 2 * ROOT) * 2
+    assert gathered(shape(**WHOLE)) == gathered(shape(**WHOLE), BACKWARD) == 0, "they are there anyway"
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, TOTAL * 2.0),  # FSDP under no_sync: whole, in the type that is reduced
+        ({"reduce_each": True}, 0.0),
+        ({"kind": "ZeRO-3"}, 0.0),
+        (LORA, ADAPTERS * 2.0),
+    ],
+)
+def test_gradients_between_micro_batches(changes: dict[str, Any], more: float) -> None:
+    """transformers' Trainer reduces after the last micro batch only: until then FSDP holds gradients whole."""
+    one, two = (parts(shape(**changes, accumulation=count), LOSS).get("gradients", 0.0) for count in (1, 2))
+    assert two - one == pytest.approx(more)
+
+
+def activations(of: Shape) -> float:
+    """Bytes at the loss of what layers keep for backward, whole or recomputed."""
+    return sum(value for name, value in parts(of, LOSS).items() if name.endswith("activations"))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_recomputed_layers_keep_their_input(compiled: bool) -> None:
+    """A row of the hidden size for each layer; half of the layers keep half of both; offloaded it is on the host."""
+    none, half, every = (activations(shape(compiled=compiled, checkpointed=share)) for share in (0.0, 0.5, 1.0))
+    row = LAYERS * HIDDEN * 2 * TOKENS
+    kept = parts(shape(compiled=compiled, checkpointed=1.0), LOSS)["checkpointed activations"]
+    assert kept == pytest.approx(row)
+    assert half == pytest.approx((none + every) / 2)
+    assert every < none / 3
+    away = shape(compiled=compiled, checkpointed=1.0, checkpoint_offload=True)
+    assert activations(away) == pytest.approx(every - row)
+    assert parts(shape(compiled=compiled, checkpointed=1.0), BACKWARD)["activations"] > 0, "one layer is computed again"
+
+
+def test_what_makes_activations_larger() -> None:
+    """Scores without a fused kernel, kernels that are not fused, gradients of the base's weights; all of them per token."""
+    one = activations(shape())
+    assert activations(shape(attention="eager")) - one == pytest.approx(LAYERS * TOKENS * 4 * 512 * 6, rel=0.2)
+    assert activations(shape(compiled=False)) > one
+    assert activations(shape(compiled=False)) > activations(shape(compiled=False, **LORA, targets=("q_proj",)))
+    assert activations(shape(micro_batch=4)) == pytest.approx(2 * one)
+    assert activations(shape(cp=2)) == pytest.approx(one / 2)
+    assert activations(shape(tp=2)) < one
+    assert activations(shape(tp=2, sequence_parallel=True)) < 0.6 * one
+
+
+def test_logits_are_whole_only_where_no_loss_in_tiles_is_used() -> None:
+    """Tokens x vocabulary, divided by tensor parallelism; compiled by the constant, else more."""
+    entries = TOKENS * VOCABULARY
+    whole = parts(shape(fused_loss=False), LOSS, logit_bytes=7.0)["logits"]
+    assert whole == pytest.approx(entries * 7)
+    assert parts(shape(fused_loss=False, tp=2), LOSS, logit_bytes=7.0)["logits"] == pytest.approx(entries * 7 / 2)
+    assert parts(shape(fused_loss=False, compiled=False), LOSS)["logits"] > whole
+    many = {"micro_batch": 64, "sequence": 4096}
+    tiled, plain = (parts(shape(**many, fused_loss=fused), LOSS).get("logits", 0.0) for fused in (True, False))
+    assert tiled < plain / 10
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "accumulation", "inflight"),
+    [(2, 1, 8, 2), (4, 1, 8, 4), (4, 1, 2, 2), (4, 2, 8, 4 * (1 + 3 / 8)), (2, 2, 8, 2 * (1 + 1 / 4))],
+)
+def test_a_pipelines_first_stage_keeps_several_micro_batches(
+    pp: int, virtual: int, accumulation: int, inflight: float
+) -> None:  # fmt: skip
+    """As many as there are stages, or micro batches; interleaved a little more (https://arxiv.org/abs/2205.05198, 4.2.3)."""
+    held = {**WHOLE, "kind": "Megatron", "dp": 16 // pp, "accumulation": accumulation}
+    found = activations(shape(**held, pp=pp, virtual=virtual))
+    assert found == pytest.approx(activations(shape()) / pp * inflight, rel=0.01)
+
+
+def test_model_parallel_ranks_hold_their_part() -> None:
+    """Matrices by tensor parallelism, norms whole; of a pipeline the heavier end; experts by both."""
+    assert shape(tp=4).parameters == pytest.approx(LAYERS * ((LAYER - 2 * HIDDEN) / 4 + 2 * HIDDEN) + ROOT / 4)
+    assert shape(pp=2).parameters == pytest.approx(BODY / 2 + ENDS + HIDDEN)
+    experts = 8 * 3 * HIDDEN * INNER
+    whole, split = (shape(mixture(), ep=ep).body for ep in (1, 4))
+    assert whole - split == pytest.approx(LAYERS * experts * 3 / 4)
+    assert shape(counted(), tp=2, sequence_parallel=True).layers == LAYERS
+
+
+def test_weights_and_states_on_the_host_take_no_gpu_memory() -> None:
+    """Offloaded by FSDP all that rests is on the host; by ZeRO the optimizer's state alone."""
+    away = parts(shape(offload_params="cpu", offload_optimizer="cpu"), UPDATE)
+    assert not {"weights", "optimizer", "gradients", "buffers"} & set(away)
+    assert not {"weights", "adapters"} & set(parts(shape(**LORA, offload_params="cpu", offload_optimizer="cpu"), LOSS))
+    states = parts(shape(kind="ZeRO-3", offload_optimizer="cpu"), UPDATE)
+    assert set(states) == {"weights", "gradients"}
+    assert gathered(shape(**WHOLE, offload_params="cpu")) > 0, "they come layer by layer"
+
+
+def test_what_comes_on_top_of_the_tensors() -> None:
+    """The allocator's gaps grow with the peak, CUDA and NCCL take what they take."""
+    gaps, buffers = memory.reserved(100.0, constants(fragmentation=0.05, context_gib=2.0))
+    assert (gaps.name, gaps.value) == ("fragmentation", pytest.approx(5.0))
+    assert (buffers.name, buffers.value) == ("buffers", 2 * 2**30)
+
+
+def test_moments_come_in_the_order_of_a_step() -> None:
+    """The words that a person reads of the peak; nothing of size 0 is listed, and each moment holds what rests."""
+    found: list[Moment] = memory.moments(shape(), constants())
+    assert ["forward" in found[LOSS].name, "backward" in found[BACKWARD].name, "optimizer" in found[UPDATE].name] == [True] * 3
+    assert all(term.value > 0 for moment in found for term in moment.parts)
+    assert all({"weights", "optimizer"} <= {term.name for term in moment.parts} for moment in found)
+
+
+def host(folder: Path, **recipe: Any) -> dict[str, float]:
+    """A node's RAM by part for a recipe of Llama-3-8B."""
+    resolved = resolve(write_recipe(folder, **recipe))
+    return {term.name: term.value for term in host_parts(resolved, make_shape(resolved, read_strategy(resolved)))}
+
+
+def test_ram_while_loading(tmp_path: Path) -> None:
+    """One copy in the node with fsdp_cpu_ram_efficient_loading, one for each rank without, a shard each under ZeRO-3."""
+    size = 2.0 * 8_030_261_248
+    careless = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_cpu_ram_efficient_loading": False}}  # type: ignore[dict-item]
+    zero = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    assert host(tmp_path / "one") == near({"ranks": 8 * RANK_HOST_BYTES, "loading": size})
+    assert host(tmp_path / "each", accelerate=careless)["loading"] == pytest.approx(8 * size)
+    assert host(tmp_path / "zero", accelerate=zero)["loading"] == pytest.approx(size)
+    assert host(tmp_path / "two", accelerate=zero, nodes=2)["loading"] == pytest.approx(size / 2)
+
+
+def test_ram_of_what_is_offloaded(tmp_path: Path) -> None:
+    """Float32 weights, gradients and moments of all ranks of a node, in place of loading where they are more."""
+    offloading = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_offload_params": True}}  # type: ignore[dict-item]
+    count = 8_030_261_248
+    found = host(tmp_path / "full", accelerate=offloading)
+    assert found["offloaded weights"] == pytest.approx(count * 4)
+    assert found["offloaded optimizer"] == pytest.approx(count * 12)
+    assert "loading" not in found
+    adapters = host(tmp_path / "lora", accelerate=offloading, lora=LORA_SECTION)
+    assert set(adapters) == {"ranks", "offloaded weights", "offloaded optimizer"}
+    assert adapters["offloaded weights"] == pytest.approx(count * 2)
+    assert LLAMA_8B["num_hidden_layers"] == 32
+
+
+def test_ram_of_offloaded_checkpoints(tmp_path: Path) -> None:
+    """What recomputation starts from, of all layers and ranks of the node."""
+    train = {
+        "activation_checkpointing": True,
+        "activation_offloading": True,
+        "max_length": 8192,
+        "per_device_train_batch_size": 8,
+    }
+    zero = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    found = host(tmp_path / "r", train=train, accelerate=zero)
+    assert found["offloaded checkpoints"] == pytest.approx(8 * 8 * 8192 * 32 * 4096 * 2)

@@ -1,0 +1,177 @@
+"""What must hold of every plan, whatever the model, the machine and the strategy: searched with hypothesis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clustertune.plan import memory
+from clustertune.plan.compute import flops
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.machine import Machine
+from clustertune.plan.predict import real_length
+from clustertune.plan.shape import Shape
+from clustertune.plan.step import Step, step
+from tests.plan.world import LORA, WHOLE, machine, mixture, shape
+
+FEW = settings(max_examples=40)
+KINDS = st.sampled_from(["FSDP2", "HSDP", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "TP", "Megatron", "experts"])
+SIZES = st.fixed_dictionaries({
+    "micro_batch": st.integers(1, 16), "accumulation": st.integers(1, 8), "sequence": st.sampled_from([128, 512, 4096]),
+    "checkpointed": st.sampled_from([0.0, 0.25, 0.5, 1.0]), "compiled": st.booleans(), "fused_loss": st.booleans(),
+    "attention": st.sampled_from(["sdpa", "flash", "eager"]), "packing": st.booleans(),
+})  # fmt: skip
+MACHINES = st.builds(
+    lambda peak, hbm, intra, inter, latency: machine(
+        peak_flops=peak, hbm_bytes_per_s=hbm, intra=replace(machine().intra, bytes_per_s=intra, latency_s=latency),
+        inter=replace(machine().inter, bytes_per_s=inter, latency_s=5 * latency),
+    ),
+    st.floats(1e12, 3e15), st.floats(1e11, 8e12), st.floats(1e9, 9e11), st.floats(1e8, 4e11), st.floats(0, 1e-5),
+)  # fmt: skip
+
+
+def distributed(kind: str, world: int = 16) -> dict[str, Any]:
+    """A strategy of a kind over 16 or more GPUs."""
+    shards = {"weight_shards": world, "gradient_shards": world, "state_shards": world}
+    base: dict[str, Any] = {"world": world, "dp": world}
+    if kind == "FSDP2":
+        return base | shards
+    if kind == "HSDP":
+        return base | {"replicas": world // 8, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8}
+    if kind == "TP":
+        part = dict.fromkeys(shards, world // 4)
+        return base | part | {"tp": 4, "dp": world // 4}
+    if kind == "Megatron":
+        rest = {"tp": 2, "pp": 4, "dp": world // 8, "state_shards": world // 8, "sequence_parallel": True}
+        return base | WHOLE | {"kind": "Megatron", "engine": "megatron", "weight_bytes": 2.0, "state_bytes": 12.0} | rest
+    if kind == "experts":
+        return base | WHOLE | {"kind": "Megatron", "engine": "megatron", "ep": 8, "weight_bytes": 2.0, "state_shards": world}
+    whole = base | WHOLE | {"kind": kind}
+    return whole | {
+        "DDP": {}, "ZeRO-1": {"state_shards": world}, "ZeRO-2": {"state_shards": world, "gradient_shards": world},
+        "ZeRO-3": shards,
+    }[kind]  # fmt: skip
+
+
+def made(kind: str, lora: bool, sizes: dict[str, Any], world: int = 16, **changes: Any) -> Shape:
+    values = distributed(kind, world) | sizes | (LORA if lora else {}) | changes
+    return shape(mixture() if kind == "experts" else None, **values)
+
+
+def timed(of: Shape, at: Machine, constants: Constants | None = None) -> Step:
+    return step(of, at, constants or Constants())
+
+
+def peak(of: Shape) -> float:
+    return max(moment.bytes for moment in memory.moments(of, Constants()))
+
+
+@FEW
+@given(KINDS, st.booleans(), SIZES, MACHINES, st.floats(1.0, 10.0))
+def test_a_better_machine_is_never_slower(
+    kind: str, lora: bool, sizes: dict[str, Any], at: Machine, factor: float
+) -> None:  # fmt: skip
+    """More bandwidth, inside or between nodes, of the memory, or more FLOP/s."""
+    of = made(kind, lora, sizes)
+    seconds = timed(of, at).seconds
+    for better in (
+        replace(at, intra=replace(at.intra, bytes_per_s=at.intra.bytes_per_s * factor)),
+        replace(at, inter=replace(at.inter, bytes_per_s=at.inter.bytes_per_s * factor)),
+        replace(at, hbm_bytes_per_s=at.hbm_bytes_per_s * factor),
+        replace(at, peak_flops=at.peak_flops * factor),
+        replace(at, inter=replace(at.inter, latency_s=at.inter.latency_s / factor)),
+    ):
+        assert timed(of, better).seconds <= seconds * (1 + 1e-9)
+
+
+@FEW
+@given(KINDS, st.booleans(), SIZES, MACHINES)
+def test_a_step_is_at_least_its_floors(kind: str, lora: bool, sizes: dict[str, Any], at: Machine) -> None:
+    """What the GPUs compute at their peak, and what each network carries; all parts are positive and sum up."""
+    of = made(kind, lora, sizes)
+    found = timed(of, at)
+    assert found.seconds >= sum(term.value for term in found.compute)
+    assert found.seconds >= flops(of, hardware=True) / (16 * at.peak_flops) * (1 - 1e-9)
+    assert found.seconds >= found.communication * (1 - 1e-9)
+    assert min(found.exposed.value, found.bubble.value, found.optimizer.value) >= 0
+
+
+@FEW
+@given(st.booleans(), SIZES, st.sampled_from([1, 2, 4, 8]))
+def test_more_gpus_never_need_more_memory_each(lora: bool, sizes: dict[str, Any], factor: int) -> None:
+    """FSDP2 at the same micro batch: shards become smaller, nothing else changes."""
+    fewer, more = made("FSDP2", lora, sizes), made("FSDP2", lora, sizes, world=16 * factor)
+    assert peak(more) <= peak(fewer) * (1 + 1e-9)
+
+
+@FEW
+@given(KINDS, st.booleans(), SIZES, MACHINES, st.floats(0, 1), st.floats(0, 1))
+def test_recomputing_more_saves_memory_and_costs_time(
+    kind: str, lora: bool, sizes: dict[str, Any], at: Machine, one: float, other: float
+) -> None:  # fmt: skip
+    """A larger share of recomputed layers never needs more at the loss and is never faster."""
+    less, more = (made(kind, lora, {**sizes, "checkpointed": share}) for share in sorted((one, other)))
+    kept = [memory.moments(of, Constants())[0].bytes for of in (less, more)]
+    if sizes["attention"] != "eager" or sizes["sequence"] <= 512:
+        assert kept[1] <= kept[0] * (1 + 1e-9)
+    assert timed(more, at).seconds >= timed(less, at).seconds * (1 - 1e-9)
+
+
+@FEW
+@given(KINDS, st.booleans(), SIZES, MACHINES)
+def test_keeping_the_weights_saves_time_and_costs_memory(kind: str, lora: bool, sizes: dict[str, Any], at: Machine) -> None:
+    """Without resharding the backward pass gathers nothing, and all weights stay."""
+    of = made(kind, lora, sizes)
+    kept = replace(of, strategy=replace(of.strategy, reshard=False))
+    assert timed(kept, at).seconds <= timed(of, at).seconds * (1 + 1e-9)
+    if of.strategy.weight_shards > 1:
+        assert memory.moments(kept, Constants())[0].bytes >= memory.moments(of, Constants())[0].bytes * (1 - 1e-9)
+
+
+@FEW
+@given(st.sampled_from(["FSDP2", "HSDP", "DDP"]), SIZES, st.floats(0.5, 1.9))
+def test_a_quantised_base_never_takes_more(kind: str, sizes: dict[str, Any], stored: float) -> None:
+    """Weights at rest and on the wire are at most those in bfloat16; an own scale costs no more than it saves."""
+    plain, small = made(kind, True, sizes), made(kind, True, sizes, weight_bytes=stored, gather_bytes=min(stored, 1.0))
+    rest = [next(t.value for t in memory.moments(of, Constants())[2].parts if t.name == "weights") for of in (plain, small)]
+    assert rest[1] <= rest[0]
+    assert small.gathered <= plain.gathered
+
+
+@FEW
+@given(KINDS, st.booleans(), SIZES, st.integers(2, 4))
+def test_a_larger_micro_batch_needs_more_memory(kind: str, lora: bool, sizes: dict[str, Any], factor: int) -> None:
+    """And never takes longer per token: what is gathered serves more of them."""
+    small = made(kind, lora, sizes)
+    large = made(kind, lora, {**sizes, "micro_batch": sizes["micro_batch"] * factor})
+    assert peak(large) >= peak(small)
+    rate = [of.step_tokens / timed(of, machine()).seconds for of in (small, large)]
+    assert rate[1] >= rate[0] * (1 - 1e-9)
+
+
+@FEW
+@given(KINDS, st.booleans(), SIZES, MACHINES, st.sampled_from(["compute_scale", "intra_scale", "inter_scale"]), st.floats(1, 3))
+def test_a_constant_moves_the_step_in_its_direction(
+    kind: str, lora: bool, sizes: dict[str, Any], at: Machine, name: str, factor: float
+) -> None:  # fmt: skip
+    """Calibration must be able to tell up from down."""
+    of = made(kind, lora, sizes)
+    moved = timed(of, at, replace(Constants(), **{name: factor})).seconds
+    seconds = timed(of, at).seconds
+    assert moved >= seconds * (1 - 1e-9) if name == "compute_scale" else moved <= seconds * (1 + 1e-9)
+
+
+@FEW
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=20), st.integers(1, 16))
+def test_padding_never_makes_a_row_longer_than_the_recipe_allows(tokens: list[int], batch: int) -> None:
+    """A padded strategy is at most as long, a packed one untouched."""
+    lengths = Lengths(tuple(sorted(tokens)), "test")
+    padded = made("FSDP2", False, {"micro_batch": batch, "packing": False}).strategy
+    found, notes = real_length(padded, lengths)
+    assert 1 <= found.sequence <= padded.sequence and notes
+    packed = replace(padded, packing=True)
+    assert real_length(packed, lengths) == (packed, [])

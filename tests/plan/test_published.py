@@ -1,0 +1,306 @@
+"""Published runs and other people's figures as data, and the arithmetic that checks the figures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.config.hardware import load_hardware
+from clustertune.config.parameters import parameter_count
+from clustertune.config.yamlfile import read_yaml
+from clustertune.errors import UserError
+from clustertune.plan import published
+from clustertune.plan.arithmetic import Inputs
+from clustertune.plan.claims import check, check_claims, judge
+from clustertune.plan.formulas import FORMULAS, compute, node_bandwidth
+from clustertune.plan.published import claims_file, published_clusters, published_models, published_run, published_runs
+from tests.tree import REPO
+
+FILES = ("models.yaml", "clusters.yaml", "runs.yaml", "claims.yaml")
+CLAIMS = {claim.id: claim for claim in claims_file().claims}
+NUMERIC = [claim.id for claim in CLAIMS.values() if any(isinstance(value, int | float) for value in claim.inputs.values())]
+
+
+# --- the files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_quick_parser_reads_what_the_strict_one_reads(name: str) -> None:
+    """libyaml takes the last of two equal keys and reads no as false; the strict parser refuses the one and keeps the other."""
+    assert published.read(published.FOLDER / name) == read_yaml(published.FOLDER / name, name).data
+
+
+@pytest.mark.parametrize("name", sorted(published_models()))
+def test_an_architecture_counts_to_the_published_integer(name: str) -> None:
+    """A wrong width would make every prediction for the model wrong by as much."""
+    model = published_models()[name]
+    assert parameter_count(model.architecture) == model.parameters
+
+
+def test_the_405b_architecture_is_that_of_the_recipe() -> None:
+    """The same facts stand in the recipe; two homes may not drift apart."""
+    recipe = yaml.safe_load((REPO / "recipes/llama405b-oasst2/model.json").read_text())
+    architecture = published_models()["llama-3.1-405b"].architecture
+    assert {key: recipe[key] for key in architecture} == architecture
+
+
+def test_clusters_name_known_gpus_and_take_files_as_they_are() -> None:
+    """A GPU without figures cannot be planned on; the reference cluster has one home."""
+    clusters = published_clusters()
+    assert {cluster.gpu for cluster in clusters.values()} <= set(load_hardware())
+    reference = clusters["nutanix-rtxpro6000"]
+    assert (reference.gpu, reference.gpus_per_node, reference.host_gb) == ("rtx-pro-6000-blackwell-server", 8, 3900)
+    assert reference.network is not None and reference.network.gb_s == 12.5
+
+
+def test_measured_bandwidths_are_those_of_the_runs() -> None:
+    """3.1, 4.7 and 8.0 GB/s: with nominal speeds the A100 runs are planned at a fifth of their time."""
+    found = {name: cluster.measured_gb_s for name, cluster in published_clusters().items() if cluster.measured_gb_s}
+    assert found == {"idris-jeanzay-a100": 3.1, "nutanix-rtxpro6000": 4.7, "nebius-h100-tcp": 8.0}
+    opa = published_clusters()["idris-jeanzay-a100"].network
+    assert opa is not None and opa.gb_s == 50
+    # Two all-gathers in bf16 and a reduce-scatter in fp32: 8 B a parameter; in bf16 alone three times 2 B.
+    runs = {("qwen2.5-14b", 8, 1, 0): "idris-1915513", ("mistral-7b", 2, 3, 3.4): "nebius-2-nodes"}
+    for (model, each, passes, warm_up), run in runs.items():
+        given = Inputs({"model": model, "bytes": each, "passes": passes, "warm_up_s": warm_up, "run": run})
+        assert node_bandwidth(given).value == pytest.approx(found[published_run(run).cluster], rel=0.01)
+
+
+# --- the runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_set_is_there() -> None:
+    """17 of the table, larger models, other clusters, and more than 13 rows of public throughput tables."""
+    sizes: dict[str, int] = {}
+    for run in published_runs():
+        sizes[run.set] = sizes.get(run.set, 0) + 1
+    assert sizes["idris-csv"] == 17
+    assert sizes["table"] >= 13
+    assert {"idris-other", "idris-nemo", "nutanix", "nebius", "dllm", "table-moe", "table-fp8"} <= set(sizes)
+
+
+def test_the_table_of_17_runs_has_its_batch_and_hours() -> None:
+    """8,192 tokens a GPU and step in each; the hours that the logs print are 14,676 steps of that time."""
+    runs = [run for run in published_runs() if run.set == "idris-csv"]
+    assert {run.step_tokens // run.world for run in runs} == {8192}
+    hours = {"idris-4803": 3.641, "idris-5431": 7.333, "idris-1915513": 151.737, "idris-1915698": 20.122}
+    for name, told in hours.items():
+        seconds = published_run(name).seconds
+        assert seconds is not None and seconds * 14676 / 3600 == pytest.approx(told, rel=1e-3)
+    assert all(run.peak_gib for run in runs)
+
+
+def test_step_times_and_throughputs_of_a_row_agree() -> None:
+    """Where a table prints both, batch, length and GPUs must turn one into the other: a wrong accumulation shows here."""
+    both = [run for run in published_runs() if run.step_s and run.tokens_per_s_per_gpu]
+    assert len(both) > 10
+    for run in both:
+        assert run.step_tokens / (run.step_s or math.nan) / run.world == pytest.approx(run.tokens_per_s_per_gpu, rel=2e-3), (
+            run.id
+        )
+
+
+def test_the_reference_run_is_whole() -> None:
+    """36 steps of 32 sequences in 8.4 h, 162 gathers of the weights."""
+    run = published_run("nutanix-405b")
+    assert (run.global_batch, run.steps, run.hours, run.world) == (32, 36, 8.4, 16)
+    assert run.steps is not None and run.eval_steps is not None
+    assert run.gathers == run.steps * run.accumulation * 2 + run.steps // run.eval_steps
+
+
+def test_published_seconds_come_from_the_rate_where_only_that_is_printed() -> None:
+    """Most tables print tokens per second alone; hours alone give no step."""
+    run = published_run("torchtitan-8b-8")
+    assert run.step_s is None and run.seconds == pytest.approx(2 * 8192 / 5762)
+    assert published_run("idris-4803").rate == pytest.approx(8192 / 0.893)
+    assert published_run("dllm-1-node").seconds is None and published_run("dllm-1-node").rate is None
+
+
+def test_rows_that_do_not_count_say_why() -> None:
+    """A row that is left out in silence looks like a row that was chosen."""
+    left = {run.id for run in published_runs() if run.excluded}
+    assert {"idris-gb200-14b-bs4", "nebius-1-node", "dllm-2-nodes"} <= left
+    assert all(len(run.excluded or "long enough") > 10 for run in published_runs())
+    assert {run.id for run in published_runs() if not run.verified} >= {"megatron-70b-lora-h100", "idris-h100-72b"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "llama-9b"}, "there is no such model"),
+        ({"cluster": "moon"}, "there is no such cluster"),
+        ({"step_s": None, "peak_gib": 80}, "needs a published time"),
+        ({"tp": 3}, "no multiple of tp 3"),
+        ({"method": "lora"}, "lora stands with"),
+        ({"assumed": ["colour"]}, "fields that there are not: colour"),
+        ({"packing": "full", "useful_share": 0.5}, "for padded sequences"),
+        ({"nodes": True}, "not a number"),
+        ({"speed": 3}, "Extra inputs"),
+        ({"id": "idris-4803"}, "stands twice"),
+    ],
+)
+def test_a_wrong_row_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    """Every guard of the rows, each with a row that only it refuses."""
+    good = {
+        "id": "a", "place": "x", "model": "llama-3.1-8b", "cluster": "dgx-h100", "nodes": 1, "method": "full", "kind": "FSDP2",
+        "micro_batch": 1, "sequence": 4096, "checkpointed": 0, "compiled": True, "weight_dtype": "bf16", "reduce_dtype": "bf16",
+        "state_dtype": "bf16", "step_s": 1.0,
+    }  # fmt: skip
+    path = tmp_path / "runs.yaml"
+
+    def runs(*rows: dict[str, Any]) -> tuple[published.PublishedRun, ...]:
+        path.write_text(yaml.safe_dump({"groups": [{"set": "s", "source": "x", "runs": list(rows)}]}))
+        published_runs.cache_clear()
+        return published_runs(path)
+
+    try:
+        assert runs(good)[0].gpus_per_node == 8
+        with pytest.raises(UserError) as caught:
+            runs(good | change, good | {"id": "idris-4803"})
+    finally:
+        published_runs.cache_clear()
+    assert any(words in str(problem) for problem in caught.value.problems), caught.value
+
+
+def test_all_wrong_rows_are_told_at_once(tmp_path: Path) -> None:
+    """One screen, not one round for each."""
+    path = tmp_path / "models.yaml"
+    path.write_text("models: {a: {name: x, parameters: 0, architecture: {}}, b: {parameters: 3, architecture: {}}}")
+    with pytest.raises(UserError) as caught:
+        published_models(path)
+    assert {problem.key for problem in caught.value.problems} == {"a.parameters", "b.name"}
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [", "a: &x 1\nb: *y"])
+def test_a_file_that_is_no_data_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    """Somebody edits the file by hand."""
+    path = tmp_path / "runs.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError):
+        published.read(path)
+
+
+def test_a_run_that_is_not_there_is_refused_in_words() -> None:
+    """A claim that names a row that was renamed must not end in a traceback."""
+    with pytest.raises(UserError, match="no published run 'idris-1'"):
+        published_run("idris-1")
+
+
+def test_the_cluster_of_a_run_is_a_cluster_file() -> None:
+    """With as many nodes as the run had, and what was measured; a run inside one NVLink domain names no network."""
+    told = published.cluster_document(published_run("idris-1915513"))
+    assert len(told["nodes"]) == 8 and told["network"]["measured_gb_s"] == 3.1
+    assert len({node["address"] for node in published.cluster_document(published_run("megatron-405b-h100"))["nodes"]}) == 128
+    rack = published.cluster_document(published_run("idris-5434"))
+    assert rack["compute"]["nvlink_domain"] == 72 and rack["network"] == {"kind": "none"}
+
+
+# --- the claims --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CLAIMS))
+def test_a_claim_is_judged_as_expected(name: str) -> None:
+    """The verdict follows from the arithmetic, and the arithmetic shows the value that it was judged by."""
+    result = check(CLAIMS[name])
+    assert result.verdict == result.expected, result
+    assert " = " in result.arithmetic and result.source
+    if result.verdict != "right":
+        assert result.instead, "what is wrong needs what is right"
+
+
+def test_the_claims_cover_every_document() -> None:
+    """Right ones too: a checker that only refutes is not believed."""
+    results = check_claims()
+    assert len(results) >= 35 and len(CLAIMS) == len(results)
+    for source in claims_file().sources:
+        own = {check(claim).verdict for claim in CLAIMS.values() if claim.source == source}
+        assert {"right", "refuted"} <= own, source
+    assert set(FORMULAS) == {claim.formula for claim in CLAIMS.values()}, "a formula that no claim uses is not tested"
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_another_input_gives_another_verdict(name: str) -> None:
+    """A verdict that no input changes was not computed from them: one of the numbers, 30 times as large or small, turns it."""
+    claim = CLAIMS[name]
+    before = check(claim).verdict
+    for key, value in claim.inputs.items():
+        for factor in (30, 1 / 30) if isinstance(value, int | float) else ():
+            changed = claim.model_copy(update={"inputs": claim.inputs | {key: value * factor}})
+            if check(changed).verdict != before:
+                return
+            # A figure far off the one side comes to lie far off the other: the computed value itself then shows the input.
+            if before != "right" and check(changed).computed != check(claim).computed:
+                return
+    pytest.fail(f"no input of {name} matters")
+
+
+@pytest.mark.parametrize("name", sorted(CLAIMS))
+def test_another_figure_gives_another_verdict(name: str) -> None:
+    """The computed value claimed is right; 12 times as much in the direction of the claim is refuted."""
+    claim = CLAIMS[name]
+    value = check(claim).computed
+    exact = claim.model_copy(update={"claimed": value})
+    assert check(exact).verdict == "right"
+    off = value / 12 if claim.relation == "at_most" else value * 12
+    assert check(claim.model_copy(update={"claimed": off})).verdict == "refuted"
+
+
+def test_a_figure_inside_a_range_is_right_and_near_it_imprecise() -> None:
+    """The distance is counted from the nearer end, by ratio."""
+    claim = CLAIMS["spheron-405b-hours"]
+    right, imprecise, refuted = [50, 57, 60, 62.9, 47.7], [63.1, 74.9, 47.5, 40.1], [75.1, 39.9, 500]
+    told = [(value, "right") for value in right] + [(value, "imprecise") for value in imprecise]
+    told += [(value, "refuted") for value in refuted]
+    assert [(value, judge(claim, value)) for value, _ in told] == told
+
+
+def test_at_most_and_at_least_bound_one_side() -> None:
+    """80 GB are enough for 26 GB; more than one node is needed for 1.8."""
+    most, least = CLAIMS["nebius-13b-node"], CLAIMS["nebius-70b-nodes"]
+    assert [judge(most, value) for value in (1, 80, 90, 300)] == ["right", "right", "imprecise", "refuted"]
+    assert [judge(least, value) for value in (9, 1, 0.9, 0.2)] == ["right", "right", "imprecise", "refuted"]
+
+
+def test_an_input_that_no_formula_reads_is_refused() -> None:
+    """It would look as if it had been taken into account."""
+    assert compute("product", {"GPUs": 2, "hours": 3}).value == 6
+    with pytest.raises(KeyError, match="takes no colour"):
+        compute("memory", {"parameters": 7e9, "bytes": 2, "colour": 1})
+    with pytest.raises(KeyError, match="bytes"):
+        compute("memory", {"parameters": 7e9})
+
+
+def test_a_claim_of_an_unknown_source_is_refused(tmp_path: Path) -> None:
+    """Every figure has its document."""
+    body = published.read(published.FOLDER / "claims.yaml")
+    body["claims"] = [body["claims"][0] | {"source": "nobody"}, body["claims"][1], body["claims"][1]]
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump(body))
+    with pytest.raises(UserError) as caught:
+        claims_file(path)
+    told = " ".join(map(str, caught.value.problems))
+    assert "no source 'nobody'" in told and "stands twice" in told
+
+
+@pytest.mark.parametrize(
+    ("formula", "inputs", "value"),
+    [
+        ("weight-shards", {"model": "llama-3.1-405b", "bytes": 2, "shard_gb": 5}, 191),
+        ("weight-shards", {"model": "llama-3.1-8b", "bytes": 2, "shard_gb": 5}, 4),
+        ("zero-reduction", {"stage": 0, "ranks": 8}, 1),
+        ("zero-memory", {"parameters": 1e9, "stage": 3, "ranks": 16}, 1),
+        ("bubble", {"stages": 4, "micro_batches": 12}, 20),
+        ("bubble", {"stages": 4, "micro_batches": 12, "virtual": 3}, 100 / 13),
+        ("epoch-steps", {"rows": 33, "epochs": 1, "batch": 32}, 2),
+        ("layer-gather", {"model": "llama-3.1-405b", "bytes": 2}, 6.375415),
+        ("days-for-tokens", {"tokens": 86400, "tokens_per_s": 1}, 1),
+        ("more-time", {"slow": "idris-1915513", "fast": "idris-1927120"}, 452.795),
+    ],
+)
+def test_formulas_against_values_worked_out_by_hand(formula: str, inputs: dict[str, Any], value: float) -> None:
+    """191 and 4 are the numbers of files that the models have on the Hub."""
+    assert compute(formula, inputs).value == pytest.approx(value, rel=1e-5)

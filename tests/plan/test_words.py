@@ -1,0 +1,283 @@
+"""What a plan says: a document with all its keys, parts that sum up, arithmetic that is true, one sentence that fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.prices import Price
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.plan import document, words
+from clustertune.plan.constants import Constants
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.machine import Link, Machine
+from clustertune.plan.predict import Plan, make_plan
+from clustertune.plan.term import Term, number, quantity
+from tests.plan.test_advise import EXPERTS, NF4
+from tests.plan.world import FSDP2, INTER, INTRA, LORA_SECTION, constants, machine, write_recipe
+
+NUMBER = (int, float)
+PROMISED: dict[str, Any] = {
+    "fits": bool, "step_s": NUMBER, "step_parts_s": dict, "peak_gib_per_gpu": NUMBER, "memory_parts_gib": dict,
+    "tokens_per_s": NUMBER, "mfu": NUMBER, "hours": NUMBER, "gpu_hours": NUMBER, "cost": dict, "bottleneck": str,
+    "assumptions": list, "bandwidth_source": str,
+}  # fmt: skip
+PRICE = Price(on_demand=2.0, spot=0.5, currency="USD", date="2026-04-29", source="a page")
+ROWS = Lengths((500,), "test")
+TRAIN = {"save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 10}
+
+
+def planned(folder: Path, at: Machine | None = None, given: Constants | None = None, **recipe: Any) -> Plan:
+    recipe["train"] = TRAIN | recipe.get("train", {})
+    return make_plan(resolve(write_recipe(folder, **recipe)), at or machine(), given or constants(), lengths=ROWS)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"nodes": 2},
+    "lora": {"nodes": 2, "lora": LORA_SECTION, "train": {"per_device_train_batch_size": 2}},
+    "megatron": {
+        "nodes": 2, "train": {"activation_checkpointing": None},
+        "megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
+    },
+    "offload": {"accelerate": {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_offload_params": True}}},  # type: ignore[dict-item]
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
+    """Plans of several sorts."""
+    return planned(tmp_path / "recipe", **CASES[request.param])
+
+
+def test_the_document_holds_what_is_promised(plan: Plan) -> None:
+    """Keys and types that programs read."""
+    body = document.as_json(plan, PRICE)
+    for key, kind in PROMISED.items():
+        assert isinstance(body[key], kind), key
+    assert body["fits"] == (body["needed_gib_per_gpu"] <= body["usable_gib_per_gpu"])
+    assert body["step_s_range"][0] < body["step_s"] < body["step_s_range"][1]
+
+
+def test_parts_sum_up(plan: Plan) -> None:
+    """Of the step, of the memory, of the hours."""
+    body = document.as_json(plan, PRICE)
+    parts = body["step_parts_s"]
+    own = ("compute", "exposed_communication", "pipeline_bubble", "optimizer", "overhead")
+    assert sum(parts[name] for name in own) == pytest.approx(body["step_s"])
+    assert sum(parts.values()) * body["steps"] / 3600 == pytest.approx(body["hours"])
+    assert sum(body["memory_parts_gib"].values()) == pytest.approx(body["needed_gib_per_gpu"])
+    base = sum(term.value for term in plan.peak.parts if term.name in ("weights", "adapters"))
+    assert body["memory_parts_gib"]["weights"] == pytest.approx(base / 2**30)
+    beside = body["memory_parts_gib"]["fragmentation"] + plan.constants.context_gib
+    assert body["needed_gib_per_gpu"] - body["peak_gib_per_gpu"] == pytest.approx(beside)
+
+
+def test_rates_money_and_time_belong_together(plan: Plan) -> None:
+    """Tokens a second x seconds = tokens; GPU-hours x price = money."""
+    body = document.as_json(plan, PRICE)
+    assert body["tokens_per_s"] * body["step_s"] == pytest.approx(64 * 2048)
+    assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world)
+    assert body["cost"]["on_demand"] == pytest.approx(2 * body["gpu_hours"])
+    assert body["cost"]["spot"] == pytest.approx(0.5 * body["gpu_hours"])
+    assert 0 < body["mfu"] <= body["hfu"] < 1
+    assert document.cost(plan, None) is None
+    assert document.as_json(plan, replace(PRICE, spot=None))["cost"]["spot"] is None
+
+
+def test_without_lengths_there_is_no_price(tmp_path: Path) -> None:
+    """What is unknown is null, and the reason is among the assumptions."""
+    unknown = make_plan(resolve(write_recipe(tmp_path / "recipe")), machine(), constants())
+    body = document.as_json(unknown, PRICE)
+    assert body["hours"] is body["gpu_hours"] is body["cost"] is body["steps"] is None
+    assert any("number of steps is not known" in line for line in body["assumptions"])
+    assert words.why(unknown, "hours")[0].startswith("the number of steps is not known")
+
+
+TOKEN = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?)|(?P<word>[A-Za-z][\w'-]*(?:/s)?)|(?P<sign>[-+/()])")
+
+
+def evaluate(line: str) -> tuple[float, float, str]:
+    """The left side of ``NAME: FORMULA = RESULT UNIT`` computed without its words, and the result."""
+    text, result = line.partition(": ")[2].partition(";")[0].partition(" = ")[0], line.rpartition(" = ")[2]
+    tokens = []
+    for found in TOKEN.finditer(text):
+        if found["number"]:
+            tokens.append(found["number"].replace(",", ""))
+        elif found["sign"] or found["word"] == "x":
+            tokens.append(found["sign"] or "*")
+    value, unit = result.replace(",", "").split(" ")
+    while "(" in tokens and (at := tokens.index("(")) + 1 < len(tokens) and tokens[at + 1] == ")":
+        del tokens[at : at + 2]
+    left, rest = _sum(tokens)
+    assert not rest, line
+    return left, float(value), unit
+
+
+def _sum(tokens: list[str]) -> tuple[float, list[str]]:
+    value, tokens = _product(tokens)
+    while tokens and tokens[0] in "+-":
+        sign = 1 if tokens[0] == "+" else -1
+        more, tokens = _product(tokens[1:])
+        value += sign * more
+    return value, tokens
+
+
+def _product(tokens: list[str]) -> tuple[float, list[str]]:
+    value, tokens = _factor(tokens)
+    while tokens and tokens[0] in "*/":
+        sign = tokens[0]
+        more, tokens = _factor(tokens[1:])
+        value = value * more if sign == "*" else value / more
+    return value, tokens
+
+
+def _factor(tokens: list[str]) -> tuple[float, list[str]]:
+    if tokens[0] == "(":
+        value, rest = _sum(tokens[1:])
+        return value, rest[1:]
+    return float(tokens[0]), tokens[1:]
+
+
+UNITS = {"s": 1.0, "ms": 1e-3, "GiB": 2.0**30, "MiB": 2.0**20}
+
+
+LATENT = machine(
+    intra=Link(INTRA, INTRA, "nominal", "links", 2e-6), inter=Link(INTER, INTER, "nominal", "network", 10e-6)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CASES, "experts", "quantised"])
+def test_the_arithmetic_is_true(name: str, tmp_path: Path) -> None:
+    """What stands before the equals sign gives what stands behind it, of every part but two that choose between numbers."""
+    more = {
+        "experts": {"model": EXPERTS, "nodes": 2, "train": {"activation_checkpointing": None},
+                    "megatron": {"expert_model_parallel_size": 8}},
+        "quantised": {"lora": LORA_SECTION, "train": {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": NF4}}},
+    }  # fmt: skip
+    plan = planned(tmp_path / "recipe", LATENT, **(CASES | more)[name])
+    checked = set()
+    for topic, terms in words.topics(plan).items():
+        for term in terms:
+            if not term.value or "{" not in term.formula or "the longer of" in term.formula:
+                continue
+            left, right, unit = evaluate(f"{term.name}: {term.arithmetic()}")
+            scale = 1.0 if term.unit == "s" else 2.0**30 if "GiB" in term.formula else 1e9 if " GB" in term.formula else 1.0
+            assert left * scale == pytest.approx(term.value, rel=0.01), term
+            assert right * UNITS[unit] == pytest.approx(term.value, rel=0.01, abs=0.005 * UNITS[unit]), term
+            checked.add(topic)
+    assert checked >= {"compute", "communication", "optimizer", "checkpoint", "load", "memory", "host", "step"}
+
+
+def test_every_part_can_be_asked_for(plan: Plan) -> None:
+    """Each topic answers, spelt with spaces, underscores or capitals; another is refused with the nearest."""
+    for topic in [*words.topics(plan), "hours", "steps", "mfu", "HFU", "exposed_communication", "network"]:
+        assert isinstance(words.why(plan, topic), list)
+    assert words.why(plan, "Exposed Communication") == words.why(plan, "communication")
+    with pytest.raises(UserError, match="did you mean communication"):
+        words.why(plan, "comunication")
+    with pytest.raises(UserError, match="no part"):
+        words.why(plan, "")
+    assert any(line.startswith("together") for line in words.why(plan, "hours"))
+    assert f"{plan.utilisation(hardware=False):.1%}" in words.why(plan, "mfu")[0]
+
+
+LONG = {"train": {"num_train_epochs": 20}}
+QUICK = machine(storage_write_bytes_per_s=1e15, storage_read_bytes_per_s=1e15)
+SLOW = Link(1e8, 1e9, "measured", "check", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("expected", "at", "given", "recipe"),
+    [
+        ("Computing", QUICK, constants(), {"lora": LORA_SECTION, **LONG}),
+        ("The network between nodes", machine(inter=SLOW), constants(), {"nodes": 2}),
+        ("The network inside a node", machine(intra=SLOW), constants(), {}),
+        ("Start-up and loading", machine(storage_read_bytes_per_s=1e6), constants(), {}),
+        ("Checkpoints", machine(storage_write_bytes_per_s=1e6), constants(), {}),
+        ("Overhead", machine(), constants(step_overhead_s=1e4), {}),
+        ("The optimizer", machine(), constants(fused_optimizer_bytes=1e8), {}),
+        ("It does not fit: ", machine(usable_bytes=2**30), constants(), {}),
+        ("It does not fit into a node's RAM", machine(host_bytes=1.0), constants(), {}),
+    ],
+)  # fmt: skip
+def test_the_bottleneck_is_the_largest_part(
+    expected: str, at: Machine, given: Constants, recipe: dict[str, Any], tmp_path: Path
+) -> None:  # fmt: skip
+    """One sentence that follows what takes the time, or why nothing starts."""
+    plan = planned(tmp_path / "recipe", at, given, **recipe)
+    found = words.bottleneck(plan)
+    assert found.startswith(expected), found
+    assert plan.fits == ("not fit" not in found)
+    assert found.endswith(".") and "\n" not in found
+
+
+def test_a_slow_network_is_named_with_its_share_of_nominal(tmp_path: Path) -> None:
+    """10 % of nominal is a fault to look for, and the sentence says so."""
+    plan = planned(tmp_path / "recipe", machine(inter=SLOW), nodes=2)
+    assert "0.1 GB/s, 10% of nominal, measured" in words.bottleneck(plan)
+    assert words.bandwidth_source(plan) == "measured"
+    assert any(line == "between nodes: check" for line in words.assumptions(plan))
+
+
+def test_the_source_of_the_bandwidth(tmp_path: Path) -> None:
+    """That of the slowest level that is used; none where nothing is sent."""
+    assert words.bandwidth_source(planned(tmp_path / "one", machine(inter=SLOW))) == "nominal"
+    single = planned(tmp_path / "single", lora=LORA_SECTION, gpus=1, accelerate={"distributed_type": "NO"})
+    assert words.bandwidth_source(single) == "none"
+
+
+def test_a_calibrated_plan_is_narrower(tmp_path: Path) -> None:
+    """The range says how sure it is: least with nominal figures, most with the cluster's own runs."""
+    wide = planned(tmp_path / "wide")
+    known = replace(constants(), calibrated=("compute_scale", "intra_scale", "inter_scale"))
+    narrow = planned(tmp_path / "narrow", given=known)
+    assert wide.low < narrow.low < 1 < narrow.high < wide.high
+    assert any("calibrated" in line for line in words.assumptions(narrow))
+
+
+def test_numbers_as_people_read_them() -> None:
+    """Four digits that count, thousands separated, a unit that fits the size."""
+    shown = {1234567: "1,234,567", 12_345_678_901: "1.235e+10", 0.5: "0.5", 1234.56: "1,235", 1e-6: "1e-06", "8": "8", 2.0: "2"}
+    for value, text in shown.items():
+        assert number(value) == text
+    assert quantity(3 * 2**30, "B") == "3.00 GiB" and quantity(2**20, "B") == "1.00 MiB"
+    assert quantity(0.0125, "s") == "12.5 ms" and quantity(1250, "s") == "1.25e+03 s" and quantity(0, "s") == "0 s"
+    assert quantity(5, "rows") == "5 rows"
+    assert Term("t", 6.0, "s", "{a} x {b}", {"a": 2, "b": 3}).arithmetic() == "2 x 3 = 6 s"
+
+
+@pytest.mark.parametrize(
+    ("train", "sections", "says"),
+    [
+        ({"activation_checkpointing": None}, {}, "all, TRL's default; activation_checkpointing.ratio=0 turns it off"),
+        ({"activation_checkpointing": True}, {}, "pass: all"),
+        ({"activation_checkpointing": False}, {}, "pass: none"),
+        ({"activation_checkpointing": None}, {"activation_checkpointing": {"ratio": 0.5}}, "pass: 50%"),
+    ],
+)
+def test_recomputation_is_said(train: dict[str, Any], sections: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A recipe that is silent of it gets TRL's default, a third more time: whoever plans a published run must see that."""
+    (line,) = [text for text in words.assumptions(planned(tmp_path / "r", train=train, **sections)) if "recomputed" in text]
+    assert line.endswith(says)
+
+
+def test_waiting_for_nvme_is_not_waiting_for_the_network(tmp_path: Path) -> None:
+    """The sentence names what is slow; the arithmetic and the assumed speed stand beside it, and the range is wide."""
+    config = {f"offload_{what}_{key}": value for what in ("param", "optimizer") for key, value in
+              (("device", "nvme"), ("nvme_path", "/somewhere"))}  # fmt: skip
+    accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3} | config}
+    plan = planned(tmp_path / "r", accelerate=accelerate, train={"global_batch_size": 64})
+    assert "between NVMe and GPU" in words.bottleneck(plan) and "network" not in words.bottleneck(plan)
+    assert any("NVMe is assumed to read and write 6 GB/s" in text for text in words.assumptions(plan))
+    assert any(text.startswith("weights and gradients between NVMe and GPU: (") for text in words.why(plan, "communication"))
+    assert plan.low < 0.8 and plan.high > 1.2
+
+
+def test_a_part_that_takes_nothing_is_said(tmp_path: Path) -> None:
+    """An empty answer reads like a fault."""
+    assert words.why(planned(tmp_path / "r"), "pipeline") == ["pipeline: 0, this plan has none"]

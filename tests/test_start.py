@@ -1,0 +1,96 @@
+"""What a command costs before it does anything: it imports what it needs, and no other command is made ready."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from clustertune import cli
+
+HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "matplotlib", "lm_eval"}
+SLOW = HEAVY | {"yaml", "rich"}
+"""What a command that only looks at its arguments has no use for. typer checks them with pydantic, and lists them without."""
+SCRIPT = "#!/bin/bash\n#SBATCH --time=1:00:00\ntrue\n"
+
+
+def imported(tmp_path: Path, *arguments: str) -> set[str]:
+    """The top-level packages that a command has imported when it ends."""
+    code = (
+        "import sys, clustertune.cli as cli; sys.argv[1:] = sys.argv[2:]\n"
+        "try:\n    cli.main()\n"
+        "finally:\n    open(found, 'w').write(' '.join({name.partition('.')[0] for name in sys.modules}))"
+    )
+    found = tmp_path / "modules"
+    words = [sys.executable, "-c", f"found = {str(found)!r}\n{code}", "-", *arguments]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run(words, capture_output=True, check=False, env=environment, cwd=Path(__file__).parents[1])
+    return set(found.read_text().split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["doctor", "sbatch", "FILE"], ["nonsense"]])
+def test_a_command_that_needs_nothing_imports_nothing(tmp_path: Path, arguments: list[str]) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text(SCRIPT)
+    arguments = [str(script) if word == "FILE" else word for word in arguments]
+    modules = imported(tmp_path, *arguments)
+    told = arguments[0] in {"doctor", "nonsense"}  # a message for a person: rich prints it
+    assert "typer" in modules and ("pydantic" not in modules or arguments != ["--help"])
+    assert modules & (SLOW - {"rich"} if told else SLOW) == set()
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["plan", "--cluster", "rno-rtxpro6000"]])
+def test_planning_imports_no_framework_and_a_document_no_tables(tmp_path: Path, arguments: list[str]) -> None:
+    modules = imported(tmp_path, arguments[0], "llama405b-oasst2", *arguments[1:], "--json")
+    assert "clustertune" in modules and "yaml" in modules
+    assert modules & (HEAVY | {"rich"}) == set()
+
+
+def command_names() -> list[str]:
+    """Every command and group."""
+    return sorted(get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_a_command_alone_is_the_command_among_all(name: str) -> None:
+    alone = cli.only(name)
+    assert alone is not cli.app and len(alone.registered_commands) + len(alone.registered_groups) <= 2
+    one, all_of_them = (CliRunner().invoke(app, [name, "--help"], prog_name="clustertune") for app in (alone, cli.app))
+    assert one.exit_code == all_of_them.exit_code == 0
+    assert one.output == all_of_them.output and f"clustertune {name}" in one.output
+
+
+@pytest.mark.parametrize("word", ["", "nonsense", "--help", "-h", "plan "])
+def test_anything_else_gets_all_commands(word: str) -> None:
+    assert cli.only(word) is cli.app
+
+
+@pytest.mark.parametrize("name", cli.QUICK)
+def test_a_quick_command_is_one_and_leaves_the_collector_as_it_was(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert name in command_names()
+    before, during = gc.get_threshold(), []
+    monkeypatch.setattr(sys, "argv", ["clustertune", name])
+    monkeypatch.setattr(cli, "run_command", lambda _: during.append(gc.get_threshold()) or 0)
+    assert cli.main() == 0
+    assert gc.get_threshold() == before and during[0][0] > before[0]
+
+
+def test_nobody_looks_for_plugins_of_pydantic() -> None:
+    code = (
+        "import importlib.metadata as m, os\n"
+        "def refuse(**_): raise SystemExit('the metadata of all packages was read')\n"
+        "m.entry_points = refuse\n"
+        "from clustertune.config.schema import Slurm\n"
+        "assert Slurm(nodes=2).nodes == 2 and 'PYDANTIC_DISABLE_PLUGINS' not in os.environ"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYDANTIC_DISABLE_PLUGINS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
