@@ -149,6 +149,8 @@ def _compare(plans: list[Plan], as_document: bool) -> None:
         from clustertune.plan import tables
 
         tables.compare(one, other, [price(p.machine.gpu) for p in plans], console.stderr)
+    if not (one.fits and other.fits):
+        raise typer.Exit(int(ExitCode.CONFIG))
 
 
 def _advise(place: Place, found: Plan, asked: Asked) -> None:

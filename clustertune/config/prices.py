@@ -68,8 +68,11 @@ class Price:
 
 
 def price(gpu: str, path: Path = PRICES) -> Price | None:
-    """The price of a GPU of ops/hardware.yaml per GPU-hour; None where there is none. Raises UserError with every problem."""
-    return load_prices(path).get(gpu)
+    """The price of a GPU of ops/hardware.yaml per GPU-hour; None without one, or without a file.
+
+    Raises UserError with every problem of the file.
+    """
+    return load_prices(path).get(gpu) if path.exists() else None
 
 
 @cache

@@ -197,4 +197,4 @@ def read(path: Path, base: Constants | None = None, *, cluster: str | None = Non
         fix = "make it anew: clustertune plan --calibrate RUN"
         text = f"is no factor of the planner, or out of {LEAST:g} to {MOST:g}"
         raise UserError([Problem(text, file=str(path), key=f"constants.{name}", fix=fix) for name in wrong])
-    return replace(base.with_values(body.constants), calibrated=tuple(body.constants))
+    return replace(base.with_values(body.constants), calibrated=tuple(body.constants), deviation=body.deviation)

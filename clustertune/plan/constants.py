@@ -83,6 +83,8 @@ class Constants:
     """Seconds of every step that nothing else explains."""
     memory_scale: float = 1.0
     """Activation bytes against the model. Calibrated."""
+    deviation: Mapping[str, float] = field(default_factory=dict)
+    """Standard deviation that a calibration left of each of its factors, as a share."""
     calibrated: tuple[str, ...] = ()
     """Which of these a cluster's own runs gave."""
 

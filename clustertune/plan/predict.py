@@ -225,16 +225,14 @@ QUANTILE = 1.28
 
 def _range(shape: Shape, machine: Machine, constants: Constants, one: Step) -> tuple[float, float]:
     """Each part moved by its own uncertainty, the effects added as independent."""
-    calibrated, seconds = constants.calibrated, one.seconds
+    seconds = one.seconds
     spread = {
-        "compute_scale": SPREAD["calibrated" if "compute_scale" in calibrated else "compute"],
-        "intra_scale": SPREAD[
-            "calibrated" if "intra_scale" in calibrated else "measured" if machine.intra.source == "measured" else "intra"
-        ],
-        "inter_scale": SPREAD[
-            "calibrated" if "inter_scale" in calibrated else "measured" if machine.inter.source == "measured" else "inter"
-        ],
+        "compute_scale": SPREAD["compute"],
+        "intra_scale": SPREAD["measured" if machine.intra.source == "measured" else "intra"],
+        "inter_scale": SPREAD["measured" if machine.inter.source == "measured" else "inter"],
     }
+    for key in spread.keys() & set(constants.calibrated):
+        spread[key] = max(SPREAD["calibrated"], constants.deviation.get(key, 0.0))
     up = down = (SPREAD["offload"] * _offloading(shape, one) / seconds) ** 2
     for key, share in spread.items():
         for sign in (1, -1):

@@ -183,8 +183,13 @@ def _hours(plan: Plan) -> list[str]:
     totals = plan.totals()
     if totals is None:
         return [f"the number of steps is not known: {plan.schedule.steps_why}"]
-    lines = [f"steps: {plan.schedule.steps:,}: {plan.schedule.steps_why}"]
-    lines += [f"{name}: {value:,.0f} s" for name, value in totals.items() if value]
+    around = plan.schedule
+    times = {"evaluation": around.evaluations, "checkpoint": around.checkpoints, "load": 1}
+    lines = [f"steps: {around.steps:,}: {around.steps_why}"]
+    for name, value in totals.items():
+        count = times.get(name, around.steps)
+        if value and count:
+            lines.append(f"{name}: {count:,} x {quantity(value / count, 's')} = {value:,.0f} s")
     return [*lines, f"together {sum(totals.values()):,.0f} s = {plan.hours:.2f} h"]
 
 

@@ -82,3 +82,8 @@ def test_a_price_of_another_day_keeps_its_date(tmp_path: Path) -> None:
     """Edited one by one, each says when it was read; own machines may cost nothing."""
     found = price("h100-sxm", write(tmp_path, {"on_demand": 0, "spot": None, "date": "2026-07-01"}))
     assert found and (found.on_demand, found.spot, found.date) == (0, None, "2026-07-01")
+
+
+def test_without_a_file_there_is_no_price(tmp_path: Path) -> None:
+    """A plan is worth its time and memory alone; the cost is then left out."""
+    assert price("h100-sxm", tmp_path / "prices.yaml") is None

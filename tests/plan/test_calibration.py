@@ -138,7 +138,8 @@ def test_it_is_kept_beside_the_cluster_and_read_again(tmp_path: Path) -> None:
     known = read(path)
     assert known.compute_scale == 1.1 and known.inter_scale == 1.0
     assert known.calibrated == ("compute_scale",)
-    assert replace(known, compute_scale=1.0, calibrated=()) == Constants()
+    assert known.deviation == {"compute_scale": 0.03}
+    assert replace(known, compute_scale=1.0, calibrated=(), deviation={}) == Constants()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     body = json.loads(path.read_text())
     assert body["runs"] == [{"name": "run", "measured_s": 2.0, "before_s": 1.8, "after_s": 1.98}]
@@ -187,3 +188,17 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read(path).compute_scale == 1.1
     with pytest.raises(UserError):
         read(tmp_path / "missing.json")
+
+
+def test_the_range_is_what_the_calibration_left(tmp_path: Path) -> None:
+    """A factor that contradicting runs leave at 20 % must not be told as known to 3 %."""
+    from clustertune.plan.grade import cases
+    from clustertune.plan.predict import _range
+
+    one = cases(["nebius"])[-1]  # bound by the network between nodes
+    widths = []
+    for deviation in (0.03, 0.2):
+        constants = replace(Constants(), calibrated=("inter_scale",), deviation={"inter_scale": deviation})
+        low, high = _range(one.shape, one.machine, constants, one.step(constants))
+        widths.append(high - low)
+    assert widths[1] > 3 * widths[0]
