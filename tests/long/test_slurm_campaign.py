@@ -19,7 +19,7 @@ from tests.slurm_job import RECIPE, SETTINGS, Job
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 FAULTS, SEED = 20, 20
-WORDS = [RECIPE, "--tiny", "--to", "export", *SETTINGS, "train.max_steps=240", "train.num_train_epochs=60"]
+WORDS = [RECIPE, "--tiny", "--to", "export", *SETTINGS, "train.max_steps=400", "train.num_train_epochs=100"]
 """Long enough that twenty faults fall into the training, most of them between two saves."""
 
 
