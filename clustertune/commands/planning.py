@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from clustertune.report.metrics import StepRecord
 
 GOALS = ("time", "cost", "memory")
-SKIPPED = 2
-"""First steps of a run that hold compilation, warm-up and first connections: not part of what a step takes."""
 
 
 @dataclass(frozen=True)
@@ -225,13 +223,14 @@ def _observe(place: Place, folder: Path, lengths: Lengths | None) -> calibration
     import statistics
 
     from clustertune.plan import calibration
+    from clustertune.report.content import WARM_UP
     from clustertune.report.metrics import read_metrics
     from clustertune.rundir import RunDir
 
     run = RunDir(folder)
     resolved = run.resolved()
     steps = [s for s in read_metrics(run.metrics).steps if s.seconds and 0 < s.seconds < math.inf]
-    times = [float(s.seconds or 0) for s in steps[SKIPPED:]]
+    times = [float(s.seconds or 0) for s in steps[WARM_UP:]]
     if len(times) < 3:
         text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
         raise UserError(Problem(text, file=str(run.metrics), key="step", fix="let the run go on, or give another"))

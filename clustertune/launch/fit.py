@@ -18,13 +18,13 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.config.parameters import Counted, count, lora_parameter_count, parameter_count
 from clustertune.config.resolved import Resolved
+from clustertune.plan.host import RANK_HOST_BYTES
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and of a float32 number."""
 PREFETCHED = 2
 """Layers gathered at once: the one that computes, and the next, whose all-gather runs beside it."""
-RANK_HOST_BYTES = 2e9
-"""Host memory of a rank beside the weights: interpreter, torch, CUDA context."""
 MOST_NODES = 4096
 
 
@@ -171,7 +171,7 @@ def _gathered(counted: Counted, split: Spread, number: float) -> Part | None:
 def _token_parts(resolved: Resolved, counted: Counted) -> list[Part]:
     """Activations of one micro batch: a layer's input where they are checkpointed, else what the products' backward needs."""
     args = resolved.train_args
-    tokens = int(args.get("per_device_train_batch_size") or 8) * int(args.get("max_length") or 1024)
+    tokens = int(args.get("per_device_train_batch_size") or 8) * int(args.get("max_length") or DEFAULT_MAX_LENGTH)
     shared = max(1, resolved.world_size // max(1, resolved.data_parallel_size))
     tokens = tokens // shared
     config = acc.section(resolved.accelerate, "fsdp_config")

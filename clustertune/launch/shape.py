@@ -13,6 +13,7 @@ from clustertune.config.schema import NAME
 from clustertune.errors import Problem
 from clustertune.launch import fit
 from clustertune.launch.slurm import format_minutes, parse_minutes
+from clustertune.plan.host import RANK_HOST_BYTES
 from clustertune.rundir import STAGES
 
 GIB = 1 << 30
@@ -231,7 +232,7 @@ def fit_problems(resolved: Resolved, cluster: Cluster, nodes: int, ranks: int) -
     node_bytes = cluster.compute.memory_gb * GIB
     room = usable_gpu_bytes(cluster)
     if not cluster.compute.gpus:
-        room = max(0.0, node_bytes / ranks - fit.RANK_HOST_BYTES)
+        room = max(0.0, node_bytes / ranks - RANK_HOST_BYTES)
     if room is not None and (need := fit.total(parts)) > room:
         place = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {ranks} processes on a node"
         words = ", ".join(map(str, parts))

@@ -1,6 +1,6 @@
 """The few constants of the planner that no data sheet gives, each with what it was found from.
 
-They are shares of a peak and counts of bytes, the same for every model. A cluster's own runs correct five of them: see
+They are shares of a peak and counts of bytes, the same for every model. A cluster's own runs correct four of them: see
 :mod:`clustertune.plan.calibration`.
 """
 
@@ -79,8 +79,6 @@ class Constants:
     """Bus bandwidth inside a node against the link's. Calibrated."""
     inter_scale: float = 1.0
     """Bus bandwidth between nodes against the link's. Calibrated."""
-    step_overhead_s: float = 0.0
-    """Seconds of every step that nothing else explains."""
     memory_scale: float = 1.0
     """Activation bytes against the model. Calibrated."""
     deviation: Mapping[str, float] = field(default_factory=dict)

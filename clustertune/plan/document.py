@@ -100,7 +100,7 @@ def advice_json(advice: Advice, overrides: Mapping[str, Sequence[str]]) -> dict[
                 "engine": o.strategy.engine,
                 "step_s": o.step_s if o.fits else None,
                 "needed_gib_per_gpu": o.needed / GIB,
-                "nodes": -(-o.strategy.world // o.strategy.gpus_per_node),
+                "nodes": o.strategy.nodes,
                 "micro_batch": o.strategy.micro_batch,
                 "accumulation": o.strategy.accumulation,
                 "checkpointed": o.strategy.checkpointed,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError, storage_error
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 
 PACKED_SHARE = 0.98
 """Share of a packed sequence that is tokens, best-fit decreasing (TRL's "bfd"): https://arxiv.org/abs/2404.10830, 3.2, has
@@ -49,7 +50,7 @@ def known_lengths(resolved: Resolved) -> Lengths | None:
     if counts is None or not counts.train or not steps or not args.get("packing") or int(args.get("max_steps") or -1) > 0:
         return None
     epochs = float(args.get("num_train_epochs") or 3)
-    mean = steps * batch * int(args.get("max_length") or 1024) * PACKED_SHARE / (counts.train * epochs)
+    mean = steps * batch * int(args.get("max_length") or DEFAULT_MAX_LENGTH) * PACKED_SHARE / (counts.train * epochs)
     return Lengths((max(1, math.floor(mean)),), f"expect.steps {steps}")
 
 

@@ -18,7 +18,7 @@ from clustertune.plan.machine import Machine
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
-from clustertune.plan.strategy import FUSED_LOSS, Strategy, strategy
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, Strategy, strategy
 from clustertune.plan.term import Term
 
 GIB = 2**30
@@ -79,7 +79,7 @@ class Plan:
         """Share of the computed tokens that are tokens of a conversation."""
         if self.lengths is None or self.strategy.packing:
             return 1.0
-        longest = int(self.resolved.train_args.get("max_length") or 1024)
+        longest = int(self.resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
         return min(1.0, self.lengths.mean(longest) / self.strategy.sequence)
 
     def utilisation(self, *, hardware: bool) -> float:
@@ -103,7 +103,6 @@ class Plan:
             "exposed communication": plan.steps * one.exposed.value,
             "pipeline bubble": plan.steps * one.bubble.value,
             "optimizer": plan.steps * one.optimizer.value,
-            "overhead": plan.steps * one.overhead.value,
             "evaluation": (plan.evaluations or 0) * plan.evaluation.value,
             "checkpoint": (plan.checkpoints or 0) * plan.checkpoint.value,
             "load": plan.start.value,
@@ -215,7 +214,7 @@ def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:
         raise UserError(problems)
 
 
-SPREAD = {"compute": 0.10, "memory": 0.15, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25}
+SPREAD = {"compute": 0.10, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25}
 """Standard deviation of what each part of the model may be off, as a share: the held-out errors of docs/results/planner.md,
 rounded up; ``measured`` and ``calibrated`` replace the nominal ones where a figure is known. ``offload`` is assumed, as the
 speeds are that it is of."""

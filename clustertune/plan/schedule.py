@@ -11,6 +11,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import PACKED_SHARE, Lengths
 from clustertune.plan.machine import Machine
 from clustertune.plan.shape import Shape
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 from clustertune.plan.term import SECONDS, Term, total
 from clustertune.plan.traffic import traffic
 
@@ -52,7 +53,7 @@ class Rows:
 
 def rows(resolved: Resolved, lengths: Lengths | None) -> Rows:
     """How many sequences training and one evaluation have."""
-    data, longest = resolved.recipe.data, int(resolved.train_args.get("max_length") or 1024)
+    data, longest = resolved.recipe.data, int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
     counts = data.expect
     if counts is None or counts.train is None:
         return Rows(

@@ -47,8 +47,8 @@ class Shape:
     def layer(self, kind: LayerKind) -> float:
         """Parameters of one layer on one rank."""
         plan = self.strategy
-        dense = sum(_size(linear) for linear in kind.linears if linear.copies == 1)
-        experts = sum(_size(linear) for linear in kind.linears if linear.copies > 1)
+        dense = sum(linear.parameters for linear in kind.linears if linear.copies == 1)
+        experts = sum(linear.parameters for linear in kind.linears if linear.copies > 1)
         return dense / plan.tp + experts / (plan.tp * plan.ep) + kind.other
 
     @cached_property
@@ -103,8 +103,3 @@ class Shape:
     def head_weights(self) -> float:
         """Elements of the output projection."""
         return float(self.counted.vocabulary * self.counted.hidden)
-
-
-def _size(linear: object) -> float:
-    copies, inputs, outputs = linear.copies, linear.inputs, linear.outputs  # type: ignore[attr-defined]
-    return float(copies * (inputs * outputs + (outputs if linear.bias else 0)))  # type: ignore[attr-defined]

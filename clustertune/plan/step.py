@@ -36,14 +36,13 @@ class Step:
     """Communication that is not hidden behind computing."""
     bubble: Term
     optimizer: Term
-    overhead: Term
     wires: list[Wire]
     """Every collective of the step, hidden or not."""
     offload: Offload
 
     @property
     def seconds(self) -> float:
-        parts = [self.exposed, self.bubble, self.optimizer, self.overhead]
+        parts = [self.exposed, self.bubble, self.optimizer]
         return total(self.compute) + total(parts)
 
     @property
@@ -71,13 +70,11 @@ def step(shape: Shape, machine: Machine, constants: Constants) -> Step:
     values = {"n": count, "micro": micro, "last": last, "after": timer.all(moved.after), "busy": busy}
     text = "({n} - 1) micro batches x {micro} s + the last {last} s + {after} s after the optimizer; computing takes {busy} s"
     exposed_term = Term("exposed communication", exposed, SECONDS, text, values)
-    overhead = Term("overhead", constants.step_overhead_s, SECONDS, "calibrated", {})
     return Step(
         parts,
         exposed_term,
         idle,
         copies.optimizer or _optimizer(shape, machine, constants),
-        overhead,
         timer.wires(moved, count),
         copies,
     )

@@ -24,7 +24,6 @@ MARKS = {
     "exposed_communication": "~",
     "pipeline_bubble": ".",
     "optimizer": "o",
-    "overhead": "?",
     "evaluation": "e",
     "checkpoint": "c",
     "load": "l",

@@ -11,9 +11,6 @@ from clustertune.plan.machine import Link
 from clustertune.plan.predict import GIB, Plan
 from clustertune.plan.term import Term, number, quantity
 
-SLOW = 0.25
-"""Below this share of its nominal speed a link is said to be broken, not busy."""
-
 
 def parts(plan: Plan) -> dict[str, float]:
     """Seconds of one optimizer step by part, what comes now and then spread over the steps."""
@@ -22,7 +19,6 @@ def parts(plan: Plan) -> dict[str, float]:
     found["exposed_communication"] = one.exposed.value
     found["pipeline_bubble"] = one.bubble.value
     found["optimizer"] = one.optimizer.value
-    found["overhead"] = one.overhead.value
     if around.steps:
         found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
         found["checkpoint"] = (around.checkpoints or 0) * around.checkpoint.value / around.steps
@@ -86,7 +82,6 @@ def bottleneck(plan: Plan) -> str:
         "evaluation": "Evaluation: {share} of the time; evaluate less often or fewer sequences.",
         "checkpoint": "Checkpoints: {share} of the time; save less often or to faster storage.",
         "load": "Start-up and loading: {share} of the time; the training itself is short.",
-        "overhead": "Overhead of every step: {share} of the time.",
     }
     return words[name].format(share=f"{share:.0%}")
 
@@ -135,13 +130,12 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "communication": [*(wire.term for wire in plan.step.wires), *_copies(plan), plan.step.exposed],
         "pipeline": [plan.step.bubble],
         "optimizer": [plan.step.optimizer],
-        "overhead": [plan.step.overhead],
         "evaluation": [plan.schedule.evaluation],
         "checkpoint": [plan.schedule.checkpoint],
         "load": [plan.schedule.start],
         "memory": [*plan.peak.parts, *plan.beside],
         "host": plan.host,
-        "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer, plan.step.overhead],
+        "step": [*plan.step.compute, plan.step.exposed, plan.step.bubble, plan.step.optimizer],
     }
     for moment in plan.moments:
         for term in moment.parts:
@@ -194,7 +188,6 @@ def _hours(plan: Plan) -> list[str]:
 
 
 def _mfu(plan: Plan) -> list[str]:
-
     lines = []
     for name, hardware in (("MFU", False), ("HFU", True)):
         work = flops(plan.shape, hardware=hardware)

@@ -158,7 +158,7 @@ def test_it_is_kept_beside_the_cluster_and_read_again(tmp_path: Path) -> None:
         lambda body: body.replace('"compute_scale": 1.1', '"compute_scale": 0.0'),
         lambda body: body.replace('"compute_scale": 1.1', '"compute_scale": -1.1'),
         lambda body: body.replace('"compute_scale": 1.1', '"gemm_share": 1.1'),
-        lambda body: body.replace('"compute_scale": 1.1', '"step_overhead_s": 1.1'),
+        lambda body: body.replace('"compute_scale": 1.1', '"overlap_loss": 1.1'),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: Any) -> None:

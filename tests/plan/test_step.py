@@ -26,10 +26,9 @@ def timed(of: Shape, at: Any = None, **changes: Any) -> Step:
 def test_parts_sum_to_the_step() -> None:
     """Nothing of a step is without a part."""
     for changes in ({}, LORA, {"accumulation": 4}, {"tp": 2, "pp": 2, "kind": "Megatron", **WHOLE, "dp": 4, "accumulation": 8}):
-        found = timed(shape(**changes), step_overhead_s=0.5)
-        parts = [*found.compute, found.exposed, found.bubble, found.optimizer, found.overhead]
+        found = timed(shape(**changes))
+        parts = [*found.compute, found.exposed, found.bubble, found.optimizer]
         assert found.seconds == pytest.approx(total(parts))
-        assert found.overhead.value == 0.5
 
 
 def test_a_network_bound_step_is_its_traffic() -> None:

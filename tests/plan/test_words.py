@@ -67,7 +67,7 @@ def test_parts_sum_up(plan: Plan) -> None:
     """Of the step, of the memory, of the hours."""
     body = document.as_json(plan, PRICE)
     parts = body["step_parts_s"]
-    own = ("compute", "exposed_communication", "pipeline_bubble", "optimizer", "overhead")
+    own = ("compute", "exposed_communication", "pipeline_bubble", "optimizer")
     assert sum(parts[name] for name in own) == pytest.approx(body["step_s"])
     assert sum(parts.values()) * body["steps"] / 3600 == pytest.approx(body["hours"])
     assert sum(body["memory_parts_gib"].values()) == pytest.approx(body["needed_gib_per_gpu"])
@@ -199,7 +199,6 @@ SLOW = Link(1e8, 1e9, "measured", "check", 0.0)
         ("The network inside a node", machine(intra=SLOW), constants(), {}),
         ("Start-up and loading", machine(storage_read_bytes_per_s=1e6), constants(), {}),
         ("Checkpoints", machine(storage_write_bytes_per_s=1e6), constants(), {}),
-        ("Overhead", machine(), constants(step_overhead_s=1e4), {}),
         ("The optimizer", machine(), constants(fused_optimizer_bytes=1e8), {}),
         ("It does not fit: ", machine(usable_bytes=2**30), constants(), {}),
         ("It does not fit into a node's RAM", machine(host_bytes=1.0), constants(), {}),
