@@ -133,6 +133,14 @@ class RootDisk(Section):
     """Size, GB."""
 
 
+class Staging(Section):
+    """Where models and data are copied to, on a disk of each node, before ranks read them."""
+
+    path: AbsolutePath
+    gb: Quantity
+    """What may be kept there, GB; what was used longest ago makes room."""
+
+
 class Storage(Section):
     """Where data lies."""
 
@@ -143,6 +151,8 @@ class Storage(Section):
     """Folder that all hosts see, for runs, models and caches; None: nobody said which."""
     scratch: AbsolutePath = "/tmp"  # noqa: S108 - what is put there is created with mode 0700
     """Folder on a disk of the node itself, for compiler caches."""
+    staging: Staging | None = None
+    """None: ranks read models and data from where they are."""
     root: RootDisk | None = None
     read_gb_s: Quantity | None = None
     """What all nodes together read from ``shared``, GB/s; None: nobody measured."""
@@ -173,6 +183,15 @@ class Container(Section):
     """Folders that the container sees beside the run's own: ``/path``, ``/path:/inside`` or ``/path:/inside:ro``."""
 
 
+class NcclProlog(Section):
+    """The short nccl-check that goes before every training job."""
+
+    seconds: Annotated[Positive, Field(ge=10, le=3600)] = 120
+    """Its time limit; what is not measured by then is left out."""
+    on_fail: Literal["warn", "stop"] = "warn"
+    """What a failed verdict does to the job."""
+
+
 class ClusterFile(Section):
     """A cluster as a file says it."""
 
@@ -184,6 +203,8 @@ class ClusterFile(Section):
     slurm: SlurmFacts | None = None
     """Absent: there is no Slurm."""
     container: Container = Container()
+    nccl_check: NcclProlog | None = None
+    """None: training jobs begin without one."""
 
 
 class Cluster(ClusterFile):

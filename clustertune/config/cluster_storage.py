@@ -81,10 +81,13 @@ def _check_pool(pool: Pool, bricks: Sequence[tuple[tuple[str, ...], Brick]], com
 
 def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: bool) -> Iterator[Found]:
     shared, scratch = storage.get("shared"), storage.get("scratch", "")
+    staging = storage["staging"].get("path") if isinstance(storage.get("staging"), dict) else None
     if complete and mounts and isinstance(shared, str) and not any(_inside(shared, m) or shared == m for m in mounts):
         message = f"{shared} lies on none of the mounts {', '.join(mounts)}: other machines do not see it"
         yield ("storage", "shared"), message, "choose a folder below one of them"
-    for mount in mounts:
-        if isinstance(scratch, str) and (scratch == mount or _inside(scratch, mount)):
-            yield ("storage", "scratch"), f"{scratch} lies on {mount}, which all machines share", "a folder of a local disk"
-            break
+    for key, place in (("scratch", scratch), ("staging", staging)):
+        for mount in mounts:
+            if isinstance(place, str) and (place == mount or _inside(place, mount)):
+                at = ("storage", key) if key == "scratch" else ("storage", key, "path")
+                yield at, f"{place} lies on {mount}, which all machines share", "a folder of a local disk"
+                break

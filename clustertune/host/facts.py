@@ -1,0 +1,212 @@
+"""The facts of one machine, as the rules of ``doctor`` and ``nccl-check`` read them.
+
+Whatever could not be seen is None or empty: a rule says ``unknown`` then, never ``pass``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Gpu:
+    """One GPU, as the driver tells (NVML or nvidia-smi)."""
+
+    index: int
+    name: str = ""
+    uuid: str = ""
+    bus: str = ""
+    """PCI address, domain with four digits: ``0000:c1:00.0``."""
+    numa: int | None = None
+    memory_mib: int | None = None
+    used_mib: int | None = None
+    pids: list[int] | None = None
+    """Compute processes on it; None: the driver did not tell."""
+    compute_mode: str = ""
+    """``Default``, ``Exclusive_Process``, ``Prohibited``."""
+    persistence: bool | None = None
+    mig: bool | None = None
+    ecc: bool | None = None
+    """Whether ECC is on."""
+    ecc_uncorrected: int | None = None
+    """Uncorrected errors since the driver was loaded."""
+    remap_pending: bool | None = None
+    """Rows wait for a reset to be remapped."""
+    remap_failed: bool | None = None
+    pcie_gen: int | None = None
+    """Highest generation that card and slot reach together (not the current one, which falls when idle)."""
+    pcie_gen_max: int | None = None
+    """Highest generation of the card."""
+    pcie_width: int | None = None
+    """Lanes in use."""
+    pcie_width_max: int | None = None
+    throttle: list[str] = field(default_factory=list)
+    """Reasons why clocks are held down now, ``gpu_idle`` left out."""
+
+
+@dataclass
+class Nic:
+    """One network interface."""
+
+    name: str
+    up: bool | None = None
+    """Operational state ``up``, or administratively up where the driver tells no more."""
+    carrier: bool | None = None
+    mbit: int | None = None
+    """Speed; of a bond the sum of its links."""
+    mtu: int | None = None
+    numa: int | None = None
+    driver: str = ""
+    kind: str = ""
+    """``ethernet``, ``infiniband``, ``loopback``, ``other``."""
+    virtual: bool | None = None
+    """No device behind it: bridge, veth, tunnel, VLAN; a bond is none of these."""
+    addresses: list[str] = field(default_factory=list)
+    """``10.0.0.1/24``, IPv4 first."""
+    bond_mode: str = ""
+    """``802.3ad``, ``balance-rr``, ``active-backup``; empty: no bond."""
+    bond_hash: str = ""
+    """``layer2``, ``layer3+4``."""
+    bond_links: list[str] = field(default_factory=list)
+    bond_links_up: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RdmaPort:
+    """One port of an RDMA adapter (/sys/class/infiniband)."""
+
+    device: str
+    port: int
+    active: bool | None = None
+    state: str = ""
+    """``ACTIVE``, ``INIT``, ``DOWN``."""
+    physical: str = ""
+    """``LinkUp``, ``Polling``, ``Disabled``."""
+    gbit: float | None = None
+    link_layer: str = ""
+    """``InfiniBand`` or ``Ethernet`` (RoCE)."""
+    netdev: str = ""
+    numa: int | None = None
+    firmware: str = ""
+
+
+@dataclass
+class Mount:
+    """One mounted file system."""
+
+    point: str
+    kind: str
+    """``xfs``, ``nfs4``, ``fuse.mergerfs``, ``tmpfs``."""
+    source: str = ""
+    options: list[str] = field(default_factory=list)
+    """Those of the mount and of the file system (mountinfo has both)."""
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    """What an ordinary user may still write."""
+    free_inodes: int | None = None
+    silent: bool = False
+    """It did not answer in time: a server that is gone."""
+
+
+@dataclass
+class Package:
+    """One installed Python package."""
+
+    name: str
+    """As it calls itself, lower case."""
+    version: str
+    location: str
+    """The folder that holds it."""
+
+
+@dataclass
+class HostFacts:
+    """One machine, seen from one place on it."""
+
+    hostname: str
+    place: str = "here"
+    """``login``, ``container``, ``step`` (an srun step), ``container+step`` or ``here``."""
+    time: float = 0.0
+    """Seconds since 1970 when it was looked."""
+    clock_synchronised: bool | None = None
+    clock_offset_s: float | None = None
+    """Of the time daemon's last estimate."""
+    kernel: str = ""
+    os: str = ""
+    """PRETTY_NAME of os-release."""
+    glibc: str = ""
+    python: str = ""
+    """Version of the ranks' Python."""
+    executable: str = ""
+    user: str = ""
+    cpus: int | None = None
+    """Hardware threads of the machine."""
+    affinity: int | None = None
+    """Those that this process may use."""
+    memory_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    """Of the cgroup; None: none, or not seen."""
+    swap_used_bytes: int | None = None
+    memlock_bytes: int | None = None
+    """Soft limit; -1: unlimited."""
+    nofile: int | None = None
+    nproc: int | None = None
+    shm_bytes: int | None = None
+    """Size of /dev/shm."""
+    shm_free_bytes: int | None = None
+    driver: str = ""
+    """Version of the NVIDIA kernel driver."""
+    cuda_driver: str = ""
+    """Highest CUDA version that this driver serves."""
+    peermem: bool | None = None
+    """Kernel module nvidia_peermem (or nv_peer_mem) is loaded, or dma-buf serves."""
+    gpus: list[Gpu] = field(default_factory=list)
+    topology: str = ""
+    """``nvidia-smi topo -m``, as it is printed."""
+    xids: list[str] = field(default_factory=list)
+    """Lines of the kernel's log with ``NVRM: Xid``, newest last."""
+    kernel_log_read: bool = False
+    iommu: bool | None = None
+    """Whether an IOMMU translates (groups exist and it is not in passthrough)."""
+    acs_redirect: list[str] | None = None
+    """PCI bridges whose ACS control redirects peer-to-peer traffic; None: needs root, or not seen."""
+    nics: list[Nic] = field(default_factory=list)
+    rdma: list[RdmaPort] = field(default_factory=list)
+    rdma_devices: list[str] = field(default_factory=list)
+    """Files of /dev/infiniband that this process can open."""
+    verbs: bool | None = None
+    """Whether libibverbs can be loaded here."""
+    verbs_providers: list[str] = field(default_factory=list)
+    """Of what it drives: ``mlx5``, ``efa``, from the provider libraries that are installed."""
+    port_range: list[int] | None = None
+    """First and last of the kernel's ephemeral ports."""
+    mounts: list[Mount] = field(default_factory=list)
+    container: str = ""
+    """``apptainer``, ``docker``, ``podman``, ``enroot``, ``kubernetes``; empty: none."""
+    packages: list[Package] = field(default_factory=list)
+    """The training stack's, of the ranks' Python."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that steer Slurm, NCCL, gloo, torch, CUDA, HF, caches and proxies; what looks like a secret is left out."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form; :func:`from_dict` reads it."""
+        return asdict(self)
+
+
+_PARTS: dict[str, Any] = {"gpus": Gpu, "nics": Nic, "rdma": RdmaPort, "mounts": Mount, "packages": Package}
+
+
+def from_dict(data: dict[str, Any]) -> HostFacts:
+    """The facts of a JSON document. Keys that this version does not know are passed over. Raises ValueError."""
+    if not isinstance(data, dict) or not isinstance(data.get("hostname"), str):
+        raise ValueError("holds no facts of a machine: no hostname")
+    known = {name: value for name, value in data.items() if name in HostFacts.__dataclass_fields__}
+    for name, kind in _PARTS.items():
+        items = known.get(name) or []
+        try:
+            known[name] = [kind(**{k: v for k, v in item.items() if k in kind.__dataclass_fields__}) for item in items]
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{name}: {error}") from None
+    return HostFacts(**known)
