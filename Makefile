@@ -9,10 +9,11 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER VARIANT BASE EXTRAS DEFINITION OUT
 plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:-]*|-*) ;; (*) echo yes;; esac),,\
 	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : -))
 $(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)
+$(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -78,10 +79,10 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
 test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
-	@$(BIN)/python -m pytest -m "not long and not gpu and not jobs" $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
 
 test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
-	@$(BIN)/python -m pytest -m "jobs and not long" --timeout 1800 $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)
 
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
@@ -89,19 +90,47 @@ test-long: setup ## fault-injection campaigns: kills at random moments, large me
 bench: setup ## measure the merge against cp and PEFT and write docs/results/
 	@$(BIN)/python -m clustertune.merge.bench
 
+doctor: setup ## what stops or slows a training: make doctor [RECIPE=NAME] [CLUSTER=NAME]
+	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
+
+nccl-check: setup ## what the links carry, judged: make nccl-check [CLUSTER=NAME]
+	@$(BIN)/clustertune nccl-check $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
+
 plan: setup ## does it fit, how long, what does it cost: make plan RECIPE=NAME [CLUSTER=NAME]
 	@$(BIN)/clustertune plan '$(value RECIPE)' $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 planner-grade: setup ## the planner against published runs, as a table and in docs/results/planner.md
 	@$(BIN)/clustertune grade-planner --out docs/results/planner.md
 
+# Images are built before anything is installed: any Python 3.11 or newer will do.
+IMAGE = $(PYTHON) -m clustertune.containers
+image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
+	$(if $(value EXTRAS),--extras '$(value EXTRAS)') $(if $(value OUT),--out '$(value OUT)')
+
+build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
+	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)')
+
+build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=standin] [OUT=archive]
+	@$(IMAGE) build-image $(image_options)
+
+lock: setup ## containers/*.lock from containers/versions.env: every package with its hash
+	@$(BIN)/python -m clustertune.containers lock
+
+lock-check: setup ## locks are hashed, what the pins resolve to, without known vulnerabilities
+	@$(BIN)/python -m clustertune.containers lock-check
+
+test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched
+	@$(BIN)/python -m pytest -m "containers and not long" --timeout 1800 $(PYTEST_FLAGS)
+
 golden: setup ## write the golden files of the recipes again; the diff is the review
 	@$(BIN)/python -m tests.config.write_golden
 	@$(BIN)/python -m tests.config.write_cluster_golden
 	@$(BIN)/python -m tests.launch.golden_submit
+	@$(BIN)/python -m tests.ops.write_slurm_golden
+	@$(BIN)/python -m tests.nccl_check.golden
 
 clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench plan planner-grade golden clean
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench doctor nccl-check plan planner-grade golden clean build-sif build-image lock lock-check test-containers

@@ -25,6 +25,7 @@ from clustertune.launch.agent import Agent
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
 from clustertune.rundir import STAGES, RunDir
+from clustertune.staging import parcel
 from clustertune.training.events import EventLog
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
@@ -50,6 +51,8 @@ def default_run_dir(resolved: Resolved, runs: Path) -> Path:
 
 def check_folder(resolved: Resolved, path: Path) -> None:
     """Refuse a folder that holds a run of other settings, or something else than a run. Writes nothing. Raises UserError."""
+    if problems := parcel.find_problems(resolved):
+        raise UserError(problems)
     run = RunDir(path)
     if run.run_json.exists():
         if run.read().get("fingerprint") != resolved.fingerprint():
@@ -63,6 +66,8 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     run = RunDir(path)
     check_folder(resolved, path)
     if run.run_json.exists():
+        if run.resolved().recipe.staged != resolved.recipe.staged:  # the ranks read where it says
+            run.update(recipe=resolved.as_dict())
         return run
     import json
 
@@ -213,6 +218,7 @@ class Chain:
         log = EventLog(self.run.metrics, 0)
         log.write("stage", stage=stage, status="started")
         began = time.perf_counter()
+        parcel.enter(self.resolved)
         steps: dict[str, Callable[[], dict[str, Any]]] = {
             "prepare": self.prepare,
             "train": self.train,
@@ -250,9 +256,10 @@ class Chain:
         recipe = self.resolved.recipe
         folder = Path(self.resolved.folder)
         seed = int(self.resolved.train_args.get("seed", 42))
-        result = prepare(recipe.data, recipe_folder=folder, seed=seed, out=self.run.data, input_path=self.resolved.input_path)
+        source = parcel.data_input(self.resolved)
+        result = prepare(recipe.data, recipe_folder=folder, seed=seed, out=self.run.data, input_path=source)
         if recipe.model.weights == "random":
-            from clustertune.data.local_model import make_local_model
+            from clustertune.data.local_model import conversation_texts, make_local_model
 
             make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.base_folder(), seed)
         return {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
@@ -308,6 +315,8 @@ class Chain:
         model = self.resolved.recipe.model
         if model.weights == "random":
             return self.run.local_model(model.name)
+        if (staged := parcel.staged_folder(self.resolved)) and (found := parcel.model_folder(staged)):
+            return found
         if model.path:
             return Path(model.path)
         from huggingface_hub import snapshot_download
@@ -325,7 +334,9 @@ class Chain:
         # Random weights are never worth the benchmark's 541 prompts.
         device = "auto" if visible_gpus() > 1 and recipe.model.weights == "hub" and not self.resolved.tiny else None
         benchmark = recipe.model.weights == "hub"
-        result = evaluate(self.run.merged, self.run.eval, settings=recipe.eval.ifeval, benchmark=benchmark, device=device)
+        data = parcel.prompts(self.resolved)
+        wanted = recipe.eval.ifeval
+        result = evaluate(self.run.merged, self.run.eval, settings=wanted, data=data, benchmark=benchmark, device=device)
         require_pass(result)
         return {"scores": result["scores"], "settings": settings}
 
@@ -338,17 +349,6 @@ class Chain:
 def _is_final(checkpoint: store.Checkpoint) -> bool:
     """The last step's: nothing is left to train. An older one must never be exported in its place."""
     return bool(manifest.read_manifest(checkpoint.path).meta.get("final"))
-
-
-def conversation_texts(folder: Path) -> list[str]:
-    """The text of every message of a prepared dataset, in file order: what a local tokenizer is trained on."""
-    import json
-
-    texts = []
-    for name in ("train.jsonl", "eval.jsonl"):
-        with (folder / name).open(encoding="utf-8") as lines:
-            texts += [message["content"] for line in lines for message in json.loads(line)["messages"]]
-    return texts
 
 
 def losses(run: RunDir) -> tuple[float | None, float | None]:

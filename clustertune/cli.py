@@ -14,10 +14,11 @@ import typer
 
 from clustertune import console, secrets
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, eval_folder, existing_folder, path_argument
-from clustertune.commands import clusterfile, launchers, rehearse, submit
+from clustertune.commands import clusterfile, launchers, nccl_check, ops, rehearse, submit
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
 from clustertune.commands import plan as plan_commands
+from clustertune.commands import stage as stage_commands
 from clustertune.commands import sweep as sweep_commands
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError
@@ -175,8 +176,11 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file, a run needs a folder", file=str(path), fix="give another --run-dir"))
     from clustertune.config.resolved import is_there
+    from clustertune.staging import parcel
 
-    source = resolved.input_path
+    if problems := parcel.find_problems(resolved):
+        raise UserError(problems)
+    source = parcel.data_input(resolved)
     if source is not None and "prepare" in stages and RunDir(path).stage("prepare") is None and not is_there(source):
         fix = "data.input=PATH names another file or folder"
         raise UserError(Problem("no such file or folder", file=str(source), key="data.input", fix=fix))
@@ -362,7 +366,8 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
         )
 
 
-for module in (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, launchers, job_commands):
+_BEFORE = (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
+for module in (*_BEFORE, launchers, job_commands):
     module.add(app)
 
 

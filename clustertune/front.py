@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -108,3 +109,6 @@ def _open_standard_files() -> None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that LC_ALL=C has no letters for is no reason to end
+            stream.reconfigure(errors="backslashreplace")

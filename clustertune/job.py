@@ -19,15 +19,21 @@ from clustertune.checkpoint import store
 from clustertune.config.cluster import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say, show_error
+from clustertune.containers import pins
+from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import lease, progress, slurm, srun, step
+from clustertune.launch import container, image, lease, progress, slurm, srun, stack, step
+from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
 from clustertune.launch.judge import Outcome, any_node_failed, judge
 from clustertune.launch.plan import Node, Plan
 from clustertune.launch.rendezvous import first_port
+from clustertune.nccl_check import prolog
+from clustertune.nccl_check.place import Nodes
 from clustertune.process import STOP_SIGNALS, Stopped
 from clustertune.rundir import STAGES, RunDir
+from clustertune.training.events import EventLog
 
 CONTROLLER_SECONDS = 900.0
 """How long a job that has to go back into the queue waits for a controller that does not answer: it may be restarted."""
@@ -46,6 +52,8 @@ class JobChain(chain.Chain):
 
     def train(self) -> dict[str, Any]:
         """Attempt after attempt in this allocation, as long as all nodes answer and a new checkpoint is reached."""
+        self.check_nodes()
+        self.check_links()
         while True:
             newest, _ = store.newest_whole(self.run.checkpoints)
             progress.check(self.run.path, self.allocation.job_id, newest.step if newest else 0)
@@ -57,6 +65,33 @@ class JobChain(chain.Chain):
                     raise
                 show_error(UserError(error.problems, ExitCode.AGAIN))
                 say("the next attempt begins in this allocation")
+
+    def check_nodes(self) -> None:
+        """Look at every node before the ranks start, once in every start of the job. Raises UserError (exit 2 or 75)."""
+        if not self.cluster.doctor.preflight:
+            return
+        ranks = self.resolved.world_size // len(self.allocation.nodes)
+        with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
+            preflight.check(
+                self.cluster, self.allocation, ranks, gpus=has_gpus(), binds=[self.run.path], say=say, log=log.write
+            )
+
+    def check_links(self) -> None:
+        """The short nccl-check that the cluster file asks for, once in every start of the job. Raises UserError (exit 93)."""
+        wanted, nodes = self.cluster.nccl_check, len(self.allocation.nodes)
+        if wanted is None or self.resolved.world_size < 2:
+            return
+        folder = self.run.path.resolve() / prolog.FOLDER / f"{self.allocation.job_id}-{self.allocation.restart}"
+        backend, here = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
+        cpus = min(self.allocation.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
+        ranks = self.resolved.world_size // nodes
+        place = Nodes(self.allocation, self.cluster, bool(self.allocation.gpus_per_node), os.environ)
+        say(f"nccl-check: {wanted.seconds} s at most")
+        found = prolog.run(place, prolog.options_for(wanted.seconds, backend, here, ranks, cpus, nodes), folder, say)
+        with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
+            log.write("nccl", **found.event())
+        say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
+        prolog.decide(found, wanted.on_fail)
 
     def _may_go_on(self, error: UserError) -> bool:
         """Whether another attempt makes sense here and now: nobody asked to stop, and every node spoke."""
@@ -74,7 +109,14 @@ class JobChain(chain.Chain):
             super().run_stage(stage)
             return
         words = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
-        command = in_container(words, self.run.path, self.cluster, gpus=bool(self.allocation.gpus_per_node))
+        command = step.on_first_node(
+            words,
+            self.cluster,
+            binds=container.places_of(self.resolved, self.run.path),
+            host=self.allocation.nodes[0],
+            gpus=bool(self.allocation.gpus_per_node),
+            environ=os.environ,
+        )
         code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
         record = self.run.stage(stage)
         if code or record is None:
@@ -108,35 +150,58 @@ class JobChain(chain.Chain):
         """One attempt as one step of the job."""
         folder = self.run.attempt(plan.attempt)
         plan.write(folder)
-        command = step_command(self.run.path, plan.attempt, self.cluster, self.allocation)
+        command = step_command(self.resolved, self.run.path, plan.attempt, self.cluster, self.allocation)
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
-        srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan))
+        contained = self.cluster.container.runtime in container.RUNTIMES
+        ask = asked_file(folder).touch if contained else None
+        srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         self.outcome = judge(folder, plan, asked=bool(self.signals))
         with contextlib.suppress(OSError):  # a full disk is what it may have to tell
             self.outcome.write(folder)
         return self.outcome
 
 
-def step_command(run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
+def step_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one."""
-    gpus = bool(allocation.gpus_per_node)
-    inside = in_container(step.node_command(run_path, attempt), run_path, cluster, gpus=gpus)
     # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
     asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    cpus = int(asked) if asked.isdigit() else allocation.cpus_per_node
-    return step.srun_command(inside, nodes=len(allocation.nodes), cpus=cpus, gpus=gpus, environ=os.environ)
-
-
-def in_container(command: list[str], run_path: Path, cluster: Cluster, *, gpus: bool) -> list[str]:
-    """The command in the cluster's container, which sees the checkout, the run, and what the cluster file binds."""
-    return step.container_command(
-        command,
-        runtime=cluster.container.runtime,
-        image=cluster.container.image,
-        binds=[str(run_path.resolve()), cluster.storage.scratch, *cluster.container.binds],
-        gpus=gpus,
-        repo=chain.REPO,
+    return step.in_step(
+        step.node_command(run_path, attempt),
+        cluster,
+        binds=container.places_of(resolved, run_path),
+        nodes=len(allocation.nodes),
+        cpus=int(asked) if asked.isdigit() else allocation.cpus_per_node,
+        gpus=bool(allocation.gpus_per_node),
+        environ=os.environ,
     )
+
+
+def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
+    """Hold the cluster's image against its sum, and what it has installed against the pins; run.json keeps both.
+
+    Once in every start of the job: what is missing is told before hours of preparation. Raises UserError.
+    """
+    found, notes = image.look(cluster.container)
+    if found is None:
+        return
+    command = step.on_first_node(
+        [sys.executable, "-m", stack.MODULE],
+        cluster,
+        binds=[run.path.resolve()],
+        host=allocation.nodes[0],
+        gpus=bool(allocation.gpus_per_node),
+        environ=os.environ,
+    )
+    pinned = pins.read()
+    seen = stack.ask(command, found.image)
+    problems, warnings = stack.judge(seen, pinned, found.image, stack.oldest_python())
+    for text in (*notes, image.changed(run.read().get("container"), found), *warnings):
+        if text:
+            say(f"warning: {text}")
+    if problems:
+        raise UserError(problems)
+    say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
+    run.update(container={**found.as_json(), **stack.record(seen, pinned)})
 
 
 def run(
@@ -155,6 +220,7 @@ def run(
             began = True
             opened = chain.open_run(resolved, path, command)
             opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
+            check_image(opened, cluster, allocation)
             chain.keep_forecast(opened, resolved, cluster)
             return JobChain(opened, resolved, allocation=allocation, cluster=cluster, signals=signals).go(*stages)
         except UserError as error:
@@ -233,7 +299,7 @@ def describe(resolved: Resolved, cluster: Cluster, allocation: Allocation, path:
         head,
         f"{resolved.world_size} ranks, {ranks} on each node; cluster {cluster.name}",
         *(f"  {s.name}={s.value}  # {s.reason}" for s in settings_of(resolved, cluster, allocation)),
-        f"on every node: {shlex.join(step_command(path, 1, cluster, allocation))}",
+        f"on every node: {shlex.join(step_command(resolved, path, 1, cluster, allocation))}",
     ]
 
 

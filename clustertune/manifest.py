@@ -26,7 +26,7 @@ MANIFEST = "MANIFEST.json"
 _CHUNK = 1 << 20
 SHA256, XXH3_128 = "sha256", "xxh3_128"
 _WORDS = {SHA256: "SHA-256", XXH3_128: "XXH3-128"}
-_FAST_KINDS = {"merged"}
+_FAST_KINDS = {"merged", "staged"}
 """Kinds of folder whose files may carry XXH3-128."""
 
 
@@ -183,7 +183,7 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
         found = Manifest(str(body["kind"]), files, dict(body["meta"]))
     except FileNotFoundError:
         raise UserError(Problem("no manifest: the folder was never finished", file=str(path))) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(Problem(f"unreadable manifest: {error}", file=str(path))) from None
     if kind is not None and found.kind != kind:
         raise UserError(Problem(f"holds a {found.kind}, not a {kind}", file=str(folder)))

@@ -27,13 +27,14 @@ from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, Plan, check_fence
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
+from clustertune.staging import node, parcel, worker
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import tracker
 from clustertune.training.beat import Beat
 from clustertune.training.stop import StopFlag
 
 if TYPE_CHECKING:
-    from clustertune.training.session import Attempt
+    from clustertune.training.session import Attempt, Session
 
 RECORD_BYTES = 4096
 """Reserved for a rank's record: one block of common file systems."""
@@ -169,7 +170,9 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
     records = run.attempt(number)
     plan = Plan.read(records) if (records / PLAN).exists() else None
     keys = _take_secrets()
-    notes = [*_follow_plan(plan), *_set_environment(resolved, run, has_key="WANDB_API_KEY" in keys)]
+    near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
+    source = (str(near["model"]), None) if "model" in near else model_source(run, resolved)
+    notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
 
     from clustertune.training.session import Attempt, Session
 
@@ -189,9 +192,26 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
         fence()
         run.update(distributed=dict(found))
 
-    source = model_source(run, resolved)
-    trainer = session.make_trainer(store, source, run.data, lambda folder: _describe(folder, resolved), report, keys)
+    sys.stderr.write(f"base model from {source[0]}, data from {near.get('data', run.data)}\n")
+    if session.log is not None and plan is not None:
+        _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
+    data = near.get("data", run.data)
+    trainer = session.make_trainer(store, source, data, lambda folder: _describe(folder, resolved), report, keys)
     return session.run(trainer, latest)
+
+
+def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> None:
+    """What each node copied to its own disk, into the metrics and the run's record; nothing where none did."""
+    for record in found:
+        assert session.log is not None
+        session.log.write("staged", **record)
+        for tree in record["trees"]:
+            how = "was there" if tree["reused"] else f"{tree['seconds']:.1f} s, {tree['gb_s']:.2f} GB/s"
+            session.tell(f"staged on {record['host']}: {tree['name']}, {worker.amount(tree['bytes'])}, {how}")
+        for text in record["warnings"]:
+            session.tell(f"warning: {record['host']}: {text}")
+    if found:
+        run.update(staged=found)
 
 
 def _take_secrets() -> dict[str, str]:
@@ -223,12 +243,15 @@ def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     """Where the base model is read from: a folder, or a Hub id and its commit."""
     if resolved.recipe.model.weights == "random":
         return str(run.local_model(resolved.recipe.model.name)), None
+    if (staged := parcel.staged_folder(resolved)) and (found := parcel.model_folder(staged)):
+        return str(found), None
     return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
 
 
-def _set_environment(resolved: Resolved, run: RunDir, *, has_key: bool) -> list[str]:
+def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bool) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
-    if Path(model_source(run, resolved)[0]).is_dir():
+    parcel.enter(resolved)
+    if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
     from clustertune.training import accelerate_env
 

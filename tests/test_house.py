@@ -16,7 +16,7 @@ ORDER = (
     ("errors", "health", "host"),
     ("console", "lock", "manifest", "process", "storage"),
     ("config",),
-    ("plan", "ops"),
+    ("plan", "ops", "containers"),
     ("rundir",),
     ("secrets",),
     ("launch",),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain, job
+from clustertune.config.cluster_schema import Container, Doctor, Storage
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import lease, slurm
@@ -30,8 +31,12 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     allocation = Allocation(
         "7", restart, ("gpu-a", "gpu-b"), gpus_per_node=1, cpus_per_node=4, tasks_per_node=1, memory_mb=None
     )
-    cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {})
-    resolved: Any = SimpleNamespace(name="r", world_size=2)
+    plain = {"container": Container(), "doctor": Doctor(preflight=False), "nccl_check": None}
+    cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
+    recipe = SimpleNamespace(staged=None, model=SimpleNamespace(path=None))
+    resolved: Any = SimpleNamespace(
+        name="r", world_size=2, recipe=recipe, input_path=None, folder=str(chain.REPO / "recipes/r")
+    )
     return job.JobChain(RunDir(run), resolved, allocation=allocation, cluster=cluster)
 
 
@@ -178,31 +183,33 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, m
 
 RUNTIME = """#!/usr/bin/env bash
 set -euo pipefail
-# Stands in for apptainer: the words after the image are the command.
-echo "$*" >> "$RECORDED"
+# Stands in for apptainer: the words after the image are the command. Nothing of the caller's environment is here.
+echo "$*" >> {recorded}
+env >> {recorded}
 while [[ $1 != *.sif ]]; do shift; done
 shift 2
-exec "$PYTHON" "$@"
+exec {python} "$@"
 """
 
 
 def test_every_stage_runs_in_the_container_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the training: what prepares the data and merges must be the pinned stack too."""
-    runtime = tmp_path / "bin" / "apptainer"
+    runtime, recorded, image = tmp_path / "bin" / "apptainer", tmp_path / "recorded", tmp_path / "train.sif"
     runtime.parent.mkdir()
-    runtime.write_text(RUNTIME)
+    image.touch()
+    runtime.write_text(RUNTIME.format(recorded=recorded, python=sys.executable))
     runtime.chmod(0o755)
     monkeypatch.setenv("PATH", f"{runtime.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("RECORDED", str(tmp_path / "recorded"))
-    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("HF_TOKEN", "canary-7d1e")
     resolved = resolve("tiny-oasst2", tiny=True)
     run = chain.open_run(resolved, tmp_path / "run", [])
     links = links_of(run.path)
-    container = SimpleNamespace(runtime="apptainer", image="/pool/train.sif", binds=["/pool"])
-    links.cluster = SimpleNamespace(container=container, storage=SimpleNamespace(scratch="/tmp"))  # type: ignore[assignment]
+    container = Container(runtime="apptainer", image=str(image), binds=(str(tmp_path),))
+    links.cluster = SimpleNamespace(container=container, storage=Storage())  # type: ignore[assignment]
     links.run_stage("prepare")
     assert links.results["prepare"]["status"] == "done" and (run.data / "train.jsonl").is_file()
-    assert "--nv" in (tmp_path / "recorded").read_text() and f"--bind {run.path}" in (tmp_path / "recorded").read_text()
+    text = recorded.read_text()
+    assert "--nv --containall --cleanenv --no-home" in text and f"--bind {run.path}" in text and "canary-7d1e" not in text
     with pytest.raises(UserError, match="export failed in the container") as caught:
         links.run_stage("export")
     assert caught.value.code is ExitCode.CONFIG

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-NAMES = ("RECIPE", "MODEL", "IFEVAL_DATA", "RUN")
+NAMES = ("RECIPE", "MODEL", "IFEVAL_DATA", "RUN", "BASE")
 HOSTILE = (
     "$(shell touch PWNED)", "a\n$(shell touch PWNED)", "'; touch PWNED; '", "`touch PWNED`", "$$(touch PWNED)",
     "a'$(shell touch PWNED)'", "x\ntouch PWNED", "a b", "a#b", "-x", "$(info $(shell touch PWNED))", "é", '"',

@@ -16,10 +16,14 @@ import pytest
 from tests import tree
 
 HOME = "containers/versions.env"
-LINE = re.compile(r"(PY|DEV)_([A-Z0-9_]+)=([0-9][^\s#]*)")
+LINE = re.compile(r"(PY|DEV|BUILD|EXTRA|REF)_([A-Z0-9_]+)=([0-9][^\s#]*)")
+DATE = re.compile(r"DATE_[A-Z0-9_]+=\d{4}-\d{2}-\d{2}")
 
-EVIDENCE = re.compile(r"docs/results/|recipes/[^/]+/README\.md$|.*/recorded/")
-"""Where a version is part of a measurement: it must not move with the pin."""
+EVIDENCE = re.compile(
+    r"containers/[\w-]+\.lock$|docs/results/|docs/doctor\.md$|recipes/[^/]+/README\.md$|tests/(doctor|host|nccl_check)/|.*/recorded/"
+)
+"""Where a version is part of a measurement, of a machine's recorded facts or of a release's known fault, none of which moves
+with the pin, and what is made from the pins, which tests/containers/ holds to them."""
 
 COMES_WITH = {"pyarrow": "datasets, which names the versions that it reads and writes"}
 """Packages that are imported here and pinned by the one that brings them."""
@@ -30,21 +34,29 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_pins(text: str) -> dict[str, str]:
-    """Package name -> version. Fails on any line that make, the shell and this would read differently, and on a double."""
+def read_pins(text: str, *groups: str) -> dict[str, str]:
+    """Package name -> version of these groups. Fails on any line that make, the shell and this would read differently, and on
+    a double."""
     found: dict[str, str] = {}
     for line in text.splitlines():
-        if not line or line.startswith("#"):
+        if not line or line.startswith("#") or DATE.fullmatch(line):
             continue
         match = LINE.fullmatch(line)
         assert match, f"no KEY=VERSION, blank line or comment: {line!r}"
+        if match[1] not in groups:
+            continue
         name = normal(match[2])
         assert name not in found, f"{name} is pinned twice"
         found[name] = match[3]
     return found
 
 
-PINS = read_pins(tree.texts()[HOME])
+PINS = read_pins(tree.texts()[HOME], "PY", "DEV")
+"""What make setup installs."""
+IMAGES = read_pins(tree.texts()[HOME], "PY", "DEV", "EXTRA")
+"""With the optional layers of images: still one version a package."""
+REFERENCE = read_pins(tree.texts()[HOME], "REF")
+"""The stack of the document that the reference recipe follows: other versions of the same packages."""
 
 
 def without_comments(path: str, text: str) -> str:
@@ -83,7 +95,10 @@ def second_homes(path: str, text: str, pins: dict[str, str]) -> Iterator[str]:
 
 def test_no_version_has_a_second_home() -> None:
     """A pin that stands twice is moved once: the image then runs another stack than the tests, and both look right."""
-    assert [fault for path, text in tree.texts().items() for fault in second_homes(path, text, PINS)] == []
+    assert [fault for path, text in tree.texts().items() for fault in second_homes(path, text, IMAGES)] == []
+    # Tests and documents tell of faults in releases, and the reference's are releases like any other.
+    shipped = {path: text for path, text in tree.texts().items() if not path.startswith(("tests/", "docs/"))}
+    assert [fault for path, text in shipped.items() for fault in second_homes(path, text, REFERENCE)] == []
 
 
 @pytest.mark.parametrize(
@@ -121,10 +136,11 @@ def test_what_explains_or_measures_may_name_a_version(path: str, text: str) -> N
 
 def test_the_file_is_read_alike_by_make_and_by_the_tests() -> None:
     """A key in quotes or with a blank is one value to the shell and another to make."""
-    assert read_pins("# why\n\nPY_LM_EVAL=1.2\nDEV_RUFF=0.1\n") == {"lm-eval": "1.2", "ruff": "0.1"}
+    text = "# why\n\nPY_LM_EVAL=1.2\nDEV_RUFF=0.1\nREF_RUFF=0.2\nDATE_LOCKS=2030-01-31\n"
+    assert read_pins(text, "PY", "DEV") == {"lm-eval": "1.2", "ruff": "0.1"}
     for bad in ("PY_TORCH = 1", "PY_TORCH='1'", "export PY_TORCH=1", "PY_TORCH=1 # why", "PY_A=1\nDEV_A=2"):
         with pytest.raises(AssertionError):
-            read_pins(bad)
+            read_pins(bad, "PY", "DEV")
 
 
 def differences(pins: dict[str, str], installed: dict[str, str | None]) -> list[str]:

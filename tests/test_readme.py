@@ -29,9 +29,26 @@ SWEEP, ISOLATED = "tests/sweep/test_command.py::", "test_here_a_failure_is_isola
 SKY = "tests/launch/test_skypilot.py::test_the_command_prints_it_or_writes_it"
 
 PLAN = "tests/plan/test_documents.py::test_the_commands_of_the_documents"
+SET_UP, TRIED = (
+    f"tests/ops/test_slurm_setup.py::{name}"
+    for name in ("test_the_way_to_the_first_job", "test_the_files_are_tried_where_the_page_says")
+)
+STORED = "tests/ops/test_storage_setup.py::test_only_a_blank_disk_is_formatted_and_only_when_told"
+STAGED = "tests/staging/"
 CALIBRATE = "tests/plan/test_documents.py::test_learning_from_a_run"
 
+NCCL, DOCTOR = "tests/nccl_check/", "tests/doctor/test_command.py::"
+
 COMMANDS = {
+    "clustertune nccl-check --submit --cluster rno-rtxpro6000": f"{NCCL}test_submit.py::test_on_two_nodes_of_a_real_slurm",
+    "clustertune nccl-check --submit --cluster rno-rtxpro6000 --nodes 2 --dry-run": (
+        f"{NCCL}test_submit.py::test_the_command_prints_what_it_would_submit"
+    ),
+    "clustertune nccl-check --cluster mine.yaml --node-rank 0 --out DIR": (
+        f"{NCCL}test_shaped.py::test_the_slow_node_of_three_is_found"
+    ),
+    "clustertune nccl-check --logs LOG...": f"{NCCL}test_command.py::test_recorded_logs_are_judged_alone",
+    "clustertune nccl-check --tune": f"{NCCL}test_tune.py::test_the_faster_interface_is_found",
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000": PLAN,
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --why memory": PLAN,
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --advise": PLAN,
@@ -61,12 +78,40 @@ COMMANDS = {
     ),
     "clustertune submit --status runs/llama405b-oasst2/ID": "tests/launch/test_status.py::test_on_a_real_slurm",
     "clustertune doctor sbatch launch/run.sbatch": "tests/doctor/test_sbatch.py::test_the_command",
+    "clustertune doctor": f"{DOCTOR}test_this_machine",
+    "clustertune doctor recipes/llama405b-oasst2 --cluster rno-rtxpro6000": f"{DOCTOR}test_a_recipe_on_a_cluster",
+    "clustertune doctor --cluster rno-rtxpro6000 --submit --dry-run": f"{DOCTOR}test_the_job_of_the_reference_cluster",
+    "clustertune doctor --list": f"{DOCTOR}test_the_rules_are_listed",
     "clustertune demo-slurm": "tests/cluster/test_commands.py::test_the_demo_as_it_is_told",
     "clustertune cluster up --nodes 2 --gpus 2": ON_A_CLUSTER,
     "clustertune cluster run -- sinfo": ON_A_CLUSTER,
     "clustertune cluster status": ON_A_CLUSTER,
     "clustertune cluster down": ON_A_CLUSTER,
     "clustertune show-cluster rno-rtxpro6000": f"{HERE}test_the_commands_before_training",
+    "clustertune ops storage plan --cluster rno-rtxpro6000 --node rno-it-gpu0007-1": (
+        "tests/ops/test_storage_tree.py::test_another_machine_is_shown_from_nothing_and_never_touched"
+    ),
+    "clustertune ops storage apply --cluster rno-rtxpro6000": STORED,
+    "clustertune ops storage check --cluster rno-rtxpro6000": STORED,
+    "clustertune ops slurm apply --cluster rno-rtxpro6000": SET_UP,
+    "clustertune ops slurm plan --cluster rno-rtxpro6000 --try": TRIED,
+    "clustertune stage recipes/llama405b-oasst2 --cluster mycluster.yaml": (
+        f"{STAGED}test_node.py::test_by_hand_in_an_allocation"
+    ),
+    "clustertune stage recipes/llama405b-oasst2 --cluster mycluster.yaml --dry-run": (
+        f"{STAGED}test_command.py::test_on_this_node_and_away_again"
+    ),
+    "clustertune stage --clean --cluster mycluster.yaml": f"{STAGED}test_command.py::test_on_this_node_and_away_again",
+    "clustertune stage recipes/llama405b-oasst2 --to /media/staged": (
+        f"{STAGED}test_parcel.py::test_collected_again_what_is_whole_is_kept"
+    ),
+    "clustertune stage --verify /media/staged": f"{STAGED}test_parcel.py::test_verified_without_a_network",
+    "clustertune run recipes/llama405b-oasst2 staged=/pool/staged": (
+        f"{STAGED}test_parcel.py::test_the_chain_runs_from_the_parcel_alone"
+    ),
+    "clustertune submit recipes/llama405b-oasst2 staged=/pool/staged": (
+        f"{STAGED}test_parcel.py::test_a_job_is_told_where_the_parcel_is"
+    ),
     "clustertune show-cluster local": f"{HERE}test_the_commands_before_training",
     "clustertune sky recipes/llama405b-oasst2 --gpu H100 --out task.yaml": SKY,
     "clustertune sky recipes/llama405b-oasst2 --tiny": SKY,
@@ -137,9 +182,10 @@ def usage_error(line: str) -> str | None:
     try:
         command = typer.main.get_command(app)
         while hasattr(command, "commands"):
-            if not words or words[0] not in command.commands:
+            default = getattr(command, "default", None)  # doctor RECIPE is doctor check RECIPE
+            if not (words and words[0] in command.commands) and not default:
                 return f"no command {' '.join(words[:1])!r}"
-            command = command.commands[words.pop(0)]
+            command = command.commands[words.pop(0) if words and words[0] in command.commands else default]
         command.make_context(command.name, words)
     except Exception as error:
         return str(error) or type(error).__name__

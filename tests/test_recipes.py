@@ -21,6 +21,8 @@ ON_THE_COMMAND_LINE = {
     "model.chat_template": "a base model without one: the file lies beside the recipe that needs it",
     "data.eval_fraction": "data without splits of its own, in another proportion than the default",
     "slurm.stall_seconds": "a site whose storage is silent for longer than five steps",
+    "slurm.staging": "a site whose nodes read the shared storage as fast as their own disks, or a source that no rule knows",
+    "staged": "a machine without network: staged=DIR",
     "accelerate": "another file of the folder: accelerate=accelerate-fsdp1.yaml",
     "eval.ifeval.batch_size": "as the GPU's memory allows",
     "eval.ifeval.limit": "a look at the first prompts while a recipe is written",

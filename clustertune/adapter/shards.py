@@ -14,6 +14,7 @@ import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,18 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # where Python 3.13 defines the paths
             module = "pathlib"
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint index needs")
         return super().find_class(module, name)
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enumeration, which Python 3.11.2 (Debian 12) writes as ``getattr(CLASS, NAME)``. Nothing else is read."""
+    if not isinstance(owner, EnumMeta) or name not in owner.__members__:
+        raise pickle.UnpicklingError("it refers to builtins.getattr, of more than an enumeration, which no index needs")
+    return owner.__members__[name]
 
 
 class _IndexedReader(dcp.FileSystemReader):  # type: ignore[misc]

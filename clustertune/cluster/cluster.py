@@ -266,7 +266,8 @@ class Cluster:
 
     def node_state(self, index: int) -> str:
         """As sinfo says it: ``idle``, ``mixed``, ``down*``, ..."""
-        command = ["sinfo", "--noheader", "--partition=gpu", f"--nodes={self.names[index - 1]}", "--format=%T"]
+        partition = self.spec.given.partition if self.spec.given else "gpu"
+        command = ["sinfo", "--noheader", f"--partition={partition}", f"--nodes={self.names[index - 1]}", "--format=%T"]
         return self.run(command).stdout.strip()
 
     def wait_node(self, index: int, states: Iterable[str] = _READY, timeout: float = 120) -> str:

@@ -9,6 +9,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clustertune.cluster.spec import LOGIN, Spec
 
@@ -99,16 +100,23 @@ class Layout:
             (self.root / "dev" / f"nvidia{gpu}").symlink_to("/dev/null")
         for name, text in self.texts().items():
             (self.root / name).write_text(text)
+        if self.spec.given is not None:
+            self.spec.given.prepare(self.root)
 
     def texts(self) -> dict[str, str]:
         """File name to content."""
-        told = {
+        given = self.spec.given
+        told: dict[str, Any] = {
             "isolated": self.isolated,
             "nodes": self.names,
             "addresses": self.addresses,
             "address": LOGIN_ADDRESS if self.isolated else "127.0.0.1",
         }
         hosts = [("127.0.0.1", "localhost"), (LOGIN_ADDRESS, LOGIN), *zip(self.addresses, self.names, strict=True)]
+        if given is not None:
+            moved = given.moved(self.root, names=self.names, addresses=self.addresses, login=LOGIN, login_address=LOGIN_ADDRESS)
+            told["daemons"] = given.daemons(self.root)
+            return {"cluster.json": json.dumps(told), **moved, "nsswitch.conf": _names_from_files_only()}
         return {
             "cluster.json": json.dumps(told),
             "slurm.conf": self.slurm_conf(),

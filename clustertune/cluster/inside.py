@@ -200,7 +200,19 @@ class Login(Machine):
             if munge.poll() is not None or time.monotonic() > end:
                 sys.exit("munged did not start")
             time.sleep(0.01)
+        self._start_before()
         self.daemon("slurmctld", "-D", "-c", "-f", str(root / "slurm.conf"))
+
+    def _start_before(self) -> None:
+        """What the controller needs to find: daemons, each until its file is there, and commands, again until they succeed."""
+        for item in self.settings.get("daemons", []):
+            started, end = self.daemon(*item["command"]), time.monotonic() + _START
+            while not (started.poll() == 0 if item["ready"] is None else Path(item["ready"]).exists()):
+                if time.monotonic() > end or (item["ready"] and started.poll() is not None):
+                    sys.exit(f"{' '.join(item['command'][:3])} did not start")
+                if not item["ready"] and started.poll() is not None:
+                    started = self.daemon(*item["command"])
+                time.sleep(0.05)
 
     def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
         try:

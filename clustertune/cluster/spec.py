@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from clustertune.cluster import inside
+from clustertune.cluster.given import Given
 from clustertune.config.schema import NAME
 from clustertune.errors import Problem, UserError
 
@@ -70,6 +71,8 @@ class Spec:
     """Seconds between the warning and the end of a job that is preempted."""
     cred_expire: int = 10
     """Seconds a requeued job waits at least: until its old credential has expired. Slurm's own default makes it 120."""
+    given: Given | None = None
+    """Files for a real cluster, to be started in place of the ones that are made here. They need ``netns``."""
 
     def names(self, *, isolated: bool) -> list[str]:
         """The nodes' names. Side by side they are loopback addresses where none are given: no other name would resolve."""

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from clustertune.arguments import AsJson, path_argument
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 
-doctor_app = typer.Typer(no_args_is_help=True, help="Look for mistakes before they cost a job.")
+
+class WithDefault(TyperGroup):
+    """A group whose first command is meant where none is named: ``doctor RECIPE`` is ``doctor check RECIPE``."""
+
+    default = "check"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default in front, unless a command or the group's own help is asked for."""
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+doctor_app = typer.Typer(cls=WithDefault)
 
 
 def add(app: typer.Typer) -> None:
@@ -21,7 +36,70 @@ def add(app: typer.Typer) -> None:
 
 @doctor_app.callback()
 def _group() -> None:
-    """Look for mistakes before they cost a job."""
+    """Look for mistakes before they cost a job.
+
+    clustertune doctor [RECIPE] [OPTIONS] is clustertune doctor check [RECIPE] [OPTIONS].
+    """
+
+
+@doctor_app.command()
+def check(
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    cluster: ClusterOption = None,
+    tiny: Tiny = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="The run; without it runs/<recipe>/<fingerprint>."),
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Leave a rule out; repeatable.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show also what is as it should be.")] = False,
+    place: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step; without it, as found.")
+    ] = None,
+    here: Annotated[bool, typer.Option("--here", help="In a Slurm job: this machine alone.")] = False,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long a machine may be looked at.")] = 30,
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="The ranks' Python; without it this one.")
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: how many; without it all.")] = None,
+    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write the documents' page."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at this machine, or every node of this Slurm job, and at a recipe.
+
+    Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
+    """
+    from clustertune.commands import doctoring as program
+
+    if listing:
+        raise typer.Exit(program.show_rules(out, as_json))
+    asked = program.Asked(
+        recipe=recipe,
+        overrides=list(overrides or []),
+        cluster=cluster,
+        tiny=tiny,
+        run_dir=run_dir,
+        ignore=tuple(ignore or ()),
+        everything=everything,
+        place=place,
+        here=here,
+        seconds=seconds,
+        python=python,
+        submit=submit,
+        nodes=nodes,
+        time=time,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+    raise typer.Exit(program.answer(asked))
 
 
 @doctor_app.command()

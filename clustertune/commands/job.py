@@ -95,13 +95,14 @@ def node(
 ) -> None:
     """Run one node's ranks of an attempt: what srun starts on every node."""
     from clustertune.launch.node import main
+    from clustertune.staging.node import staged
 
     if node_rank is None:
         text = os.environ.get("SLURM_NODEID", "")
         if not text.isdigit():
             raise UserError(Problem("which node is this?", key="--node", fix="give --node, or start it with srun"))
         node_rank = int(text)
-    raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet))
+    raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet, around=staged))
 
 
 def part(

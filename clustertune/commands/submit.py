@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from clustertune.rundir import STAGES, RunDir
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
     from clustertune.config.resolved import Resolved
+    from clustertune.launch.image import Image
     from clustertune.launch.lead import Lead
     from clustertune.launch.status import Status
     from clustertune.launch.submit import StageJob
@@ -83,6 +84,9 @@ class Submission:
     stages: list[str]
     lead: Lead
     jobs: list[StageJob]
+    image: Image | None = None
+    """The cluster's image, once :meth:`find_problems` has held it against its sum."""
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def make(
@@ -141,16 +145,19 @@ class Submission:
         from clustertune.config.resolved import is_there
         from clustertune.launch import lead, shape, visible
         from clustertune.launch.submit import REPO
+        from clustertune.staging import parcel
 
         if problems := refusals(self.resolved):
             return problems
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
+        wrong = parcel.find_problems(self.resolved)
+        problems += wrong
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += lead.find_problems(self.lead, minutes, file=self.resolved.name)
         if self.path.exists() and not self.path.is_dir():
             problems.append(Problem("is a file, a run needs a folder", file=str(self.path), fix="give another --run-dir"))
-        source = self.resolved.input_path
+        source = None if wrong else parcel.data_input(self.resolved)
         if source is not None and "prepare" in self.stages and not is_there(source):
             problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
         if dry_run:
@@ -168,13 +175,26 @@ class Submission:
         places = [("the run folder", self.path), ("the checkout", REPO)]
         mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
         problems += visible.find_problems(places, self.machine, platform.node(), mounts)
+        return [*problems, *self._image_problems()]
+
+    def _image_problems(self) -> list[Problem]:
+        """An image that is not what its sum says, or cannot be shown the run; what it is, where all is well."""
+        from clustertune.launch import container, image
+
+        if self.machine.container.runtime == "none":
+            return []
+        problems = container.unbindable([container.REPO, *container.places_of(self.resolved, self.path)])
+        try:
+            self.image, self.notes = image.look(self.machine.container)
+        except UserError as error:
+            problems += error.problems
         return problems
 
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
         from clustertune.launch import shape
 
-        return [*self.resolved.warnings, *self.machine.notes, *shape.warnings(self.resolved, self.machine)]
+        return [*self.resolved.warnings, *self.machine.notes, *shape.warnings(self.resolved, self.machine), *self.notes]
 
     def node_lines(self) -> tuple[list[dict[str, str]], list[str]]:
         """The environment of the ranks with the reason of each variable, and the command that starts every node."""
@@ -195,7 +215,7 @@ class Submission:
             job=PLANNED,
             cpu_only=not shape.gpus_per_node,
         )
-        command = program.step_command(self.path, newest_attempt(self.path) + 1, self.machine, given)
+        command = program.step_command(self.resolved, self.path, newest_attempt(self.path) + 1, self.machine, given)
         return [{"name": s.name, "value": s.value, "reason": s.reason} for s in settings], command
 
     def commands(self) -> list[list[str]]:
@@ -244,6 +264,12 @@ class Submission:
 
         opened = chain.open_run(self.resolved, self.path, chain.command_line())
         folder = self.path / "jobs"
+        if self.image is not None:
+            from clustertune.launch.image import changed
+
+            if note := changed(opened.read().get("container"), self.image):
+                say(f"warning: {note}")
+            opened.update(container=self.image.as_json())
         fix = "wait for it"
         with lock.held(folder / "lock", "submits this run", shown=self.path, fix=fix):
             if live := launch.live_jobs(self.path):

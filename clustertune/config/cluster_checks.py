@@ -10,7 +10,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.config.cluster_compute import ABOVE, check_compute
-from clustertune.config.cluster_schema import NETWORKS, Cluster, ClusterFile, Compute, Container, Host, Network, SlurmFacts
+from clustertune.config.cluster_environment import check_environment
+from clustertune.config.cluster_schema import (
+    CONTAINER_OPTIONS,
+    NETWORKS,
+    Cluster,
+    ClusterFile,
+    Compute,
+    Container,
+    Host,
+    Network,
+    SlurmFacts,
+)
 from clustertune.config.cluster_storage import check_storage
 from clustertune.config.cluster_words import Found, key_of, place_of, salvage, schema_problems
 from clustertune.config.yamlfile import Document
@@ -153,6 +164,7 @@ def _check_network(network: Network, hosts: Sequence[Host | None]) -> Iterator[F
     if network.hca and kind and kind not in ("infiniband", "roce", "none"):
         yield ("network", "hca"), f"RDMA adapters, while kind is {kind}", "write kind: roce, or leave it out"
     yield from _check_addresses(network, hosts, several)
+    yield from check_environment(network.environment)
 
 
 def _check_speed(network: Network) -> Iterator[Found]:
@@ -188,13 +200,36 @@ def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bo
             yield path, f"{address} is the network's own, not a machine's", "mend the address or network.subnet"
 
 
+def _check_options(container: Container) -> Iterator[Found]:
+    allowed = CONTAINER_OPTIONS.get(container.runtime, ())
+    options = container.options or ()  # None where it could not be read
+    for index, option in enumerate(options):
+        if allowed and option not in allowed:
+            yield ("container", "options", str(index)), f"{option[:60]!r} is not among them", f"one of {', '.join(allowed)}"
+        elif option in options[:index]:
+            yield ("container", "options", str(index)), f"{option} stands twice", "keep one"
+    if {"--container-writable", "--container-readonly"} <= set(options):
+        yield ("container", "options"), "writable and read-only at once", "keep one"
+
+
 def _check_container(container: Container) -> Iterator[Found]:
-    if container.runtime == "apptainer" and container.image is None:
-        yield ("container", "image"), "missing, while runtime is apptainer", "the path of a .sif that all nodes see"
-    if container.runtime == "none":
-        for key in ("image", "binds"):
+    runtime, image = container.runtime, container.image
+    if runtime == "none":
+        for key in ("image", "binds", "options", "program"):
             if getattr(container, key):
                 yield ("container", key), "given, while runtime is none", "write runtime: apptainer, or leave it out"
+    elif runtime and image is None:
+        kind = (
+            "a .sqsh that all nodes see, or docker://NAME@sha256:DIGEST" if runtime == "pyxis" else "a .sif that all nodes see"
+        )
+        yield ("container", "image"), f"missing, while runtime is {runtime}", kind
+    elif runtime == "pyxis" and image and image.endswith(".sif"):
+        yield ("container", "image"), "a .sif, which enroot cannot open", "runtime: apptainer; or a .sqsh of enroot import"
+    elif runtime and runtime != "pyxis" and image and image.startswith("docker://"):
+        yield ("container", "image"), f"{runtime} would fetch it anew on every node", "make build-sif, and name the file"
+    if runtime == "pyxis" and container.program:
+        yield ("container", "program"), "given, while pyxis is a part of srun", "leave it out"
+    yield from _check_options(container)
     for index, bind in enumerate(container.binds or ()):
         match = _BIND.fullmatch(bind)
         if not match or "/../" in f"{bind}/".replace(":", "/"):

@@ -26,6 +26,16 @@ HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
 PATH = r"/|(/\.?[A-Za-z0-9_@+-][A-Za-z0-9._@+-]*)+"
 """An absolute path of plain characters, without ``..``: it becomes a field of fstab and exports, a part of a mount unit's name,
 and an argument."""
+DOCKER = r"docker://([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?/)?[a-z0-9][a-z0-9._/-]*(:[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?@sha256:[0-9a-f]{64}"
+"""An image of a registry. By its digest: what a tag means changes while a run is restarted."""
+_OF_APPTAINER = ("--userns", "--no-privs", "--nvccli", "--rocm", "--unsquash")
+CONTAINER_OPTIONS = {
+    "apptainer": _OF_APPTAINER,
+    "singularity": tuple(option for option in _OF_APPTAINER if option != "--unsquash"),
+    "pyxis": ("--container-remap-root", "--container-writable", "--container-readonly", "--container-entrypoint"),
+}
+"""What ``container.options`` may hold: how a container is started, and its devices and its root. Whatever shows it more of the
+machine is not among them."""
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
 """Linux allows 15 characters. NCCL gives ``^ = : ,`` a meaning of their own."""
 
@@ -40,6 +50,7 @@ Plain = Annotated[str, Field(pattern=rf"^{NAME}$")]
 AbsolutePath = Annotated[str, Field(max_length=1024, pattern=rf"^({PATH})$")]
 Quantity = Annotated[Number, Field(gt=0)]
 Version = Annotated[str, BeforeValidator(_text), Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}$")]
+Words = Annotated[str, BeforeValidator(_text)]
 
 
 class Host(Section):
@@ -96,6 +107,9 @@ class Network(Section):
     """Where the nodes' addresses lie, as 10.0.0.0/24."""
     hca: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}(:[0-9]{1,3})?$")], ...], Field(max_length=32)] = ()
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
+    environment: dict[str, Words] = Field(default_factory=dict)
+    """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above: what
+    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster_environment` says which."""
 
 
 class Brick(Section):
@@ -149,6 +163,8 @@ class Storage(Section):
     pool: Pool | None = None
     shared: AbsolutePath | None = None
     """Folder that all hosts see, for runs, models and caches; None: nobody said which."""
+    group: Plain | None = None
+    """Unix group whose members share what is in it; None: everybody may write, as in /tmp."""
     scratch: AbsolutePath = "/tmp"  # noqa: S108 - what is put there is created with mode 0700
     """Folder on a disk of the node itself, for compiler caches."""
     staging: Staging | None = None
@@ -176,11 +192,21 @@ class SlurmFacts(Section):
 class Container(Section):
     """What the ranks run in."""
 
-    runtime: Literal["none", "apptainer"] = "none"
-    """``none``: the Python environment of the checkout, which all nodes see."""
-    image: AbsolutePath | None = None
+    runtime: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
+    """``none``: the Python environment of the checkout, which all nodes see. ``pyxis``: enroot through srun's plugin."""
+    image: Annotated[str, Field(max_length=1024, pattern=rf"^({PATH}|{DOCKER})$")] | None = None
+    """A file that all nodes see (``.sif``; with pyxis ``.sqsh``), or with pyxis ``docker://NAME@sha256:DIGEST``."""
     binds: tuple[Annotated[str, Field(max_length=2048)], ...] = ()
     """Folders that the container sees beside the run's own: ``/path``, ``/path:/inside`` or ``/path:/inside:ro``."""
+    program: AbsolutePath | None = None
+    """The runtime's program on every node; None: it is on the PATH that Slurm gives a job."""
+    options: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    """Further options of the runtime, of :data:`CONTAINER_OPTIONS`."""
+
+    @property
+    def command(self) -> str:
+        """What starts it, of ``apptainer`` and ``singularity``."""
+        return self.program or self.runtime
 
 
 class NcclProlog(Section):
@@ -190,6 +216,15 @@ class NcclProlog(Section):
     """Its time limit; what is not measured by then is left out."""
     on_fail: Literal["warn", "stop"] = "warn"
     """What a failed verdict does to the job."""
+
+
+class Doctor(Section):
+    """What ``clustertune doctor`` leaves out on this cluster, and whether jobs begin with it."""
+
+    ignore: Annotated[tuple[Plain, ...], Field(max_length=200)] = ()
+    """Rules by their ids: what they find neither warns nor stops a job. An id that is no rule is an error."""
+    preflight: bool = True
+    """Whether each node of a training job is looked at before its ranks start."""
 
 
 class ClusterFile(Section):
@@ -205,6 +240,7 @@ class ClusterFile(Section):
     container: Container = Container()
     nccl_check: NcclProlog | None = None
     """None: training jobs begin without one."""
+    doctor: Doctor = Doctor()
 
 
 class Cluster(ClusterFile):

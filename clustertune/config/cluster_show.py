@@ -51,6 +51,8 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     ports = f"{network.ports} x " if network.ports > 1 else ""
     speed = f", {ports}{network.gbit:g} Gbit/s" if network.gbit else ""
     yield "network", f"{network.kind}{speed}, {network.interface or 'the interface that the route takes'}"
+    for name, value in network.environment.items():
+        yield "", f"{name}={value}"
     for brick in storage.bricks:
         yield "brick", f"{brick.mount}: {brick.node}:{brick.path}, {brick.filesystem}, {brick.tb:g} TB"
     if storage.pool:

@@ -28,6 +28,7 @@ _PATTERNS = {
     "version": "a version, as 23.11.4",
     "hca": "an RDMA adapter, as mlx5_0 or mlx5_0:1",
     "gpu": "a name of letters, digits, '.', '_' and '-'",
+    "image": "an absolute path of letters, digits and . _ @ + -, nor docker://NAME@sha256:DIGEST (a tag moves)",
 }
 _PLAIN: dict[str, tuple[str, str | None]] = {
     "extra_forbidden": ("unknown key", None),
@@ -35,7 +36,7 @@ _PLAIN: dict[str, tuple[str, str | None]] = {
     "too_short": ("empty", "name at least one"),
 }
 _PATH = "an absolute path of letters, digits and . _ @ + - (it becomes a field of fstab and an argument)"
-_PATH_KEYS = ("path", "mount", "device", "shared", "scratch", "image")
+_PATH_KEYS = ("path", "mount", "device", "shared", "scratch", "image", "program")
 
 
 def salvage(model: type[Part], value: object) -> tuple[Part | None, bool]:
@@ -99,7 +100,7 @@ def _words(item: Mapping[str, Any], path: Sequence[str], root: type[BaseModel]) 
         fix = did_you_mean(value, words) if isinstance(value, str) else None
     elif kind == "string_pattern_mismatch":
         message, fix = (
-            f"{show_value(value)} is not {_PATH if name in _PATH_KEYS else _PATTERNS.get(name, 'as it must be')}",
+            f"{show_value(value)} is not {_PATTERNS.get(name) or (_PATH if name in _PATH_KEYS else 'as it must be')}",
             None,
         )
     elif kind in {"dict_type", "model_type", "model_attributes_type"}:

@@ -101,6 +101,9 @@ class Slurm(Section):
     """Wall time limit in Slurm's form."""
     stall_seconds: Annotated[Number, Field(ge=1)] | None = None
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
+    staging: bool | None = None
+    """Whether each node copies model and data to ``storage.staging`` before its ranks start; None: where the cluster has
+    that, and what is read lies on shared storage."""
 
 
 class IFEval(Section):
@@ -196,5 +199,8 @@ class Recipe(Section):
     megatron: Megatron | None = None
     plan: PlanFacts = PlanFacts()
     slurm: Slurm = Slurm()
+    staged: LocalPath | None = None
+    """A folder that ``clustertune stage RECIPE --to`` has made: model, data and benchmark come from there, and nothing is
+    asked of the network."""
     eval: Eval = Eval()
     expect: Expect = Expect()

@@ -5,6 +5,7 @@ It lets every recipe run anywhere, with its own model class and its own distribu
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -93,3 +94,12 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
     parameters = sum(p.numel() for p in model.parameters())
     manifest.seal(out, KIND, {"parameters": parameters, "seed": seed, "architecture": dict(architecture)})
     return out
+
+
+def conversation_texts(folder: Path) -> list[str]:
+    """The text of every message of a prepared dataset, in file order: what a local tokenizer is trained on."""
+    texts = []
+    for name in ("train.jsonl", "eval.jsonl"):
+        with (folder / name).open(encoding="utf-8") as lines:
+            texts += [message["content"] for line in lines for message in json.loads(line)["messages"]]
+    return texts

@@ -156,7 +156,7 @@ class Hub:
         import datasets
 
         try:
-            found = datasets.load_dataset(self.name, revision=self.revision)
+            found = datasets.load_dataset(self._snapshot() or self.name, revision=self.revision)
         except Exception as error:  # the exceptions of the Hub's clients have no common base
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
             fix = "without the network, name a local copy: data.input=PATH (a file, or a snapshot folder)"
@@ -166,6 +166,19 @@ class Hub:
         if named and (other := sorted(set(by_name) - set(named))):
             self.warnings.append(f"{self.shown}: splits that are neither train nor eval are not read: {', '.join(other)}")
         return dict(sorted((named or by_name).items(), key=lambda item: split_of(item[0]) != "train"))
+
+    def _snapshot(self) -> str | None:
+        """Without the network: the Hub's cache, which ``datasets`` 5.2 does not look into for a dataset's own files."""
+        import huggingface_hub
+
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            return None
+        try:
+            return huggingface_hub.snapshot_download(
+                self.name, repo_type="dataset", revision=self.revision, local_files_only=True
+            )
+        except (OSError, ValueError):  # not there: datasets may have prepared it before
+            return None
 
     def has_splits(self) -> bool:
         return _has_splits({split_of(name) for name in self._splits()}, self.shown)

@@ -107,6 +107,33 @@ class Mount:
     free_inodes: int | None = None
     silent: bool = False
     """It did not answer in time: a server that is gone."""
+    fault: str = ""
+    """What it answered instead of its room: ``Stale file handle``, ``Transport endpoint is not connected``."""
+
+
+@dataclass
+class Probe:
+    """Something that was tried in a folder, with a file of the own, removed again."""
+
+    folder: str
+    what: str
+    """``mmap`` (a shared mapping of a file), ``flock`` (a lock), ``exec`` (a mapping that may be executed)."""
+    ok: bool | None = None
+    """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
+    said: str = ""
+    """What the system said against it."""
+
+
+@dataclass
+class FileMode:
+    """A file that others should not read or change."""
+
+    path: str
+    what: str
+    """``secret`` (nobody else may read it) or ``program`` (nobody else may change it)."""
+    mode: int = 0
+    """Permission bits."""
+    uid: int | None = None
 
 
 @dataclass
@@ -183,19 +210,79 @@ class HostFacts:
     port_range: list[int] | None = None
     """First and last of the kernel's ephemeral ports."""
     mounts: list[Mount] = field(default_factory=list)
+    automounts: list[str] = field(default_factory=list)
+    """Points at or below which something is mounted when it is first used."""
     container: str = ""
     """``apptainer``, ``docker``, ``podman``, ``enroot``, ``kubernetes``; empty: none."""
     packages: list[Package] = field(default_factory=list)
     """The training stack's, of the ranks' Python."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that steer Slurm, NCCL, gloo, torch, CUDA, HF, caches and proxies; what looks like a secret is left out."""
+    swap_bytes: int | None = None
+    """Size of the swap space."""
+    thp_defrag: str = ""
+    """What the kernel does to get a huge page: ``always``, ``defer``, ``madvise``, ``never``."""
+    affinity_list: str = ""
+    """The CPUs that this process may use, ``0-3,8``."""
+    numa_cpus: dict[str, str] = field(default_factory=dict)
+    """CPU list of each NUMA node, by its number."""
+    own_addresses: list[str] = field(default_factory=list)
+    """What the machine's own name resolves to."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """What the names that were asked for resolve to; empty: to nothing."""
+    nccl_conf: dict[str, str] = field(default_factory=dict)
+    """NCCL's settings that stand in files, ``NCCL_ALGO`` to ``Tree (/etc/nccl.conf)``."""
+    nvidia_devices: int | None = None
+    """NVIDIA GPUs on the PCI bus, whether a driver serves them or not."""
+    gpu_files: list[str] = field(default_factory=list)
+    """Device files of GPUs, ``/dev/nvidia0``."""
+    nvidia_smi: str = ""
+    """Why ``nvidia-smi`` says nothing; empty where it answered, or is not installed."""
+    cuda_init: int | None = None
+    """What cuInit returned in a process of its own; None: there is no libcuda, or it did not return."""
+    cuda_devices: int | None = None
+    """GPUs that CUDA counts."""
+    cuda_library: str = ""
+    """The libcuda that is loaded."""
+    torch_cuda: str = ""
+    """CUDA that the installed torch was built for, ``13.0``; empty: none, or no torch."""
+    libraries: list[str] = field(default_factory=list)
+    """Libraries below LD_LIBRARY_PATH that torch brings itself: ``/usr/lib/x/libnccl.so.2``."""
+    user_site: str = ""
+    """Folder of the user's own packages."""
+    user_site_used: bool | None = None
+    """Whether the ranks' Python looks there."""
+    python_paths: list[str] = field(default_factory=list)
+    """Where the ranks' Python looks for packages, in order."""
+    exports: list[str] = field(default_factory=list)
+    """Folders of /etc/exports."""
+    probes: list[Probe] = field(default_factory=list)
+    files: list[FileMode] = field(default_factory=list)
+    slurm: dict[str, str] = field(default_factory=dict)
+    """What ``scontrol show config`` says, the keys that rules read."""
+    slurm_nodes: dict[str, str] = field(default_factory=dict)
+    """State and reason of each node that takes no jobs."""
+    slurm_silent: str = ""
+    """Why Slurm's controller says nothing; empty where it answered, or Slurm is not installed."""
+    uptime_s: float | None = None
+    """How long the kernel runs; times in its log count from its start."""
+    unread: list[str] = field(default_factory=list)
+    """What could not be looked at, and why."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form; :func:`from_dict` reads it."""
         return asdict(self)
 
 
-_PARTS: dict[str, Any] = {"gpus": Gpu, "nics": Nic, "rdma": RdmaPort, "mounts": Mount, "packages": Package}
+_PARTS: dict[str, Any] = {
+    "gpus": Gpu,
+    "nics": Nic,
+    "rdma": RdmaPort,
+    "mounts": Mount,
+    "packages": Package,
+    "probes": Probe,
+    "files": FileMode,
+}
 
 
 def from_dict(data: dict[str, Any]) -> HostFacts:
@@ -203,6 +290,13 @@ def from_dict(data: dict[str, Any]) -> HostFacts:
     if not isinstance(data, dict) or not isinstance(data.get("hostname"), str):
         raise ValueError("holds no facts of a machine: no hostname")
     known = {name: value for name, value in data.items() if name in HostFacts.__dataclass_fields__}
+    empty = vars(HostFacts(hostname=""))
+    for name, value in list(known.items()):
+        kind = type(empty[name])
+        if value is None and empty[name] is not None:
+            del known[name]
+        elif kind in (list, dict, str) and not isinstance(value, kind):
+            raise ValueError(f"{name}: {type(value).__name__}, not {kind.__name__}")
     for name, kind in _PARTS.items():
         items = known.get(name) or []
         try:

@@ -38,6 +38,15 @@ def log_file(folder: Path, node: int) -> Path:
     return folder / f"node-{node}.log"
 
 
+def asked_file(folder: Path) -> Path:
+    """Where it is there, the ranks are to save and stop: a warning that is not sent as a signal to every process of a step.
+
+    A container has processes that must outlive it: squashfuse, by which a rootless Apptainer mounts the image, ends with
+    SIGUSR1, and the ranks could not read a file of it any more while they save.
+    """
+    return folder / "asked"
+
+
 def record_file(folder: Path, node: int) -> Path:
     """How a node's part of the attempt ended."""
     return folder / f"node-{node}.json"
@@ -93,7 +102,7 @@ class Agent:
 
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the launcher; end it where its ranks are superseded or show no life."""
-        vitals = Vitals(self.folder, self.plan, self.node)
+        vitals, forward = Vitals(self.folder, self.plan, self.node), self._forward(child)
         alone_since: float | None = None
         while True:
             try:
@@ -106,6 +115,8 @@ class Agent:
             elif hung := vitals.look():
                 self.problems += hung
                 vitals.dump_stacks()
+            if signal.SIGUSR1 not in self.asked and asked_file(self.folder).exists():
+                forward(signal.SIGUSR1, None)
             if alone_since is None and self._peer_failed():
                 alone_since = time.monotonic()
             if self.problems or (alone_since is not None and time.monotonic() - alone_since > PEER_SECONDS):

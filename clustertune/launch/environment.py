@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -63,6 +63,7 @@ def environment(
     if not cpu_only:
         settings += _gpu_settings(cluster, several)
         settings += _caches(cluster.storage.scratch, job, traces)
+    settings = said(cluster, settings, cpu_only=cpu_only)
     settings.append(_omp_threads(cluster, ranks_per_node, cpus_per_node, present))
     return [
         *settings,
@@ -93,6 +94,19 @@ def sockets(network: Network, *, cpu_only: bool) -> list[Setting]:
         reason = "the adapters of the cluster file, exactly: without '=' NCCL takes every name that begins so"
         settings.append(Setting("NCCL_IB_HCA", f"={','.join(network.hca)}", reason))
     return settings
+
+
+def said(cluster: Cluster, derived: Sequence[Setting], *, cpu_only: bool) -> list[Setting]:
+    """``derived`` with what the cluster file says itself, which wins; without GPUs only gloo's, all others have no effect."""
+    own = {name: value for name, value in cluster.network.environment.items() if not cpu_only or name.startswith("GLOO_")}
+    settings = []
+    for setting in derived:
+        value = own.pop(setting.name, None)
+        if value is None or value == setting.value:
+            settings.append(setting)
+        else:
+            settings.append(Setting(setting.name, value, f"the cluster file says so, instead of {setting.value}"))
+    return [*settings, *(Setting(name, value, "the cluster file says so") for name, value in own.items())]
 
 
 def interface_settings(interface: str, *, cpu_only: bool) -> list[Setting]:

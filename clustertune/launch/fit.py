@@ -208,6 +208,8 @@ def total(parts: list[Part]) -> float:
 
 def smallest_nodes(resolved: Resolved, per_node: int, available: float) -> int | None:
     """The fewest nodes with ``per_node`` ranks each on which a rank's parts fit into ``available`` bytes; None: on none."""
+    if total(rank_parts(resolved, MOST_NODES * per_node, per_node)) > available:
+        return None  # what is not split does not shrink: no need to count up to there
     nodes = 1
     while nodes <= MOST_NODES and total(rank_parts(resolved, nodes * per_node, per_node)) > available:
         nodes += 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem
 
 INTERFACES = Path("/sys/class/net")
+HELP_SECONDS = 30.0
 
 
 def find_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[Problem]:
@@ -19,10 +21,17 @@ def find_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[Problem
     """
     host, found = os.uname().nodename, []
     runtime, image, interface = cluster.container.runtime, cluster.container.image, cluster.network.interface
-    if runtime != "none" and shutil.which(runtime) is None:
+    if runtime == "pyxis":
+        if not _has_pyxis():
+            fix = "have the plugin loaded (plugstack.conf, https://github.com/NVIDIA/pyxis), or runtime: apptainer"
+            text = f"srun of {host} knows no --container-image"
+            found.append(Problem(text, file=cluster.source, key="container.runtime", fix=fix))
+    elif runtime != "none" and shutil.which(cluster.container.command) is None:
         fix = "install it on every node, or container: {runtime: none} and an environment that all nodes see"
-        found.append(Problem(f"{host} has no {runtime}", file=cluster.source, key="container.runtime", fix=fix))
-    if runtime != "none" and image is not None and not Path(image).exists():
+        found.append(
+            Problem(f"{host} has no {cluster.container.command}", file=cluster.source, key="container.runtime", fix=fix)
+        )
+    if runtime != "none" and image is not None and not image.startswith("docker://") and not Path(image).exists():
         fix = "build it, or name the image that all nodes see"
         found.append(Problem(f"{host} has no {image}", file=cluster.source, key="container.image", fix=fix))
     if trains and nodes > 1 and interface and INTERFACES.is_dir() and not (INTERFACES / interface).exists():
@@ -31,3 +40,14 @@ def find_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[Problem
         text = f"{host} has no interface {interface} (it has {there})"
         found.append(Problem(text, file=cluster.source, key="network.interface", fix=fix))
     return found
+
+
+def _has_pyxis() -> bool:
+    """Whether srun lists the plugin's options; true where it cannot be asked: it says so itself then."""
+    try:
+        done = subprocess.run(
+            ["srun", "--help"], capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=HELP_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return "--container-image" in done.stdout + done.stderr

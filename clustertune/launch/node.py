@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,17 +24,27 @@ PATIENCE_SECONDS = 60.0
 INTERFACES = Path("/sys/class/net")
 
 
-def main(run_path: Path, attempt: int, node: int, *, quiet: bool) -> int:
+Around = Callable[[Path, Plan, int], contextlib.AbstractContextManager[None]]
+"""Given the run folder, the plan and the node: what has to be there while the node's ranks run, such as its staged copies."""
+
+
+def _nothing(_run_path: Path, _plan: Plan, _node: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around = _nothing) -> int:
     """Run node ``node`` of an attempt. Returns 0 where its ranks ended by themselves: their records say how.
 
-    Any other code tells the launcher that the other nodes have to be ended too.
+    ``around`` is entered before the nodes meet. Any other code tells the launcher that the other nodes have to be ended too.
     """
     folder = RunDir(run_path).attempt(attempt)
+    stack = contextlib.ExitStack()
     try:
         plan = _read_plan(folder)
         check_fence(run_path, attempt)
         _check_interface(plan, node)
         own = make_own_folder(plan.environment)
+        stack.enter_context(around(run_path, plan, node))
         address, port = _meet(run_path, folder, plan, node)
     except UserError as error:
         record = {
@@ -54,7 +65,8 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool) -> int:
     program = local.rank_program(run_path, attempt, quiet=quiet)
     command = local.accelerate_command(run, resolved, program, plan, node, address, port)
     try:
-        code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)
+        with stack:
+            code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)

@@ -18,17 +18,21 @@ END_SECONDS = 60.0
 
 
 def run_step(
-    command: Sequence[str], signals: list[int], still_mine: Callable[[], bool], failed: Callable[[], bool] = lambda: False
+    command: Sequence[str],
+    signals: list[int],
+    still_mine: Callable[[], bool],
+    failed: Callable[[], bool] = lambda: False,
+    ask: Callable[[], None] | None = None,
 ) -> int:
     """Run ``srun`` to its end. Returns its exit code; signals that came meanwhile are added to ``signals``.
 
     SIGUSR1 goes on through srun to every process of the step: measured on Slurm 22.05, also to those in sessions of their
     own. SIGTERM Slurm itself sends to all of them; where only the batch script got it, it is passed on as SIGUSR1, which
     asks for a save. ``failed`` tells whether a node has said that it failed: srun waits without end for the tasks of a node
-    that lost its power and came back before Slurm noticed.
+    that lost its power and came back before Slurm noticed. ``ask`` asks the ranks for a save in place of SIGUSR1 through srun.
     """
     child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=_in_srun)  # noqa: PLW1509 - libc only
-    previous = {number: signal.signal(number, _forward(child, signals)) for number in stop_signals()}
+    previous = {number: signal.signal(number, _forward(child, signals, ask)) for number in stop_signals()}
     since: float | None = None
     try:
         while True:
@@ -45,9 +49,13 @@ def run_step(
             signal.signal(number, handler)
 
 
-def _forward(child: subprocess.Popen[bytes], signals: list[int]) -> Any:
+def _forward(child: subprocess.Popen[bytes], signals: list[int], ask: Callable[[], None] | None) -> Any:
     def handle(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
+        if ask is not None:
+            with contextlib.suppress(OSError):  # a full disk: the signal then, which is better than nothing
+                ask()
+                return
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGUSR1)
 

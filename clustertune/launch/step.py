@@ -6,6 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from clustertune.config.cluster_schema import Cluster
+from clustertune.launch import container
+
 EXPORTED = (
     "PATH",
     "HOME",
@@ -35,15 +38,26 @@ def node_command(run_path: Path, attempt: int, *, quiet: bool = False, python: s
     return [python, "-m", "clustertune", *words]
 
 
-def srun_command(command: Sequence[str], *, nodes: int, cpus: int | None, gpus: bool, environ: Mapping[str, str]) -> list[str]:
+def srun_command(
+    command: Sequence[str],
+    *,
+    nodes: int,
+    cpus: int | None,
+    gpus: bool,
+    environ: Mapping[str, str],
+    options: Sequence[str] = (),
+    kept: Sequence[str] = EXPORTED,
+    added: Sequence[str] = (),
+) -> list[str]:
     """``srun`` of one task per node.
 
     ``--kill-on-bad-exit``: without it a failed node leaves the others waiting in a collective. ``--cpus-per-task``: srun
     takes it from sbatch no longer (Slurm 22.05), and would leave one core per node. ``--gpu-bind=none``: each rank sees all
     GPUs of its node, else NCCL finds no peer-to-peer path (NVIDIA/nccl#1066). ``--mem=0``: the step may use all that the
     job has. ``--overlap``: what is left of an attempt that a lost node cannot end does not hold off the next one.
+    ``options``: further ones; ``kept``: the variables that are exported where they are set, ``added``: ``NAME=value`` ones.
     """
-    exported = [name for name in EXPORTED if name in environ]
+    exported = [*(name for name in kept if name in environ), *added]
     return [
         "srun",
         f"--nodes={nodes}",
@@ -56,34 +70,49 @@ def srun_command(command: Sequence[str], *, nodes: int, cpus: int | None, gpus: 
         *(["--gpu-bind=none"] if gpus else []),
         "--unbuffered",
         f"--export={','.join(exported) or 'NIL'}",
+        *options,
         *command,
     ]
 
 
-def container_command(
-    command: Sequence[str], *, runtime: str, image: str | None, binds: Sequence[str], gpus: bool, repo: Path
+def in_step(
+    command: Sequence[str],
+    cluster: Cluster,
+    *,
+    binds: Sequence[str | Path],
+    nodes: int,
+    cpus: int | None,
+    gpus: bool,
+    environ: Mapping[str, str],
+    options: Sequence[str] = (),
 ) -> list[str]:
-    """``command`` inside the cluster's container; as it stands where there is none.
+    """``srun`` of ``command``, whose first word is this machine's Python, in the cluster's container if it has one.
 
-    ``--no-home`` and PYTHONNOUSERSITE: packages in ``~/.local`` would shadow the image's (Apptainer mounts the home folder).
-    The environment is not cleaned: srun exports an allow-list already, and the node learns from Slurm's variables which one
-    it is. The first word, this machine's Python, becomes the image's.
+    ``binds``: what it has to see beside the checkout and what the cluster file names. Raises UserError for what cannot be
+    bound.
     """
-    if runtime == "none":
-        return list(command)
-    assert image is not None
-    places = list(dict.fromkeys([str(repo), *binds]))
-    return [
-        runtime,
-        "exec",
-        *(["--nv"] if gpus else []),
-        "--no-home",
-        "--env",
-        "PYTHONNOUSERSITE=1",
-        "--pwd",
-        str(repo),
-        *(word for place in places for word in ("--bind", place)),
-        image,
-        "python3",
-        *command[1:],
-    ]
+    placed = container.place(command, cluster, binds=binds, gpus=gpus)
+    return srun_command(
+        placed.command,
+        nodes=nodes,
+        cpus=cpus,
+        gpus=gpus,
+        environ=environ,
+        options=[*options, *placed.options],
+        kept=placed.kept or EXPORTED,
+        added=placed.added,
+    )
+
+
+def on_first_node(
+    command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], host: str, gpus: bool, environ: Mapping[str, str]
+) -> list[str]:
+    """``command`` in the cluster's container on the node of the batch script, ``host``: what the other stages run in.
+
+    Pyxis is a part of srun: there it is a step of one task.
+    """
+    if cluster.container.runtime == "pyxis":
+        return in_step(
+            command, cluster, binds=binds, nodes=1, cpus=None, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
+        )
+    return list(container.place(command, cluster, binds=binds, gpus=gpus).command)

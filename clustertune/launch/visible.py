@@ -30,22 +30,32 @@ def filesystem(path: Path, mounts: str) -> tuple[str, str]:
     return best
 
 
+def shared_places(cluster: Cluster) -> list[str]:
+    """Where a cluster file says that all its machines see the same."""
+    storage = cluster.storage
+    mounted = [storage.shared, storage.pool.mount if storage.pool else None, *(brick.mount for brick in storage.bricks)]
+    return [place for place in mounted if place]
+
+
+def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
+    """Whether a folder lies on other machines' disks: by its kind of file system, or by the cluster file."""
+    return bool(_NETWORK.fullmatch(filesystem(path, mounts)[1])) or any(map(path.is_relative_to, shared_places(cluster)))
+
+
 def find_problems(places: Sequence[tuple[str, Path]], cluster: Cluster, host: str, mounts: str) -> list[Problem]:
     """Folders (with what they are) that other nodes of the cluster cannot see.
 
     Nothing is said where the cluster file does not tell what is shared, or where this machine is none of the cluster's, or
     its only one: what it has mounted tells nothing then.
     """
-    storage = cluster.storage
-    mounted = [storage.shared, storage.pool.mount if storage.pool else None, *(brick.mount for brick in storage.bricks)]
-    shared = [place for place in mounted if place]
+    shared = shared_places(cluster)
     if cluster.host(host) is None or len(cluster.nodes) < 2 or not shared:
         return []
     problems = []
     for what, path in places:
-        point, kind = filesystem(path, mounts)
-        if _NETWORK.fullmatch(kind) or any(path.is_relative_to(place) for place in shared):
+        if is_shared(path, cluster, mounts):
             continue
+        point, kind = filesystem(path, mounts)
         text = f"{what} lies on {kind} at {point} of this machine: the other nodes of {cluster.name} do not see it"
         fix = f"put it below {shared[0]}"
         problems.append(Problem(text, file=str(path), fix=fix))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from clustertune.errors import storage_error
 from clustertune.manifest import FileRecord, fsync_path, seal, write_durably
@@ -25,6 +25,14 @@ def _write_text(job: Job) -> dict[str, FileRecord]:
     return {name: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for name, data in texts.items()}
 
 
+def _own_version() -> str:
+    """A checkout that is mounted into a container is not installed there."""
+    try:
+        return version("clustertune")
+    except PackageNotFoundError:
+        return "a checkout"
+
+
 def _meta(job: Job) -> dict[str, object]:
     return {
         "inputs": job.inputs,
@@ -35,7 +43,7 @@ def _meta(job: Job) -> dict[str, object]:
         "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256},
         "tensors": {"all": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)},
         "shard_size": job.shard_size,
-        "versions": {"clustertune": version("clustertune"), "torch": version("torch")},
+        "versions": {"clustertune": _own_version(), "torch": version("torch")},
     }
 
 

@@ -47,6 +47,9 @@ def _date(text: str) -> str:
 
 
 Bandwidth = Annotated[Number, Field(ge=0, le=100_000)]
+Seconds = Annotated[Number, Field(ge=0)]
+Text = Annotated[str, Field(max_length=1000)]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p"]
 IsoDate = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_date)]
 
 
@@ -61,10 +64,30 @@ class Result(Strict):
 
     scope: Literal["intra", "inter", "world"]
     """``intra``: the GPUs of one node; ``inter``: several nodes; ``world``: all GPUs of all nodes."""
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    collective: Collective
     bytes: Positive
     algbw_gb_s: Bandwidth
     busbw_gb_s: Bandwidth
+    ranks: Positive | None = None
+    iterations: Positive | None = None
+    median_s: Seconds | None = None
+    spread: Seconds | None = None
+    """(95th - 5th percentile) / median."""
+    correct: bool | None = None
+
+
+class OfNode(Result):
+    """The same of one node by itself."""
+
+    scope: Literal["intra"] = "intra"
+    node: Text
+
+
+class OfPair(Result):
+    """The same between two nodes."""
+
+    scope: Literal["inter"] = "inter"
+    nodes: Annotated[list[Text], Field(min_length=2, max_length=2)]
 
 
 class CheckFile(Strict):
@@ -79,6 +102,24 @@ class CheckFile(Strict):
     transport: Annotated[str, Field(max_length=200)]
     """How the bytes went, as NCCL's log says it: ``NET/IB``, ``NET/Socket``, ``P2P/CUMEM``."""
     results: Annotated[list[Result], Field(min_length=1, max_length=10_000)]
+    backend_why: Text | None = None
+    interface: Text | None = None
+    hosts: list[Text] | None = None
+    seconds: Seconds | None = None
+    per_node: Annotated[list[OfNode], Field(max_length=1_000_000)] | None = None
+    per_pair: Annotated[list[OfPair], Field(max_length=1_000_000)] | None = None
+    p2p_probe: list[dict[str, Any]] | None = None
+    hung: list[dict[str, Any]] | None = None
+    left_out: list[dict[str, Any]] | None = None
+    problems: list[dict[str, Any]] | None = None
+    facts: list[dict[str, Any]] | None = None
+    software: list[dict[str, Any]] | None = None
+    environment: dict[str, str] | None = None
+    tune: dict[str, Any] | None = None
+    expected: dict[str, Any] | None = None
+    verdict: dict[str, Any] | None = None
+    """From ``backend_why`` on: what ``clustertune nccl-check`` adds for its own verdict and the report
+    (:mod:`clustertune.nccl_check.result`); a plan does not need it."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +179,15 @@ def read_measured(path: str | Path) -> Measured:
 
 def find_measured(cluster: Cluster) -> Measured | None:
     """The result that lies beside the cluster's file; None where there is none. Raises UserError where it cannot be read."""
+    path = beside(cluster)
+    return read_measured(path) if path is not None and path.is_file() else None
+
+
+def beside(cluster: Cluster) -> Path | None:
+    """Where the result of a cluster lies, whether there is one or not; None where the cluster was found by looking."""
     file = Path(cluster.source)
     folder = CLUSTERS if cluster.source == f"ops/clusters/{file.name}" else file.parent
-    path = folder / f"{file.stem}{SUFFIX}"
-    return read_measured(path) if file.suffix in (".yaml", ".yml") and path.is_file() else None
+    return folder / f"{file.stem}{SUFFIX}" if file.suffix in (".yaml", ".yml") else None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -172,7 +218,7 @@ def _contradictions(check: CheckFile) -> Iterator[Found]:
             yield (*at, "scope"), "inter, while nodes is 1", "run the check on several nodes"
         if item.scope == "intra" and check.gpus_per_node == 1:
             yield (*at, "scope"), "intra, while gpus_per_node is 1", "there is no link inside a node"
-        if item.collective != "all_reduce" and item.busbw_gb_s > ROUNDED * item.algbw_gb_s:
+        if item.collective in ("all_gather", "reduce_scatter") and item.busbw_gb_s > ROUNDED * item.algbw_gb_s:
             message = (
                 f"{item.busbw_gb_s:g} exceeds algbw_gb_s {item.algbw_gb_s:g}: of a {item.collective} it is (n - 1) / n of it"
             )

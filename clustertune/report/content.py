@@ -221,7 +221,7 @@ def derived_rows(resolved: Any) -> list[Row]:
 
 
 def environment_rows(run: Mapping[str, Any]) -> list[Row]:
-    """Distribution, hardware, versions, commit and command."""
+    """Distribution, hardware, versions, image, commit and command."""
     rows = [[f"distributed {key}", plain(value)] for key, value in flatten(run.get("distributed"))]
     rows += [[f"accelerate {key}", plain(value)] for key, value in flatten(get(run, "recipe", "accelerate"))]
     rows += [[f"host {key}", plain(value)] for key, value in flatten(run.get("host"))]
@@ -229,6 +229,7 @@ def environment_rows(run: Mapping[str, Any]) -> list[Row]:
     if commit:
         rows.append(["git commit", f"{commit}{' with uncommitted changes' if get(run, 'git', 'dirty') else ''}"])
     rows += [[name, plain(value)] for name, value in flatten(run.get("versions"))]
+    rows += [[f"container {key}", plain(value)] for key, value in flatten(run.get("container"))]
     command = run.get("command")
     if isinstance(command, list):
         rows.append(["command", " ".join(map(str, command))])

@@ -10,7 +10,7 @@ from typing import Any
 from clustertune.console import say
 from clustertune.errors import UserError, storage_error
 from clustertune.manifest import MANIFEST, write_durably
-from clustertune.report import content, plots
+from clustertune.report import content, nccl, plots
 from clustertune.report.format import duration, percent, plain
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
@@ -85,6 +85,7 @@ def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[st
         "plots": _draw_training(metrics, restarts),
         "restarts": restarts,
         "ifeval": scored,
+        "nccl": nccl.section(run.path, document.get("cluster")),
         "stages": _stages(stages),
         "attempts": content.attempt_rows(metrics),
         "checkpoints": content.checkpoint_rows(metrics, _present(run)),

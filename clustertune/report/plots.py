@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +138,36 @@ def draw_dots(name: str, labels: Sequence[str], values: Sequence[float], notes: 
         axes.set_xlim(low - width * 0.06, high + width * 0.22)
         for place, note in enumerate(notes):
             axes.text(values[place] + width * 0.025, place, note, va="center", fontsize=9)
+        return _to_svg(figure, name)
+
+
+def draw_sizes(
+    name: str,
+    series: Sequence[tuple[str, Sequence[tuple[int, float]]]],
+    *,
+    unit: str,
+    nominal: float | None,
+    show: Callable[[int], str],
+) -> str:
+    """Values over sizes in bytes, both scales logarithmic, a line for each of up to five series; the nominal value across.
+
+    ``show`` words a size. Values of 0 are gaps: a logarithmic scale has no place for them.
+    """
+    styles = ((FIRST, "-"), (SECOND, "-"), (STRONG, "-"), (WARN, "--"), (INK, ":"))
+    with _figure((11.4, 3.4)) as (figure, axes):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for (label, points), (colour, line) in zip(series, styles, strict=False):
+            values = [value if value > 0 else math.nan for _, value in points]
+            axes.plot([size for size, _ in points], values, line, color=colour, label=label, marker="o", markersize=3.5)
+        if nominal is not None and nominal > 0:
+            axes.axhline(nominal, color=INK, linewidth=1.1, linestyle=(0, (6, 3)), label=f"nominal {nominal:.4g}")
+        sizes = sorted({size for _, points in series for size, _ in points})
+        shown = sizes[:: max(1, len(sizes) // 8)]
+        axes.set_xticks(shown, [show(size) for size in shown])
+        axes.minorticks_off()
+        axes.set_title(unit, loc="left", fontsize=9, pad=7)
+        axes.legend(loc="lower right", ncols=3, handlelength=2.2)
         return _to_svg(figure, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,18 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
         notes.append(f"attn_implementation sdpa: {model['attn_implementation']} needs a GPU")
         values["model_init_kwargs"] = {**model, "attn_implementation": "sdpa"}
     return TrainArguments(values, notes)
+
+
+_OLDER = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+"""What the reference's TRL and transformers (containers/reference.lock) call some arguments."""
+
+
+def spelt(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The arguments by the names that the installed ``SFTConfig`` has (``known``)."""
+    return {_OLDER[key] if key not in known and _OLDER.get(key) in known else key: value for key, value in values.items()}
 
 
 def check_packages(train_args: Mapping[str, Any]) -> None:

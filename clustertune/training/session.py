@@ -93,7 +93,7 @@ class Session:
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
-        args = SFTConfig(output_dir=str(run_path), **values)
+        args = SFTConfig(output_dir=str(run_path), **build.spelt(values, SFTConfig.__dataclass_fields__))
         group = Group()
         check_world(group, resolved.world_size, attempt.plan)
         session = cls(run_path, resolved, attempt, args, group, [*notes, *fitted.notes], {})

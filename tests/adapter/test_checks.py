@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pathlib
 import pickle
 import shutil
 from pathlib import Path
@@ -203,6 +205,31 @@ def test_torch_itself_would_run_the_hostile_index(make_checkpoint: Maker, tmp_pa
     with pytest.raises(AttributeError):
         torch.distributed.checkpoint.FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata()
     assert canary.exists()
+
+
+def test_the_index_of_debians_python_is_read(make_checkpoint: Maker, tmp_path: Path) -> None:
+    """Python 3.11.2 writes an enumeration's member as getattr(CLASS, NAME), where later ones write CLASS(value)."""
+    path = make_checkpoint() / "pytorch_model_fsdp_0" / ".metadata"
+    index = pickle.loads(path.read_bytes())  # noqa: S301 - made by the fixture
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (encoding, value.name)) if type(value) is encoding else NotImplemented
+
+    out = io.BytesIO()
+    ByName(out, protocol=pickle.HIGHEST_PROTOCOL).dump(index)
+    assert b"getattr" in out.getvalue()
+    assert shards._IndexUnpickler(io.BytesIO(out.getvalue())).load() == index
+
+
+@pytest.mark.parametrize("owner", [os, pathlib.Path, torch.Size])
+def test_no_other_attribute_is_read(owner: Any) -> None:
+    """getattr(os, "system") would be the whole attack."""
+    with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
+        shards._member(owner, "__init__")
+    with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
+        shards._member(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING, "__class__")
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"cos\nsystem\n.", b"<html>", b"\x80\x04]."])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from clustertune.doctor.directives import read_header
 from clustertune.doctor.finding import RULES
 from clustertune.doctor.sbatch import lint
 from clustertune.front import run_command
-from tests import tree
+from tests.doctor import bare
 from tests.doctor.test_rules import CASES
 
 REPO = Path(__file__).resolve().parents[2]
@@ -77,23 +76,11 @@ def test_case_scripts_cut_anywhere_are_taken() -> None:
 # --- a bare Python -----------------------------------------------------------------------------------------------------
 
 
-def doctor_sources() -> dict[str, str]:
-    """The files that ``python3 -m clustertune.doctor.sbatch`` reads."""
-    return {path: text for path, text in tree.sources("clustertune/").items() if path.startswith("clustertune/doctor/")}
-
-
 def test_the_lint_needs_only_the_standard_library_of_python_3_8() -> None:
-    """Login nodes have the system's Python and nothing else. Checked by grammar and imports: no 3.8 is at hand."""
-    sources = {**doctor_sources(), "clustertune/__init__.py": (REPO / "clustertune/__init__.py").read_text(encoding="utf-8")}
+    """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
+    sources = bare.closure("clustertune/doctor/sbatch.py")
     assert len(sources) > 8
-    for path, text in sources.items():
-        module = ast.parse(text, path, feature_version=(3, 8))
-        for node in ast.walk(module):
-            names = [n.name for n in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                assert name.startswith("clustertune.doctor") or name.split(".")[0] in sys.stdlib_module_names, f"{path}: {name}"
-        assert not re.search(r"\.remove(prefix|suffix)\(|\bstrict=|\bslots=|\bkw_only=|\bcache\b|\bmatch \w+:", text), path
+    assert bare.faults(sources) == []
 
 
 def test_it_runs_without_any_package(tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ def test_a_stop_signal_reaches_the_ranks_and_not_the_launcher(tmp_path: Path, nu
     assert judge(agent.folder, agent.plan) == Outcome(ExitCode.AGAIN, asked=True)
 
 
+def test_a_warning_may_come_as_a_file(tmp_path: Path) -> None:
+    """In a container a signal to every process of the step would end the one by which the image is read. Once is enough."""
+    agent = agent_of(tmp_path)
+    when(filled(agent.folder / "rank-0.pid"), agents.asked_file(agent.folder).touch)
+    code = agent.run([sys.executable, "-c", RANK, str(agent.folder)], quiet=True)
+    assert code is ExitCode.OK and agents.rank_record(agent.folder, 0)["code"] == 75
+    assert agents.node_record(agent.folder, 0)["asked"] == ["SIGUSR1"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_stop_before_the_first_rank_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
     agent = agent_of(tmp_path, ranks=2)

@@ -176,3 +176,22 @@ def test_the_route_to_an_address_is_the_kernels(address: str, interface: str | N
 def test_no_route_is_none() -> None:
     assert route_interface("10.0.0.1", "") is None
     assert route_interface("10.0.0.1", "Iface\nrubbish\neth0 x y z 0 0 0 w\n") is None
+
+
+# --- what the cluster file says itself ---------------------------------------------------------------------------------
+
+
+def test_the_cluster_file_wins_and_it_is_told(cluster: Cluster) -> None:
+    """What nccl-check --tune found takes the place of what is derived, each variable once; without GPUs only gloo's counts."""
+    own = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "4", "NCCL_MIN_NCHANNELS": "8", "GLOO_SOCKET_IFNAME": "eth9"}
+    file = with_network(cluster, environment=own)
+    assert values(file).items() >= own.items()
+    found = environment(file, world_size=16, ranks_per_node=8, cpus_per_node=256, job="1", cpu_only=False)
+    reasons = {setting.name: setting.reason for setting in found if "the cluster file says so" in setting.reason}
+    assert reasons == {
+        "NCCL_SOCKET_NTHREADS": "the cluster file says so, instead of 4",
+        "NCCL_MIN_NCHANNELS": "the cluster file says so",
+        "GLOO_SOCKET_IFNAME": "the cluster file says so, instead of bond0",
+    }
+    on_cpus = values(file, cpu_only=True)
+    assert on_cpus["GLOO_SOCKET_IFNAME"] == "eth9" and not [name for name in on_cpus if name.startswith("NCCL_")]

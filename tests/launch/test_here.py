@@ -39,3 +39,16 @@ def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = tmp_path / "apptainer"
     program.touch(mode=0o755)
     assert here.find_problems(cluster, nodes=1, trains=False) == []
+    cluster = machine(container={"runtime": "apptainer", "image": str(image), "program": str(tmp_path / "elsewhere/apptainer")})
+    assert "elsewhere/apptainer" in here.find_problems(cluster, nodes=1, trains=False)[0].message
+
+
+def test_pyxis_is_looked_for_in_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the plugin srun ends with "unrecognized option", after the preparation; a registry's image is no file."""
+    cluster = machine(container={"runtime": "pyxis", "image": "docker://a/b@sha256:" + "a" * 64})
+    srun = tmp_path / "srun"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for text, keys in (("--container-image=x", []), ("--nodes=N", ["container.runtime"])):
+        srun.write_text(f"#!/bin/sh\necho '{text}'\n")
+        srun.chmod(0o755)
+        assert [problem.key for problem in here.find_problems(cluster, nodes=1, trains=False)] == keys

@@ -43,19 +43,6 @@ def test_which_node_it_is_the_node_finds_out(tmp_path: Path) -> None:
     assert not any("SLURM" in word or "$" in word for word in [*words, *command()])
 
 
-def test_the_container_sees_the_checkout_and_the_run(tmp_path: Path) -> None:
-    inner = step.node_command(tmp_path, 1)
-    assert step.container_command(inner, runtime="none", image=None, binds=[], gpus=True, repo=tmp_path) == inner
-    words = step.container_command(
-        inner, runtime="apptainer", image="/pool/train.sif", binds=["/pool", "/pool"], gpus=True, repo=Path("/shared/repo")
-    )
-    assert words[:3] == ["apptainer", "exec", "--nv"] and "--no-home" in words
-    assert [words[at + 1] for at, word in enumerate(words) if word == "--bind"] == ["/shared/repo", "/pool"]
-    assert words[words.index("/pool/train.sif") + 1 :] == ["python3", *inner[1:]]
-    bare = step.container_command(inner, runtime="apptainer", image="x.sif", binds=[], gpus=False, repo=tmp_path)
-    assert "--nv" not in bare
-
-
 STEP = """
 import signal, sys, time
 from pathlib import Path
@@ -83,6 +70,28 @@ def test_a_warning_reaches_the_step(tmp_path: Path) -> None:
         signals: list[int] = []
         assert srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: True) == 0
         assert mark.read_text() == "SIGUSR1" and signals == [number]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_warning_may_take_another_way_than_the_signal(tmp_path: Path, fails: bool) -> None:
+    """And takes the signal where that fails."""
+    mark = tmp_path / "mark"
+    main = threading.main_thread().ident or 0
+
+    def warn() -> None:
+        while not Path(f"{mark}.up").exists():
+            time.sleep(0.02)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    def ask() -> None:
+        if fails:
+            raise OSError(28, "No space left on device")
+        mark.write_text("asked")
+
+    threading.Thread(target=warn, daemon=True).start()
+    signals: list[int] = []
+    srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: not mark.exists(), ask=ask)
+    assert mark.read_text() == ("SIGUSR1" if fails else "asked") and signals == [signal.SIGUSR1]
 
 
 def test_a_step_is_left_when_a_later_start_has_taken_over(tmp_path: Path) -> None:

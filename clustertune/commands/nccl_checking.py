@@ -1,0 +1,400 @@
+"""What ``clustertune nccl-check`` does with its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from clustertune import console, health
+from clustertune.arguments import path_argument
+from clustertune.config.load import did_you_mean
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.process import Stopped
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+    from clustertune.nccl_check.check import Options
+    from clustertune.nccl_check.place import Place
+
+LARGEST_LOG = 256 << 20
+GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
+JOIN_SECONDS = 900.0
+"""How long a node that was started by hand waits for the first one."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    files: list[str] | None
+    logs: bool
+    cluster: str | None
+    seconds: float | None
+    smallest: str
+    largest: str | None
+    factor: int
+    iterations: int
+    warmup: int
+    collectives: str | None
+    scopes: str | None
+    backend: str
+    ranks: int | None
+    nodes: int | None
+    node_rank: int | None
+    out: Path | None
+    save: bool
+    tune: bool
+    submit: bool
+    time: str | None
+    dry_run: bool
+    as_json: bool
+
+
+def answer(asked: Asked) -> int:
+    """Do what was asked. Returns the exit code. Raises UserError."""
+    from clustertune.config.cluster import load_cluster
+
+    check_usage(asked)
+    if asked.logs:
+        return _judge_logs(asked)
+    cluster = load_cluster(asked.cluster)
+    if asked.node_rank:
+        return _join(asked, cluster)
+    place, options = _place(asked, cluster)
+    if asked.dry_run:
+        _show(place, options, asked)
+        return 0
+    return _check(asked, cluster, place, options)
+
+
+def check_usage(asked: Asked) -> None:
+    """Raise UserError with everything that is wrong with the command line."""
+    if problems := list(_usage(asked)):
+        raise UserError(problems)
+
+
+def _usage(asked: Asked) -> Iterator[Problem]:
+    from clustertune.nccl_check.result import COLLECTIVES, SCOPES
+    from clustertune.nccl_check.sizes import parse_size
+
+    def wrong(key: str, text: str, fix: str) -> Problem:
+        return Problem(text, file="command line", key=key, fix=fix)
+
+    if asked.logs and not asked.files:
+        yield wrong("--logs", "no file was given", "clustertune nccl-check --logs FILE...")
+    if asked.files and not asked.logs:
+        yield wrong("FILE", f"{asked.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
+    for key, text, known in (("--collectives", asked.collectives, COLLECTIVES), ("--scopes", asked.scopes, SCOPES)):
+        for word in text.split(",") if text is not None else []:
+            if word not in known:
+                yield wrong(key, f"{word!r} is none of {', '.join(known)}", did_you_mean(word, known) or "name some of them")
+    if asked.backend not in ("auto", "nccl", "gloo"):
+        yield wrong("--backend", f"{asked.backend!r} is no backend", "auto, nccl or gloo")
+    sizes = {}
+    for key, text in (("--min", asked.smallest), ("--max", asked.largest)):
+        try:
+            sizes[key] = parse_size(text) if text is not None else None
+        except ValueError as error:
+            yield wrong(key, str(error), "write 1K, 64M or 1G")
+    if (sizes.get("--max") or 1 << 60) < (sizes.get("--min") or 0):
+        yield wrong("--min", f"{asked.smallest} is more than --max {asked.largest}", "the smallest comes first")
+    yield from (wrong(*words) for words in _lonely(asked))
+
+
+def _lonely(asked: Asked) -> Iterator[tuple[str, str, str]]:
+    """Options that mean nothing without another, or beside it: key, what is wrong, what to do."""
+    if asked.node_rank is not None and asked.out is None:
+        yield "--out", "the nodes meet in a folder that all see", "give the same new --out DIR to all"
+    if asked.submit and asked.node_rank is not None:
+        yield "--submit", "a job knows its nodes", "leave --node-rank out"
+    if asked.time is not None and not asked.submit:
+        yield "--time", "is read only with --submit", "--seconds limits the check itself"
+    if asked.nodes is not None and not asked.submit and asked.node_rank is None:
+        yield "--nodes", "is read only with --submit or --node-rank", "inside a job all its nodes are measured"
+
+
+# --- recorded logs -----------------------------------------------------------------------------------------------------
+
+
+def _judge_logs(asked: Asked) -> int:
+    from clustertune.nccl_check import check
+    from clustertune.nccl_check.result import SCHEMA
+    from clustertune.nccl_check.table import verdict
+
+    texts, problems = {}, []
+    for file in asked.files or []:
+        try:
+            path = path_argument(file)
+            with path.open("rb") as source:
+                texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
+        except UserError as error:
+            problems += error.problems
+        except OSError as error:
+            problems += storage_error(error, "cannot be read", file).problems
+    if problems:
+        raise UserError(problems)
+    document: dict[str, Any] = {"schema": SCHEMA}
+    if asked.cluster is not None:
+        from clustertune.config.cluster import load_cluster
+        from clustertune.nccl_check.expected import expected
+
+        document["expected"] = expected(load_cluster(asked.cluster))
+    findings, told = check.verdict(document, texts)
+    if asked.as_json:
+        emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": told})
+    else:
+        verdict(told, console.stderr)
+    return health.exit_code(findings)
+
+
+# --- where and what ----------------------------------------------------------------------------------------------------
+
+
+def _place(asked: Asked, cluster: Cluster) -> tuple[Place, Options]:
+    """Where it runs and what it measures. Raises UserError."""
+    from clustertune.chain import visible_gpus
+    from clustertune.launch import allocation
+    from clustertune.nccl_check.place import Here, Nodes
+
+    if asked.node_rank is not None:
+        hosts = cluster.compute_nodes[: asked.nodes]
+        if asked.nodes is not None and asked.nodes > len(hosts):
+            text = f"{asked.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
+            raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
+        here = Here(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
+        return here, _options(asked, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
+    if os.environ.get("SLURM_JOB_ID"):
+        from clustertune.job import has_gpus
+        from clustertune.launch.here import find_problems
+
+        given = allocation.read()
+        if problems := find_problems(cluster, nodes=len(given.nodes), trains=True):
+            raise UserError(problems)
+        gpus = given.gpus_per_node if has_gpus() else 0
+        cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
+        nodes = Nodes(given, cluster, bool(given.gpus_per_node), os.environ)
+        where = "step" if cluster.container.runtime == "none" else "container+step"
+        return nodes, _options(asked, gpus, cpus, len(given.nodes), where)
+    name = platform.node() or "here"
+    if asked.cluster is not None and cluster.nodes and cluster.host(name) is None:
+        say(f"warning: {name} is no node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
+    options = _options(asked, visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
+    return Here((name,), ("127.0.0.1",), cluster), options
+
+
+def _options(asked: Asked, gpus: int, cpus: int, nodes: int, where: str) -> Options:
+    """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
+    from clustertune.nccl_check import check
+    from clustertune.nccl_check.result import COLLECTIVES, SCOPES
+    from clustertune.nccl_check.sizes import parse_size
+
+    backend, why, ranks = _backend(asked, gpus, nodes)
+    options = check.Options(
+        backend=backend,
+        backend_why=why,
+        ranks_per_node=ranks,
+        cpus_per_node=cpus,
+        seconds=asked.seconds or (GPU_SECONDS if backend == "nccl" else CPU_SECONDS),
+        smallest=parse_size(asked.smallest),
+        largest=parse_size(asked.largest) if asked.largest else check.largest_for(backend, nodes),
+        factor=asked.factor,
+        iterations=asked.iterations,
+        warmup=asked.warmup,
+        # In their own order, which is that of importance.
+        collectives=tuple(name for name in COLLECTIVES if asked.collectives is None or name in asked.collectives.split(",")),
+        scopes=tuple(name for name in SCOPES if asked.scopes is None or name in asked.scopes.split(",")),
+        place=where,
+    )
+    if options.largest < options.smallest:
+        text = f"{asked.smallest} is more than the {options.largest} bytes that are the largest of {backend} here"
+        raise UserError(Problem(text, file="command line", key="--min", fix="give --max, too"))
+    return options
+
+
+def _backend(asked: Asked, gpus: int, nodes: int) -> tuple[str, str, int]:
+    """Backend, the reason for it, and the ranks of a node."""
+    world = (asked.ranks or gpus) * nodes
+    if asked.backend == "nccl" or (asked.backend == "auto" and gpus and world > 1):
+        each = asked.ranks or gpus
+        problem = None
+        if not gpus:
+            text = "this machine has no GPU that NCCL could use"
+            problem = Problem(text, file="command line", key="--backend", fix="--backend gloo")
+        elif each > gpus:
+            problem = Problem(f"{each} ranks for {gpus} GPUs", file="command line", key="--ranks", fix=f"at most {gpus}")
+        elif each * nodes < 2:
+            fix = "--backend gloo measures CPUs; several nodes, or a node of several GPUs, have links"
+            problem = Problem("one GPU has no peer: there is no link to measure", file="command line", key="--backend", fix=fix)
+        if problem:
+            raise UserError(problem)
+        return "nccl", f"{each} of {gpus} GPUs" if each != gpus else f"{gpus} GPUs", each
+    each = asked.ranks or (1 if nodes > 1 else 2)
+    if each * nodes < 2:
+        raise UserError(Problem("one rank has no peer", file="command line", key="--ranks", fix="--ranks 2"))
+    if asked.backend == "gloo" and gpus:
+        return "gloo", "asked for", each
+    return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
+
+
+def new_folder(asked: Asked, cluster: Cluster) -> Path:
+    """A new folder. Raises UserError where ``--out`` holds a check already."""
+    from clustertune.nccl_check.check import RESULT
+    from clustertune.nccl_check.place import round_folder
+
+    if asked.out is None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        return Path("runs", "nccl-check", f"{cluster.name}-{now}-{os.getpid()}").absolute()
+    path = asked.out.absolute()
+    if path.exists() and not path.is_dir():
+        raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))
+    if (path / RESULT).exists() or round_folder(path, 1).exists():
+        raise UserError(Problem("holds a check already", file=str(path), key="--out", fix="give a new folder"))
+    return path
+
+
+# --- what is done ------------------------------------------------------------------------------------------------------
+
+
+def _check(asked: Asked, cluster: Cluster, place: Place, options: Options) -> int:
+    from clustertune.nccl_check import check, gather, table, tune
+    from clustertune.nccl_check.place import finish
+    from clustertune.plan.measured import beside
+
+    folder, began = new_folder(asked, cluster), time.monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        said = f"{options.backend} on {', '.join(place.hosts[:4])}{' ...' if len(place.hosts) > 4 else ''}"
+        say(
+            f"{said}: {options.seconds:g} s of measuring, over after {options.seconds + check.MARGIN_SECONDS:g} s at the latest"
+        )
+        with _progress(options.seconds) as tick:
+            rounds = check.measure(place, options, folder, say, tick)
+        found = check.document(place, options, rounds, time.monotonic() - began)
+        if asked.tune:
+            with _progress(options.seconds) as tick:
+                first = len(rounds) + 1
+                found["tune"] = tune.tune(place, options, found, folder, first, options.seconds, say, tick)
+        findings = check.judge(found, cluster, gather.logs(rounds[0]))
+        check.write(found, folder / check.RESULT)
+    except OSError as error:
+        raise storage_error(error, "cannot hold the check", error.filename or folder) from None
+    except Stopped as stopped:
+        fix = "what was measured lies there; run it again, where --out was given with another one"
+        raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
+    finally:
+        with contextlib.suppress(OSError):
+            finish(place, folder)
+    if asked.as_json:
+        emit_json(found)
+    else:
+        table.render(found, console.stderr)
+    file = cluster.source if beside(cluster) else None
+    for line in tune.lines(found["tune"], cluster, file) if asked.tune else []:
+        say(line)
+    say(f"result: {folder / check.RESULT}")
+    _keep(asked, cluster, found)
+    return health.exit_code(findings)
+
+
+def _keep(asked: Asked, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Keep the result for plans: where that was asked for, or where it is one of the cluster that was named."""
+    from clustertune.nccl_check import check
+
+    if not asked.save and (asked.cluster is None or check.not_kept(found, cluster)):
+        return
+    try:
+        say(f"kept for plan: {check.keep(found, cluster)}")
+    except OSError as error:
+        known = storage_error(error, "the result could not be kept", error.filename or cluster.source)
+        if asked.save:
+            raise known from None
+        say(f"note: {known.problems[0]}")
+
+
+@contextmanager
+def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
+    """A bar over the time limit, with what is measured now; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from clustertune.nccl_check.gather import progress
+
+    if not console.stderr.is_terminal:
+        yield lambda _folder: None
+        return
+    began = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("of {task.total:.0f} s at most"))
+    with Progress(*columns, console=console.stderr, transient=True) as bar:
+        task = bar.add_task("start", total=seconds)
+
+        def tick(folder: Path) -> None:
+            count, now = progress(folder)
+            bar.update(task, description=f"{now}, {count} measured", completed=min(seconds, time.monotonic() - began))
+
+        yield tick
+
+
+def _join(asked: Asked, cluster: Cluster) -> int:
+    """Another node than the first: it measures, the first one judges."""
+    from clustertune.nccl_check.check import RESULT
+    from clustertune.nccl_check.place import join
+    from clustertune.nccl_check.setup import END
+
+    assert asked.node_rank is not None
+    assert asked.out is not None
+    hosts, folder = cluster.compute_nodes[: asked.nodes], asked.out.absolute()
+    if asked.node_rank >= len(hosts):
+        text = f"there is no node {asked.node_rank} of {len(hosts)}: they are counted from 0"
+        raise UserError(Problem(text, file="command line", key="--node-rank"))
+    if (folder / END).exists() or (folder / RESULT).exists():
+        raise UserError(Problem("holds a check that is over", file=str(folder), key="--out", fix="give a new folder to all"))
+    try:
+        rounds = join(folder, asked.node_rank, JOIN_SECONDS)
+    except TimeoutError as error:
+        fix = "is --out a folder that all nodes see, and the call with --node-rank 0 alive?"
+        raise UserError(Problem(str(error), file=str(folder), fix=fix), ExitCode.AGAIN) from None
+    except OSError as error:
+        raise storage_error(error, "cannot hold the check", error.filename or folder) from None
+    if asked.as_json:
+        emit_json({"node": asked.node_rank, "rounds": rounds})
+    say(f"node {asked.node_rank}: over after {rounds} round(s); node 0 has the result")
+    return 0
+
+
+def _show(place: Place, options: Options, asked: Asked) -> None:
+    """What would be run: hosts, environment, command, sizes."""
+    from clustertune.nccl_check import check
+    from clustertune.nccl_check.node import DEBUG
+    from clustertune.nccl_check.place import round_folder
+    from clustertune.nccl_check.schedule import shapes
+
+    setup = check.make_setup(place, options)
+    folder = new_folder(replace(asked, out=asked.out or Path("runs", "nccl-check", "NEW")), place.cluster)
+    command = place.command(round_folder(folder, 1))
+    debug = DEBUG if options.backend == "nccl" else {}
+    if asked.as_json:
+        emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
+        return
+    lines = [
+        f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(place.hosts)}",
+        f"scopes {', '.join(shapes(setup))}; collectives {', '.join(setup.collectives)}",
+        f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
+        f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "
+        f"{setup.seconds:g} s of measuring, over after {setup.seconds + check.MARGIN_SECONDS:g} s at the latest",
+        "# environment of every rank",
+        *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
+        f"$ {shlex.join(command)}",
+    ]
+    for line in lines:
+        typer.echo(line)

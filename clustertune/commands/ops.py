@@ -1,0 +1,224 @@
+"""``clustertune ops``: set up the machines of a cluster file. ``ops storage``: bricks, exports, mounts, pool of one node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_argument
+from clustertune.commands import ops_slurm
+from clustertune.console import emit_json, escape, say
+from clustertune.errors import ExitCode, Problem, UserError
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+
+ops_app = typer.Typer(no_args_is_help=True, help="Set up the machines of a cluster file.")
+storage_app = typer.Typer(no_args_is_help=True, help="Bricks, exports, mounts and the pool of one node.")
+ops_app.add_typer(storage_app, name="storage")
+ops_slurm.add(ops_app)
+
+NodeOption = Annotated[
+    str | None, typer.Option("--node", metavar="NAME", help="A machine of the file; without it this one.", show_default=False)
+]
+RootOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--root", metavar="DIR", parser=path_argument, help="A tree (an image) instead of this machine; runs no commands."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace our block in a file even where somebody edited it by hand.")]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the group."""
+    app.add_typer(ops_app, name="ops")
+
+
+@ops_app.callback()
+def _group() -> None:
+    """Set up the machines of a cluster file."""
+
+
+def node_name(cluster: Cluster, node: str | None) -> str:
+    """The machine that is meant: ``--node``, else this one. Raises UserError where the file does not name it."""
+    host = cluster.host(node or socket.gethostname())
+    if host:
+        return host.name
+    from clustertune.config.load import did_you_mean
+
+    names = [other.name for other in cluster.nodes]
+    if node is None:
+        message, fix = f"this machine, {socket.gethostname()}, is not in {cluster.source}", f"name one: {', '.join(names[:5])}"
+    else:
+        message, fix = f"{cluster.name} has no machine {node[:80]!r}", did_you_mean(node, names) or f"{', '.join(names[:5])}"
+    raise UserError(Problem(message, file="command line", key="--node", fix=fix))
+
+
+def is_here(cluster: Cluster, node: str) -> bool:
+    """Whether ``node`` is this machine."""
+    here = cluster.host(socket.gethostname())
+    return here is not None and here.name == node
+
+
+def require_here(cluster: Cluster, node: str) -> None:
+    """Raise UserError unless ``node`` is this machine: its files are written, its mounts are looked at."""
+    if not is_here(cluster, node):
+        message = f"this machine is {socket.gethostname()}, not {node}"
+        raise UserError(
+            Problem(message, file="command line", key="--node", fix=f"run it on {node}, or into a tree: --root DIR")
+        )
+
+
+@contextlib.contextmanager
+def place(cluster: Cluster, node: str, root: Path | None) -> Iterator[Path]:
+    """What a plan compares with: the tree that was given, this machine, or for another machine one that has nothing."""
+    from clustertune.ops.files import NODE
+    from clustertune.ops.storage.plan import empty_tree
+
+    if root is not None:
+        yield existing_folder(root, "a node's tree").resolve()
+    elif is_here(cluster, node):
+        yield NODE
+    else:
+        say(f"note: this machine is {socket.gethostname()}: what follows is the whole of a {node} that has nothing yet")
+        with empty_tree() as empty:
+            yield Path(empty)
+
+
+@storage_app.command()
+def plan(
+    cluster: ClusterOption = None,
+    node: NodeOption = None,
+    root: RootOption = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what apply would change: a diff of each file, then the commands.
+
+    Exit 0: nothing to do; 1: there is; 2: something stands in the way.
+    """
+    _plan(cluster, node, root, force, as_json)
+
+
+def _plan(cluster: str | None, node: str | None, root: Path | None, force: bool, as_json: bool) -> None:
+    from clustertune.config.cluster import load_cluster
+    from clustertune.ops.storage.plan import make_plan, words
+
+    found = load_cluster(cluster)
+    name = node_name(found, node)
+    with place(found, name, root) as where:
+        made = make_plan(found, name, where, force=force)
+        if as_json:
+            emit_json(made.as_dict())
+        for line in words(made) if not as_json else []:
+            sys.stdout.write(escape(line) + "\n")
+    say(f"{name}: {'the above is to be done' if made.needed else 'nothing to do'}")
+    if made.needed:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+@storage_app.command()
+def apply(
+    cluster: ClusterOption = None,
+    node: NodeOption = None,
+    root: RootOption = None,
+    force: Force = False,
+    format_device: Annotated[
+        str | None,
+        typer.Option("--format", metavar="DEVICE", help="Make a file system on this device of a brick, if it is blank."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="As plan.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring this machine to what the cluster file says; twice is once.
+
+    Files get a dated backup beside them, and keep every line that is not ours. Exit 0: done; 1: something is left, and it says
+    what; 2: nothing was changed.
+    """
+    from clustertune.config.cluster import load_cluster
+    from clustertune.ops.files import NODE
+    from clustertune.ops.storage.apply import apply as run_apply
+
+    if dry_run:
+        _plan(cluster, node, root, force, as_json)
+        return
+    found = load_cluster(cluster)
+    name = node_name(found, node)
+    problems = []
+    if root is None:
+        require_here(found, name)
+        if os.geteuid() != 0:
+            problems.append(Problem("needs root", file="command line", fix="run it with sudo; plan shows what it would do"))
+    elif format_device:
+        problems.append(Problem("a tree has no disks", file="command line", key="--format", fix="leave out --root"))
+    if problems:
+        raise UserError(problems)
+    where = existing_folder(root, "a node's tree").resolve() if root else NODE
+    done = run_apply(found, name, where, force=force, format_device=format_device, told=lambda text: say(f"  {text}"))
+    if as_json:
+        emit_json({"node": name, **done.as_dict()})
+    for backup in done.backups:
+        say(f"backup: {backup}")
+    for note in done.notes:
+        say(f"note: {note}")
+    for left in done.left:
+        say(f"left: {left}")
+    say(
+        f"{name}: {len(done.did)} changes"
+        if done.did
+        else f"{name}: nothing to do"
+        if not done.left
+        else f"{name}: nothing done"
+    )
+    if done.left:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+@storage_app.command()
+def check(
+    cluster: ClusterOption = None,
+    node: NodeOption = None,
+    root: RootOption = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long each look may take.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Look whether bricks, pool and exports of this machine work; a small file is written, and removed.
+
+    Exit 0: all is well; 1: warnings; 2: what would stop or spoil a job. A hung brick costs twice --seconds at most.
+    """
+    from clustertune import health
+    from clustertune.config.cluster import load_cluster
+    from clustertune.ops.files import NODE
+    from clustertune.ops.storage.judge import judge
+    from clustertune.ops.storage.look import collect
+    from clustertune.ops.storage.plan import by_hand, layout_of
+
+    found = load_cluster(cluster)
+    name = node_name(found, node)
+    if root is None:
+        require_here(found, name)
+    where = existing_folder(root, "a node's tree").resolve() if root else NODE
+    wanted = layout_of(found, name, where)
+    facts = collect(wanted, where, seconds, found.source)
+    facts.by_hand = by_hand(found, name, where)
+    findings = judge(facts, wanted)
+    if as_json:
+        verdict = health.worst(findings)
+        emit_json({"node": name, "verdict": verdict, "findings": health.as_json(findings), "facts": facts.as_dict()})
+    for item in findings if not as_json else []:
+        if item.status != health.PASS:
+            what = f"{item.where}: {item.found}" if item.where else item.found
+            sys.stdout.write(escape(f"{item.status:<8} {item.rule:<24} {what}") + "\n")
+            sys.stdout.write(escape(f"{'':<8} {'':<24} -> {item.fix}") + "\n" if item.fix else "")
+    counts = {status: sum(item.status == status for item in findings) for status in reversed(health.STATUSES)}
+    say(f"{name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
+    if code := health.exit_code(findings):
+        raise typer.Exit(code)

@@ -1,0 +1,163 @@
+"""``clustertune ops slurm plan|apply``: Slurm's files and folders on each machine, from the cluster file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_argument
+from clustertune.console import emit_json, escape, say
+
+if TYPE_CHECKING:
+    from clustertune.health import Finding
+    from clustertune.ops.slurm.planning import Plan
+
+slurm_app = typer.Typer(no_args_is_help=True, help="Slurm's files and folders on each machine.")
+
+Node = Annotated[str | None, typer.Option(metavar="NAME", help="The machine; without it, this one.", show_default=False)]
+Root = Annotated[
+    Path, typer.Option(metavar="DIR", parser=path_argument, help="A tree that will be that machine's root, such as an image.")
+]
+Accounting = Annotated[
+    bool | None,
+    typer.Option("--accounting/--no-accounting", help="slurmdbd and sacct; without it, what slurm.accounting says."),
+]
+Adopt = Annotated[bool, typer.Option(help="Take over files that somebody else wrote; a dated backup stays beside each.")]
+Force = Annotated[bool, typer.Option(help="Replace what was edited by hand between our markers.")]
+
+
+def add(group: typer.Typer) -> None:
+    """Register ``slurm`` in the group ``ops``."""
+    group.add_typer(slurm_app, name="slurm")
+
+
+@slurm_app.callback()
+def _group() -> None:
+    """Slurm's files and folders on each machine."""
+
+
+@slurm_app.command()
+def plan(
+    cluster: ClusterOption = None,
+    node: Node = None,
+    root: Root = Path("/"),
+    accounting: Accounting = None,
+    adopt: Adopt = False,
+    force: Force = False,
+    try_it: Annotated[bool, typer.Option("--try", help="Start a throw-away Slurm with these files, here.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a machine lacks of Slurm, and the steps around it. Nothing is written.
+
+    Exit 0: nothing to do; 1: something differs; 2: something stands in the way of apply.
+    """
+    made = _make(cluster, node, root, accounting, adopt, force)
+    tried = _try(made) if try_it else None
+    _show(made, as_json, {} if tried is None else {"tried": tried})
+    if code := made.exit_code():
+        raise typer.Exit(code)
+
+
+@slurm_app.command()
+def apply(
+    cluster: ClusterOption = None,
+    node: Node = None,
+    root: Root = Path("/"),
+    accounting: Accounting = None,
+    adopt: Adopt = False,
+    force: Force = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as plan.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write what plan shows, as root. Daemons are left alone: the steps that are left are told in order."""
+    from clustertune.ops.slurm.applying import apply_plan
+
+    made = _make(cluster, node, root, accounting, adopt, force)
+    if dry_run:
+        _show(made, as_json, {})
+        if code := made.exit_code():
+            raise typer.Exit(code)
+        return
+    done = apply_plan(made, root)
+    left = made.steps(applied=True) if made.changes else []
+    if as_json:
+        told = {
+            "written": list(done.written),
+            "backups": list(done.backups),
+            "modes": list(done.modes),
+            "notes": list(done.notes),
+        }
+        document = made.as_json()
+        emit_json({**document, **told, "steps": [_step(step) for step in left], "exit_code": 0})
+        return
+    _findings(made.findings)
+    from clustertune.ops.slurm.steps import shown
+
+    for line in shown(left):
+        sys.stdout.write(escape(line) + "\n")
+    for note in done.notes:
+        say(note)
+    for backup in done.backups:
+        say(f"the old one is {backup}")
+    names = ", ".join([*done.written, *done.modes])
+    say(f"{made.node.name}: wrote {names}" if names else f"{made.node.name}: nothing to do")
+
+
+def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | None, adopt: bool, force: bool) -> Plan:
+    from clustertune.config.cluster import load_cluster
+    from clustertune.ops.slurm.check import require_slurm
+    from clustertune.ops.slurm.planning import choose_node, make_plan
+    from clustertune.ops.slurm.verify import checked
+
+    found = load_cluster(cluster)
+    require_slurm(found)
+    place = existing_folder(root, "a machine's tree").resolve()
+    made = make_plan(found, choose_node(found, node), root=place, accounting=accounting, adopt=adopt, force=force)
+    return checked(made)
+
+
+def _try(made: Plan) -> dict[str, Any]:
+    from clustertune.cluster.tryout import try_out
+    from clustertune.ops.slurm.planning import all_texts
+
+    return try_out(made.cluster, all_texts(made))
+
+
+def _step(step: Any) -> dict[str, Any]:
+    return {"where": step.where, "why": step.why, "commands": list(step.commands)}
+
+
+def _show(made: Plan, as_json: bool, more: dict[str, Any]) -> None:
+    """A plan on stdout, its sum on stderr."""
+    from clustertune.ops.slurm.steps import shown
+
+    if as_json:
+        emit_json({**made.as_json(), **more})
+        return
+    for mode in made.modes:
+        sys.stdout.write(escape(f"{mode.path}: {mode.was}; owner {mode.owner}, mode {mode.mode:04o}") + "\n")
+    for item in made.files:
+        for line in item.diff():
+            sys.stdout.write(line + "\n")
+        for line in item.taken_over or ():
+            sys.stdout.write(escape(f"! {item.change.path}: {line}") + "\n")
+    _findings(made.findings)
+    for line in shown(made.steps()):
+        sys.stdout.write(escape(line) + "\n")
+    if tried := more.get("tried"):
+        say(f"tried here: {', '.join(tried['nodes'])} idle after {tried['seconds']} s, and a job ran on each")
+    if made.bare:
+        say(f"this machine is not {made.node.name}: shown as if it were bare; --root DIR compares with a tree")
+    source = f"Slurm {made.version} ({made.version_from})" if made.version else "Slurm of an unknown release"
+    say(f"{made.node.name}: {made.changes} of files and folders differ; {source}")
+
+
+def _findings(findings: Iterable[Finding]) -> None:
+    for item in findings:
+        where = f" {item.where}:" if item.where else ""
+        fix = f" -> {item.fix}" if item.fix else ""
+        sys.stdout.write(escape(f"[{item.status}] {item.rule}:{where} {item.found}{fix}") + "\n")

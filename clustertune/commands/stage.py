@@ -1,0 +1,278 @@
+"""``clustertune stage``: models and data onto each node's own disk, or into one folder for machines without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune import secrets
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument
+from clustertune.console import emit_json, say, show_error
+from clustertune.errors import ExitCode, Problem, UserError
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster, Staging
+    from clustertune.config.resolved import Resolved
+    from clustertune.staging.worker import Bounds
+
+OF_THE_HUB = ("HF_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+SRUN_SECONDS = 7 * 86400
+"""The longest job of common sites: each node gives up by itself long before."""
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(stage)
+
+
+def stage(
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    cluster: ClusterOption = None,
+    node_local: Annotated[bool, typer.Option("--node-local", help="Only this node; else all of the allocation.")] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="The run whose data is copied; without it the recipe's."),
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", parser=path_argument, help="Collect all that the recipe needs in one folder."),
+    ] = None,
+    ifeval: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="google/IFEval's prompts, for --to.")
+    ] = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            "--verify", metavar="DIR", parser=path_argument, help="Check such a folder, and rehearse without network."
+        ),
+    ] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
+    tiny: Tiny = False,
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Blocks that are read side by side.")] = None,
+    stall: Annotated[float | None, typer.Option(min=1, help="Give up after so many seconds without a byte.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy model and data to the node's own disk, or collect them for machines without network.
+
+    In an allocation every node copies. What is there already is verified and kept; what was used longest ago makes room.
+    """
+    from clustertune.staging.copying import WORKERS
+    from clustertune.staging.worker import STALL_SECONDS, Bounds
+
+    _check_modes(to, verify, clean, ifeval)
+    bounds = Bounds(workers or WORKERS, stall or STALL_SECONDS)
+    if verify is not None:
+        _verify(verify, recipe, overrides or [], tiny, bounds, as_json)
+        return
+    if clean:
+        _clean(cluster, node_local, dry_run, as_json)
+        return
+    if recipe is None:
+        fix = "clustertune stage RECIPE, --verify DIR, or --clean"
+        raise UserError(Problem("a recipe is missing", file="command line", fix=fix))
+    from clustertune.config.resolve import resolve
+
+    resolved = resolve(recipe, overrides or [], tiny=tiny)
+    if to is not None:
+        _collect(resolved, overrides or [], cluster, to, ifeval, bounds, dry_run, as_json)
+    elif not node_local and (nodes := _allocation()) and not dry_run:
+        _on_all_nodes(nodes, cluster, as_json)
+    else:
+        _here(resolved, _staging_of(cluster), run_dir, bounds, dry_run, as_json)
+
+
+def _check_modes(to: Path | None, verify: Path | None, clean: bool, ifeval: Path | None) -> None:
+    modes = [name for name, given in (("--to", to), ("--verify", verify), ("--clean", clean)) if given]
+    if len(modes) > 1:
+        raise UserError(Problem(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them"))
+    if ifeval is not None and to is None:
+        raise UserError(
+            Problem("--ifeval is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --ifeval FILE")
+        )
+
+
+def _allocation() -> tuple[str, ...]:
+    """The nodes of the Slurm job that this runs in; empty outside of one, and within one of its steps."""
+    if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ or shutil.which("srun") is None:
+        return ()
+    from clustertune.launch import allocation
+
+    return allocation.read().nodes
+
+
+def _staging_of(cluster: str | None) -> Staging:
+    from clustertune.config.cluster import load_cluster
+
+    machine = load_cluster(cluster)
+    if machine.storage.staging is None:
+        fix = "storage: {staging: {path: /local/staging, gb: 2000}} in its file, or --cluster names another one"
+        text = f"cluster {machine.name} says of no disk to copy to"
+        raise UserError(Problem(text, file=machine.source, key="storage.staging", fix=fix))
+    return machine.storage.staging
+
+
+def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
+    """This same command on every node of the allocation; the worst exit code of all is this one's."""
+    from clustertune.config.cluster import load_cluster
+    from clustertune.launch import step
+
+    machine = load_cluster(cluster)
+    _staging_of(cluster)
+    given = [word for word in sys.argv[1:] if word != "--json"]
+    words = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
+    command = step.in_step(words, machine, binds=[Path.cwd()], nodes=len(nodes), cpus=None, gpus=False, environ=os.environ)
+    command = [word for word in command if word != "--kill-on-bad-exit=1"]  # one that fails leaves the others their copies
+    command.insert(1, "--label")
+    say(f"on {', '.join(nodes)}")
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=SRUN_SECONDS, check=False
+    )
+    found = documents(done.stdout)
+    if as_json:
+        emit_json({"nodes": [{"node": nodes[at] if at < len(nodes) else str(at), **body} for at, body in found.items()]})
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+
+
+def documents(labelled: str) -> dict[int, dict[str, Any]]:
+    """The JSON document of each task, out of what ``srun --label`` mixes line by line (``0: {``)."""
+    texts: dict[int, list[str]] = {}
+    for line in labelled.splitlines():
+        label, colon, text = line.partition(": ")
+        if colon and label.strip().isdigit():
+            texts.setdefault(int(label), []).append(text)
+        elif line.rstrip().endswith(":") and line.rstrip(": ").strip().isdigit():
+            continue
+    found = {}
+    for task, lines in sorted(texts.items()):
+        try:
+            found[task] = json.loads("\n".join(lines))
+        except ValueError:
+            found[task] = {"unreadable": "\n".join(lines)[:500]}
+    return found
+
+
+def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
+    """Stage on this node, byte for byte verified."""
+    from clustertune.chain import default_run_dir
+    from clustertune.rundir import RunDir
+    from clustertune.staging import needs, shelf
+    from clustertune.staging.tree import Stager
+    from clustertune.staging.worker import amount
+
+    sources, notes = needs.sources(resolved, RunDir(run_dir or default_run_dir(resolved, Path("runs"))))
+    for note in notes:
+        say(f"note: {note}")
+    if not sources:
+        raise UserError(Problem("nothing of this recipe is there to be copied yet", file=resolved.name, fix=notes[0]))
+    stager = Stager(shelf.open_shelf(staging), bounds)
+    host = os.uname().nodename
+    if dry_run:
+        plans = [stager.plan(source) for source in sources]
+        for plan in plans:
+            there = "is there, and would be verified" if plan["there"] else f"would be copied from {plan['from']}"
+            say(f"{plan['what']} {plan['name']}: {amount(plan['bytes'])} in {plan['files']} files {there}")
+        if as_json:
+            emit_json({"host": host, "trees": plans, "notes": notes})
+        return
+    staged = []
+    try:
+        for source in sources:
+            staged.append(stager.stage(source))
+            body = staged[-1].as_json()
+            how = "was there, and is whole" if body["reused"] else f"{body['seconds']:.1f} s, {body['gb_s']:.2f} GB/s"
+            say(f"{body['what']} {body['name']}: {amount(body['bytes'])}, {how}: {body['path']}")
+    finally:
+        for item in staged:
+            item.release()
+    if as_json:
+        emit_json({"host": host, "trees": [item.as_json() for item in staged], "notes": notes})
+
+
+def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove the copies on this node, or on all nodes of the allocation, that nobody uses."""
+    if not node_local and (nodes := _allocation()) and not dry_run:
+        _on_all_nodes(nodes, cluster, as_json)
+        return
+    from clustertune.staging import shelf
+    from clustertune.staging.worker import amount
+
+    place = shelf.open_shelf(_staging_of(cluster))
+    removed: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
+    for tree in place.trees():
+        gone = not dry_run and place.remove(tree.key, tree, say, "as asked")
+        (removed if gone else kept).append({"path": str(place.folder(tree.key)), "bytes": tree.bytes})
+        if not gone:
+            word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
+            say(f"{place.folder(tree.key)} ({amount(tree.bytes)}) {word}")
+    if not removed and not kept:
+        say(f"nothing in {place.root}")
+    if as_json:
+        emit_json({"host": os.uname().nodename, "removed": removed, "kept": kept})
+
+
+def _collect(
+    resolved: Resolved,
+    overrides: list[str],
+    cluster: str | None,
+    out: Path,
+    ifeval: Path | None,
+    bounds: Bounds,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Everything into one folder."""
+    from clustertune.staging import hub
+    from clustertune.staging.collect import Collector
+    from clustertune.staging.worker import amount
+
+    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
+    collector = Collector(resolved, _machine(cluster), out, ifeval, bounds)
+    collector.check_folder()
+    with secrets.lent({key: value for key, value in found.items() if key in OF_THE_HUB}):
+        parts = collector.plan()
+        if dry_run:
+            for part in parts:
+                say(hub.as_words(part.as_json()))
+            summary: dict[str, Any] = {"dir": str(out), "notes": collector.notes, "parts": [part.as_json() for part in parts]}
+        else:
+            summary = collector.go(parts, overrides)
+    for note in collector.notes:
+        say(f"note: {note}" if not note.startswith("warning") else note)
+    if not dry_run:
+        say(f"{out}: {summary['files']} files, {amount(summary['bytes'])}")
+        say(f"next: clustertune stage --verify {out}, then carry it over and run with staged={out}")
+    if as_json:
+        emit_json(summary)
+
+
+def _machine(cluster: str | None) -> Cluster:
+    from clustertune.config.cluster import load_cluster
+
+    return load_cluster(cluster)
+
+
+def _verify(folder: Path, recipe: str | None, overrides: list[str], tiny: bool, bounds: Bounds, as_json: bool) -> None:
+    """Sums, and the rehearsal without network."""
+    from clustertune.staging.verify import verify
+
+    verdict = verify(folder, recipe, overrides, tiny=tiny, bounds=bounds, tell=say)
+    error = UserError(verdict.problems)
+    if verdict.problems:
+        show_error(error)
+    else:
+        say(f"{folder}: whole, and nothing else is needed: run with staged={folder}")
+    if as_json:
+        emit_json({**verdict.as_json(), **error.as_dict(), "exit_code": 0 if not verdict.problems else int(error.code)})
+    if verdict.problems:
+        raise typer.Exit(int(ExitCode.CONFIG))

@@ -1,0 +1,86 @@
+"""``python -m clustertune.containers``: what ``make lock``, ``lock-check``, ``build-sif`` and ``build-image`` run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertune.containers import build, deflint, engines, lock, standin, vulnerabilities
+from clustertune.errors import ExitCode, UserError
+
+
+def say(message: str) -> None:
+    """A line for a person, on stderr."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+
+
+def _lock_check(args: argparse.Namespace) -> None:
+    locks = lock.check_all(say, fresh=not args.offline)
+    say(f"{len(locks)} locks: hashed, and what containers/versions.env gives")
+    if args.offline:
+        say("not done: resolving again, and known vulnerabilities (--offline)")
+        return
+    lived_with = vulnerabilities.accepted()
+    try:
+        known = vulnerabilities.ask(locks.values())
+    except vulnerabilities.NoDatabase as error:
+        say(f"not done: known vulnerabilities ({error}); a mirror: CLUSTERTUNE_OSV=<address>")
+        return
+    if problems := vulnerabilities.judge(known, lived_with):
+        raise UserError(problems)
+    say(f"known vulnerabilities: none but {len(lived_with)} with a reason")
+
+
+def _lint(args: argparse.Namespace) -> None:
+    problems = [problem for file in args.files for problem in deflint.lint(file)]
+    if problems:
+        raise UserError(problems)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m clustertune.containers", description=__doc__.partition(":")[0])
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("lock", help="resolve the pins into containers/*.lock").set_defaults(run=lambda _: lock.write_all(say))
+    check = commands.add_parser("lock-check", help="hashed, held to the pins, fresh, without known vulnerabilities")
+    check.add_argument("--offline", action="store_true", help="what needs no index")
+    check.set_defaults(run=_lock_check)
+    linter = commands.add_parser("lint", help="definition files: sections, and shellcheck of each")
+    linter.add_argument("files", nargs="+", type=Path)
+    linter.set_defaults(run=_lint)
+    for name, run, what in (
+        ("build-sif", engines.build_sif, "a SIF with apptainer or singularity"),
+        ("build-image", engines.build_image, "an OCI image with docker or podman"),
+    ):
+        command = commands.add_parser(name, help=what)
+        build.arguments(command, name)
+        command.set_defaults(run=lambda args, run=run: run(build.asked(args), say))
+    base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
+    base.add_argument("--python", default="3.12", choices=standin.PYTHONS, help="whose Python it has")
+    base.add_argument("out", type=Path)
+    base.set_defaults(run=lambda args: standin.make(args.python, args.out, say))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; what it made is one JSON document on stdout. Errors of a user end without a traceback."""
+    args = _parser().parse_args(argv)
+    try:
+        made = args.run(args)
+    except UserError as error:
+        for problem in error.problems:
+            say(f"error: {problem}")
+        return int(error.code)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return int(ExitCode.AGAIN)
+    if made is not None:
+        sys.stdout.write(json.dumps(made, indent=2) + "\n")
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

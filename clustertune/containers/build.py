@@ -1,0 +1,173 @@
+"""What an image is built from: the options, the lock held to the pins, the base, and the folder that the engine sees."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.containers import lock as locks
+from clustertune.containers import lockfile, pins, standin, wheelhouse
+from clustertune.containers.lockfile import Lock
+from clustertune.containers.wheelhouse import Wheel
+from clustertune.errors import Problem, UserError
+
+Say = Callable[[str], None]
+WORK = pins.REPO / "build" / "containers"
+STANDIN = "standin"
+VARIANTS = {"cuda": "train", "cpu": "train-cpu", "vllm": "vllm"}
+DEFINITIONS = ("train", "reference", "megatron")
+_REFERENCE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
+PARTS = ("install.sh", "selftest.py")
+"""What the definitions copy into the image, beside the lock."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be built."""
+
+    kind: str
+    """``build-sif`` or ``build-image``"""
+    definition: str = "train"
+    variant: str = "cuda"
+    extras: tuple[str, ...] = ()
+    base: str = ""
+    """Empty: of containers/base.env; ``standin``; a docker-archive; or NAME@sha256:DIGEST."""
+    out: Path | None = None
+    """The SIF; of an OCI image an archive that is written beside what the engine keeps."""
+    tag: str = ""
+    dry_run: bool = False
+
+    @property
+    def lock_name(self) -> str:
+        """The lock that the image is built from; empty: its base has all."""
+        if self.definition != "train":
+            return "" if self.definition == "megatron" else self.definition
+        aarch64 = self.variant == "cuda" and platform.machine() == "aarch64"
+        return "train-aarch64" if aarch64 else VARIANTS[self.variant]
+
+
+@dataclass(frozen=True)
+class Base:
+    """What an image starts from."""
+
+    name: str
+    """As labels and SBOM tell it: never a path of this machine."""
+    archive: Path | None = None
+    """A docker-archive; None: ``name`` is pulled."""
+
+
+def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """The options of ``build-sif`` and ``build-image``."""
+    sif = kind == "build-sif"
+    parser.set_defaults(kind=kind)
+    parser.add_argument("--definition", choices=DEFINITIONS if sif else ("train",), default="train", help="containers/NAME.def")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default="cuda", help="which lock; cpu is CI's")
+    parser.add_argument("--extras", default="", help=f"layers on top, as A+B: {', '.join(locks.LAYERS)}")
+    parser.add_argument(
+        "--base", default="", help="NAME@sha256:DIGEST, a docker-archive, or `standin` where no registry is reached"
+    )
+    parser.add_argument("--out", type=Path, help="the image file" if sif else "write it as a docker-archive too")
+    parser.add_argument("--tag", default="", help=argparse.SUPPRESS if sif else "name of the image")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+
+
+def asked(args: argparse.Namespace) -> Asked:
+    """The options as one value. Raises UserError with every one that cannot be."""
+    extras = tuple(filter(None, re.split(r"[+,]", args.extras)))
+    problems = [
+        Problem(f"no layer {name!r}", key="EXTRAS", fix=f"one of {', '.join(locks.LAYERS)}")
+        for name in extras
+        if name not in locks.LAYERS
+    ]
+    if extras and (args.definition, args.variant) != ("train", "cuda"):
+        problems.append(
+            Problem("layers are locked on top of the cuda variant of train", key="EXTRAS", fix="leave EXTRAS or VARIANT out")
+        )
+    if extras and platform.machine() != "x86_64":
+        problems.append(Problem("layers are locked for x86_64", key="EXTRAS", fix="leave EXTRAS out"))
+    if args.tag and not re.fullmatch(r"[a-z0-9][a-z0-9._/-]{0,127}(:[A-Za-z0-9][A-Za-z0-9._-]{0,63})?", args.tag):
+        problems.append(Problem(f"{args.tag!r} is no image name", key="TAG", fix="lower case, as in clustertune/train:cpu"))
+    if args.base and args.base != STANDIN and not _REFERENCE.fullmatch(args.base) and not Path(args.base).is_file():
+        problems.append(
+            Problem(
+                f"{args.base!r} is no file and has no digest",
+                key="BASE",
+                fix="NAME@sha256:DIGEST, a docker-archive, or standin",
+            )
+        )
+    if problems:
+        raise UserError(problems)
+    return Asked(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
+
+
+def locked(what: Asked) -> Lock | None:
+    """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
+    if not what.lock_name:
+        return None
+    found, problems, whole = pins.read(), [], None
+    for name in (what.lock_name, *(f"extra-{name}" for name in what.extras)):
+        part = lockfile.read(locks.path_of(name))
+        problems += locks.held_to_pins(next(spec for spec in locks.SPECS if spec.name == name), part, found)
+        whole = whole.with_layer(part) if whole else part
+    if problems:
+        raise UserError(problems)
+    return whole
+
+
+def base_of(what: Asked, python: str, say: Say) -> Base:
+    """What it starts from; a stand-in is made once and kept."""
+    if what.base == STANDIN:
+        if what.definition == "megatron":
+            raise UserError(
+                Problem("megatron.def has no stand-in: its base is NVIDIA's whole image", key="BASE", fix="leave BASE out")
+            )
+        archive = WORK / f"standin-{standin.suite_of(python)}.tar"
+        if not archive.exists() and not what.dry_run:
+            standin.make(python, archive, say)
+        return Base(f"stand-in {standin.suite_of(python)}", archive)
+    if what.base and not _REFERENCE.fullmatch(what.base):
+        return Base(Path(what.base).name, Path(what.base).resolve())
+    return Base(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
+
+
+def wheels_of(what: Asked, lock: Lock, say: Say) -> tuple[Path, list[Wheel]]:
+    """The wheelhouse of the lock and its layers."""
+    folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
+    return folder, wheelhouse.fill(lock, folder, WORK / "tools", say)
+
+
+def lay_out(context: Path, lock: Lock | None, wheels: Path | None, recipe: Path) -> None:
+    """The folder that the engine builds in: the recipe, what goes into the image, and nothing of this machine."""
+    shutil.copy(recipe, context / recipe.name)
+    if lock and wheels:
+        for part in PARTS:
+            shutil.copy(pins.FOLDER / part, context / part)
+        shutil.copy(wheels / wheelhouse.REQUIREMENTS, context / wheelhouse.REQUIREMENTS)
+        (context / "image.lock").write_text(lock.text())
+    for path in context.iterdir():
+        path.chmod(0o644)
+
+
+def labels(lock: Lock | None, base: Base) -> dict[str, str]:
+    """The build arguments that become labels."""
+    if lock is None:
+        return {"base_name": base.name}
+    digest = wheelhouse.text_digest(lock.text())
+    return {"python": lock.python, "lock": lock.name, "lock_sha256": digest, "before": lock.before, "base_name": base.name}
+
+
+_PASSED = re.compile(
+    r"PATH|HOME|USER|LANG|LC_\w+|TMPDIR|XDG_\w+|SSL_CERT_(FILE|DIR)|(http|https|no|HTTP|HTTPS|NO)_(proxy|PROXY)|CONTAINERS_\w+|STORAGE_\w+"
+    r"|REGISTRY_AUTH_FILE|DOCKER_(HOST|CONFIG|CONTEXT|CERT_PATH|TLS_VERIFY)|BUILDAH_\w+|(APPTAINER|SINGULARITY)_\w+"
+)
+
+
+def environ() -> dict[str, str]:
+    """What engines are told of the caller's environment: tokens of other programs are none of theirs."""
+    return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}

@@ -1,0 +1,158 @@
+"""Apptainer definition files: header, sections, build arguments, and shellcheck of every section that a shell runs.
+
+Apptainer itself says what is wrong only where it builds, which needs the base image; a section that it does not know it
+refuses, and other readers drop it in silence.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.errors import Problem, UserError
+
+SHELL = frozenset({"pre", "setup", "post", "test", "environment", "runscript", "startscript"})
+SECTIONS = SHELL | {"arguments", "files", "labels", "help"}
+"""https://apptainer.org/docs/user/main/definition_files.html ; app sections are not used here."""
+HEADER = frozenset(
+    {"bootstrap", "from", "stage", "fingerprints", "include", "mirrorurl", "osversion", "library", "registry", "namespace"}
+)
+AGENTS = frozenset(
+    {"docker", "docker-archive", "oci", "oci-archive", "localimage", "library", "oras", "shub", "debootstrap", "scratch", "yum"}
+)
+_ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+_NOT_HERE = "SC2034,SC2148"
+"""A variable that only a later section reads; a section has no #! line."""
+LINT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section's name, the line of its ``%name``, and its lines."""
+
+    name: str
+    line: int
+    body: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A definition file, taken apart."""
+
+    header: tuple[tuple[int, str, str], ...]
+    """Line, key in lower case, value."""
+    sections: tuple[Section, ...]
+    stray: tuple[int, ...]
+    """Lines in front of the first section that are no ``Key: value``."""
+
+    def arguments(self) -> dict[str, str]:
+        """The build arguments with their defaults."""
+        lines = [line.strip() for section in self.sections if section.name == "arguments" for line in section.body]
+        return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+    def value(self, key: str) -> str:
+        """A header's value with the defaults put in; empty where it is not there."""
+        found = next((value for _, name, value in self.header if name == key), "")
+        defaults = self.arguments()
+        return _ARGUMENT.sub(lambda match: defaults.get(match[1], match[0]), found)
+
+
+def read(text: str) -> Definition:
+    """A definition's parts. Nothing is refused here."""
+    header, sections, stray = [], [], []
+    name, start, body = "", 0, [""][:0]
+    for number, line in enumerate([*text.splitlines(), "%"], 1):
+        opened = re.match(r"%(\S*)", line)
+        if opened:
+            if name:
+                sections.append(Section(name, start, tuple(body)))
+            name, start, body = opened[1], number, []
+        elif name:
+            body.append(line)
+        elif line.strip() and not line.startswith("#"):
+            key = re.fullmatch(r"([A-Za-z]+):\s*(.*?)\s*", line)
+            if key:
+                header.append((number, key[1].lower(), key[2]))
+            else:
+                stray.append(number)
+    return Definition(tuple(header), tuple(sections), tuple(stray))
+
+
+def lint(path: Path) -> list[Problem]:
+    """Everything that is wrong with a definition file. Raises UserError where it cannot be read or shellcheck is not here."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(Problem(f"cannot be read: {error}", str(path))) from error
+    definition = read(text)
+    found = [*_structure(definition), *_arguments(text, definition), *_shell(definition)]
+    return [Problem(message, f"{path}:{line}", fix=fix) for line, message, fix in sorted(found)]
+
+
+Found = tuple[int, str, str]
+
+
+def _structure(definition: Definition) -> Iterator[Found]:
+    for line in definition.stray:
+        yield line, "neither `Key: value` nor a section", "put it into a section"
+    keys = [key for _, key, _ in definition.header]
+    for line, key, _ in definition.header:
+        if key not in HEADER:
+            yield line, f"unknown header {key}", f"one of {', '.join(sorted(HEADER))}"
+        elif keys.count(key) > 1 and keys.index(key) != [number for number, *_ in definition.header].index(line):
+            yield line, f"header {key} stands twice", "leave one"
+    for key in {"bootstrap", "from"} - set(keys):
+        yield 1, f"no header {key}", "an image starts from something: Bootstrap: docker, From: NAME@sha256:DIGEST"
+    agent = definition.value("bootstrap")
+    if agent and agent not in AGENTS:
+        yield 1, f"Bootstrap: {agent} is unknown", f"one of {', '.join(sorted(AGENTS))}"
+    if agent == "docker" and not re.search(r"@sha256:[0-9a-f]{64}$", definition.value("from")):
+        yield 1, f"From: {definition.value('from')} has no digest", "a tag moves: NAME@sha256:DIGEST"
+    seen: set[str] = set()
+    for section in definition.sections:
+        if section.name not in SECTIONS:
+            yield section.line, f"unknown section %{section.name}", f"one of {', '.join(sorted(SECTIONS))}"
+        elif section.name in seen:
+            yield section.line, f"%{section.name} stands twice", "leave one"
+        seen.add(section.name)
+
+
+def _arguments(text: str, definition: Definition) -> Iterator[Found]:
+    given, used = definition.arguments(), set()
+    for number, line in enumerate(text.splitlines(), 1):
+        for name in _ARGUMENT.findall(line):
+            used.add(name)
+            if name not in given:
+                yield number, f"{{{{ {name} }}}} has no default", "give it one in %arguments"
+    for section in definition.sections:
+        for number, line in enumerate(section.body, section.line + 1):
+            name = line.strip().partition("=")[0]
+            if section.name == "arguments" and name in given and name not in used:
+                yield number, f"argument {name} is not used", "leave it out"
+
+
+def _shell(definition: Definition) -> Iterator[Found]:
+    beside = Path(sys.executable).with_name("shellcheck")
+    program = str(beside) if beside.is_file() else shutil.which("shellcheck")
+    if not program:
+        raise UserError(Problem("shellcheck is not here", fix="run make setup"))
+    for section in definition.sections:
+        if section.name not in SHELL:
+            continue
+        script = _ARGUMENT.sub(lambda match: f"ARGUMENT_{match[1]}", "\n".join(section.body)) + "\n"
+        command = [program, "--shell", "sh", "--format", "gcc", "--exclude", _NOT_HERE, "-"]
+        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=LINT_SECONDS, check=False)
+        for line in done.stdout.splitlines():
+            told = re.fullmatch(r"-:(\d+):\d+: (.*)", line)
+            yield (
+                section.line + int(told[1]) if told else section.line,
+                f"%{section.name}: {told[2] if told else line}",
+                "shellcheck",
+            )
+        if done.returncode > 1:
+            yield section.line, f"%{section.name}: shellcheck failed: {done.stderr.strip()[:200]}", "look at the section"

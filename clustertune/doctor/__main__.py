@@ -1,0 +1,106 @@
+"""The doctor on a bare machine: ``python3 -m clustertune.doctor``. Standard library only, Python 3.8 or later.
+
+It looks at the machine alone. ``--facts`` prints what was seen as JSON; ``clustertune doctor`` has it run on every node.
+Exit codes: 0 nothing found, 1 warnings, 2 what would stop or spoil a job, or wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertune.doctor import frame, wire
+from clustertune.doctor.machine import PLACES, Expects, Machine
+from clustertune.health import as_json, exit_code, worst
+from clustertune.host.collect import collect
+from clustertune.host.facts import HostFacts, from_dict
+
+
+def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python3 -m clustertune.doctor", description="Look at this machine for what stops or slows a training."
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--all", action="store_true", help="also what is as it should be")
+    parser.add_argument("--list", action="store_true", help="the rules")
+    parser.add_argument("--ignore", metavar="RULE", action="append", default=[], help="leave a rule out; may be repeated")
+    parser.add_argument("--place", choices=PLACES, help="where this is; without it, as it is found")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long looking may take in all (default: 30)")
+    parser.add_argument("--gpus", type=int, help="GPUs that there ought to be")
+    parser.add_argument("--python", metavar="PATH", help="the ranks' Python; without it this one")
+    parser.add_argument("--from", dest="file", metavar="FILE", help="judge facts that were printed with --facts")
+    parser.add_argument("--facts", action="store_true", help="print what was seen as JSON, and judge nothing")
+    parser.add_argument("--lines", action="store_true", help="with --facts: packed, in lines that srun keeps whole")
+    parser.add_argument("--name", action="append", default=[], help="with --facts: a host whose name must resolve")
+    parser.add_argument("--folder", action="append", default=[], help="with --facts: a folder to try locks and mappings in")
+    given = parser.parse_args(words)
+    if not 0 < given.seconds <= 3600:
+        parser.error("--seconds must be above 0, and 3600 at most")
+    if given.gpus is not None and given.gpus < 0:
+        parser.error("--gpus must not be negative")
+    unknown = sorted(set(given.ignore) - {rule.id for rule in frame.machine_rules()})
+    if unknown:
+        parser.error(f"--ignore: there is no rule {', '.join(unknown)} (--list shows them)")
+    return given
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Look, and say what was found. Returns the exit code."""
+    given = arguments_of(words)
+    if given.list:
+        _write("".join(f"{rule.id}: {rule.title}\n" for rule in frame.machine_rules()))
+        return 0
+    try:
+        facts = _facts(given)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        sys.stderr.write(frame.plain(f"error: {given.file}: {reason} -> give a file of --facts") + "\n")
+        return 2
+    if given.facts:
+        lines = (
+            wire.encode(facts, os.environ.get("SLURMD_NODENAME", ""))
+            if given.lines
+            else [json.dumps(facts.as_dict(), indent=1)]
+        )
+        _write("".join(line + "\n" for line in lines))
+        return 0
+    machine = Machine(facts, expects=Expects(gpus=given.gpus))
+    report = frame.Report(frame.machine_findings(machine), tuple(given.ignore))
+    if given.json:
+        document = {"place": facts.place, "host": facts.hostname, "verdict": worst(report.counted)}
+        _write(json.dumps({**document, "findings": as_json(report.counted)}, indent=2) + "\n")
+    else:
+        _write("".join(line + "\n" for line in report.lines(everything=given.all)))
+        _write(frame.plain(f"{facts.hostname} ({facts.place}): {report.summary()}") + "\n")
+    return exit_code(report.counted)
+
+
+def _facts(given: argparse.Namespace) -> HostFacts:
+    """Those of a file, or of this machine."""
+    if given.file:
+        facts = from_dict(json.loads(Path(given.file).read_text(encoding="utf-8")))
+        facts.place = given.place or facts.place
+        return facts
+    return collect(given.place, given.seconds, names=given.name, folders=given.folder, python=given.python)
+
+
+def _write(text: str) -> None:
+    """To stdout, as far as anybody reads it: the exit code says the verdict all the same."""
+    if sys.stdout is None:  # it was closed before the start
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the rest of the process
+
+
+if __name__ == "__main__":
+    code = main()
+    # Threads that wait for a driver or a server which is gone would keep the interpreter from ending.
+    os._exit(code)

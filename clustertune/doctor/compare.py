@@ -1,0 +1,299 @@
+"""What differs between the nodes of a job. Python 3.8, standard library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from clustertune.doctor.machine import Machine, gigabytes, on_network
+from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
+
+ANSWERED = Rule(
+    "node-silent",
+    "nodes that did not say anything",
+    "a node that does not start a step, or hangs in it, keeps the whole job waiting",
+    "https://slurm.schedmd.com/troubleshoot.html#nodes",
+)
+DRIVER = Rule(
+    "nodes-driver",
+    "one version of the driver on all nodes",
+    "NCCL chooses its ways by what the driver can do: nodes that choose differently hang or end at the first collective",
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+)
+STACK = Rule(
+    "nodes-packages",
+    "one version of each package on all nodes",
+    "ranks of different versions name parameters, or order collectives, differently: they hang, or save what cannot be loaded",
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+)
+GPUS = Rule(
+    "nodes-gpus",
+    "the same GPUs on all nodes",
+    "all ranks wait for the slowest, and a node with fewer GPUs cannot start all of its ranks",
+    "https://slurm.schedmd.com/gres.html",
+)
+SYSTEM = Rule(
+    "nodes-system",
+    "kernel, C library and memory of the nodes",
+    "one node that was updated, or was built differently, fails alone: the fault comes and goes with the nodes of a job",
+    "https://slurm.schedmd.com/troubleshoot.html#nodes",
+)
+LIMITS = Rule(
+    "nodes-limits",
+    "limits, shared memory and cores of the steps",
+    "a limit that one slurmd was started with ends only the ranks of its node",
+    "https://github.com/ai4d-iasc/trixie/issues/81",
+)
+NETWORK = Rule(
+    "nodes-network",
+    "frame size, speed and state of the interface between the nodes",
+    "frames of different size are lost without a word: small messages pass, large ones hang; one slow link slows all",
+    "https://github.com/NVIDIA/nccl/issues/1524",
+)
+MOUNTS = Rule(
+    "nodes-mounts",
+    "the same network file systems on all nodes",
+    "a rank that does not see the run folder, or sees another one, ends, or writes where nobody looks",
+    "https://github.com/huggingface/accelerate/issues/3010",
+)
+CLOCKS = Rule(
+    "nodes-clock",
+    "clocks of the nodes, against that of the node that asked",
+    "munge refuses jobs beyond 5 minutes, leases and logs are judged by time, NFS shows files from the future",
+    "https://slurm.schedmd.com/troubleshoot.html",
+)
+RULES = (ANSWERED, DRIVER, STACK, GPUS, SYSTEM, LIMITS, NETWORK, MOUNTS, CLOCKS)
+
+SKEW_S = 1.0
+"""Difference of clocks that is told, beyond what the time of asking leaves open."""
+MUNGE_S = 300.0
+"""Age at which munge refuses a credential by default (munge(7), TTL)."""
+
+
+def differing(machines: Sequence[Machine], value: Callable[[Machine], object]) -> str:
+    """``4: node1, node2; 5: node3`` where the machines do not have one value, the most common one first; else empty.
+
+    A machine that does not tell (None, empty) is left out.
+    """
+    groups: dict[str, list[str]] = {}
+    for machine in machines:
+        found = value(machine)
+        if found not in (None, "", [], ()):
+            groups.setdefault(str(found), []).append(machine.where)
+    if len(groups) < 2:
+        return ""
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    shown = [
+        f"{text}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}" for text, names in ordered
+    ]
+    return "; ".join(shown[:6])
+
+
+if TYPE_CHECKING:
+    Values = Sequence[tuple[str, Callable[[Machine], object]]]
+
+
+def _judge(machines: Sequence[Machine], rule: Rule, status: str, values: Values, fix: str) -> Iterator[Finding]:
+    if len(machines) < 2:
+        return
+    bad = False
+    for name, value in values:
+        if told := differing(machines, value):
+            bad = True
+            yield finding(rule, status, f"{name}: {told}", fix)
+    if not bad and any(value(machine) not in (None, "", [], ()) for _, value in values for machine in machines):
+        yield finding(rule, PASS, f"{', '.join(name for name, _ in values)}: the same on {len(machines)} nodes")
+
+
+def about(values: Sequence[int | None]) -> dict[int, int]:
+    """Each value to one that stands for all within 3 % of it: firmware keeps some MB more of one machine than of its twin."""
+    found: dict[int, int] = {}
+    head = None
+    for value in sorted(value for value in values if value is not None):
+        head = value if head is None or value > head * 1.03 else head
+        found[value] = head
+    return found
+
+
+def origin(source: str) -> str:
+    """Where a mount comes from, of the many addresses of one server the network alone: each node is given another of them."""
+    found = re.fullmatch(r"(\d+\.\d+\.\d+)\.\d+:(/.*)", source)
+    return f"{found[1]}.0/24:{found[2]}" if found else source
+
+
+def driver(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """One driver."""
+    fix = "install one version on all nodes; until then leave the odd one out: --exclude=NODE"
+    values = (("driver", lambda m: m.facts.driver), ("CUDA of the driver", lambda m: m.facts.cuda_driver))
+    yield from _judge(machines, DRIVER, FAIL, values, fix)
+
+
+CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|peft|datasets|safetensors): ")
+"""What ranks must have alike; of the others a difference is told."""
+
+
+def packages(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """One version of each package, and one Python."""
+    fix = "use one image, or one environment on a file system that all nodes see"
+    names = sorted({package.name for machine in machines for package in machine.facts.packages})
+
+    def version_of(name: str) -> Callable[[Machine], object]:
+        def value(machine: Machine) -> object:
+            found = next((p.version for p in machine.facts.packages if p.name == name), "")
+            return found or ("none" if machine.facts.packages else None)
+
+        return value
+
+    values = [("Python", lambda m: m.facts.python.rpartition(".")[0]), *((name, version_of(name)) for name in names)]
+    if len(machines) < 2:
+        return
+    told = [f"{name}: {text}" for name, value in values if (text := differing(machines, value))]
+    if told:
+        hard = [text for text in told if CORE.match(text)]
+        yield finding(STACK, FAIL if hard else WARN, "; ".join([*hard, *(text for text in told if text not in hard)][:6]), fix)
+    elif names:
+        yield finding(STACK, PASS, f"{len(names)} packages: the same on {len(machines)} nodes")
+
+
+def gpus(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """As many GPUs, of the same kind."""
+
+    def kinds(machine: Machine) -> object:
+        names = sorted(gpu.name or "?" for gpu in machine.facts.gpus)
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+
+    if any(machine.facts.gpus for machine in machines):
+        fix = "ask for one kind of node (--constraint, --gres=gpu:TYPE:N), or leave the odd one out: --exclude=NODE"
+        yield from _judge(machines, GPUS, FAIL, (("GPUs", kinds),), fix)
+
+
+def system(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Kernel, C library, memory and cores are alike."""
+    fix = "bring the nodes to one state, or leave the odd one out: --exclude=NODE"
+
+    sizes = about([machine.facts.memory_bytes for machine in machines])
+
+    def memory(machine: Machine) -> object:
+        total = machine.facts.memory_bytes
+        return f"{sizes[total] / 2**30:.0f} GiB" if total else None
+
+    values = (
+        ("kernel", lambda m: m.facts.kernel),
+        ("C library", lambda m: m.facts.glibc),
+        ("memory", memory),
+        ("CPUs", lambda m: m.facts.cpus),
+    )
+    yield from _judge(machines, SYSTEM, WARN, values, fix)
+
+
+def limits(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Limits of the steps are alike."""
+    fix = "the same unit of slurmd on all nodes (LimitMEMLOCK, LimitNOFILE), then systemctl restart slurmd on the odd one"
+
+    def size(value: int | None) -> object:
+        return None if value is None else "unlimited" if value < 0 else gigabytes(value)
+
+    sizes = about([machine.facts.shm_bytes for machine in machines])
+
+    def shm(machine: Machine) -> object:
+        total = machine.facts.shm_bytes
+        return None if total is None else f"{sizes[total] / 1e9:.0f} GB" if total >= 1e9 else gigabytes(sizes[total])
+
+    values = (
+        ("memlock", lambda m: size(m.facts.memlock_bytes)),
+        ("open files", lambda m: m.facts.nofile),
+        ("shared memory", shm),
+        ("cores", lambda m: m.facts.affinity),
+    )
+    yield from _judge(machines, LIMITS, WARN, values, fix)
+
+
+def network(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """The interface between the nodes, and the RDMA ports, are alike."""
+
+    def nic(key: str) -> Callable[[Machine], object]:
+        def value(machine: Machine) -> object:
+            name = machine.section("network").get("interface") or _route(machine)
+            return next((getattr(n, key) for n in machine.facts.nics if n.name == name), None)
+
+        return value
+
+    fix = "set it alike on all nodes and on the switch: ip link show, ethtool"
+    yield from _judge(machines, NETWORK, FAIL, (("MTU", nic("mtu")),), fix)
+
+    def rdma(machine: Machine) -> object:
+        active = [port for port in machine.facts.rdma if port.active]
+        rates = sorted(f"{port.gbit:g}" for port in active if port.gbit)
+        return f"{len(active)} active ports, {'/'.join(rates) or '?'} Gbit/s"
+
+    values: list[tuple[str, Callable[[Machine], object]]] = [("speed in Mbit/s", nic("mbit"))]
+    if any(machine.facts.rdma for machine in machines):
+        values.append(("RDMA", rdma))
+    for name, value in values:
+        if len(machines) > 1 and (told := differing(machines, value)):
+            yield finding(NETWORK, WARN, f"{name}: {told}", "look at cables and ports of the odd node: ibstat, ethtool")
+
+
+def _route(machine: Machine) -> str:
+    """The interface that carries the ranks where the cluster file names none: the one that is there, if there is one."""
+    real = [nic.name for nic in machine.facts.nics if nic.up and nic.addresses and nic.kind != "loopback"]
+    return real[0] if len(real) == 1 else ""
+
+
+def mounts(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """File systems of the network are mounted on all nodes, from the same place."""
+    if len(machines) < 2:
+        return
+    tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if on_network(mount)} for m in machines}
+    own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
+    told = []
+    points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node
+    for point in points:
+        lacking = [m.where for m in machines if point not in tables[id(m)] and not _waits(m, point)]
+        sources = {origin(table[point]): table[point] for table in tables.values() if point in table}
+        if lacking:
+            told.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
+        elif len(sources) > 1:
+            told.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
+    if told:
+        fix = "mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE"
+        yield finding(MOUNTS, WARN, "; ".join(told[:6]), fix)
+    elif points:
+        yield finding(MOUNTS, PASS, f"{len(points)} network file systems: the same on {len(machines)} nodes")
+
+
+def _waits(machine: Machine, point: str) -> bool:
+    """Whether it is mounted there when it is first used."""
+    return any(point == above or point.startswith(above.rstrip("/") + "/") for above in machine.facts.automounts)
+
+
+def skew(told: float, asked: float, answered: float) -> float:
+    """By how many seconds a clock is surely off that said ``told`` between ``asked`` and ``answered`` of another one."""
+    return max(0.0, asked - told, told - answered) * (1 if told >= asked else -1)
+
+
+def clocks(machines: Sequence[Machine], asked: float, answered: float) -> Iterator[Finding]:
+    """Each node's clock was, when it answered, between the times at which it was asked and had answered."""
+    off = {machine.where: skew(machine.facts.time, asked, answered) for machine in machines if machine.facts.time}
+    bad = {name: seconds for name, seconds in off.items() if abs(seconds) > SKEW_S}
+    if bad:
+        told = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in sorted(bad.items())[:8])
+        status = FAIL if max(map(abs, bad.values())) > MUNGE_S else WARN
+        fix = "chrony with the same servers on all nodes; at once, as root: chronyc makestep"
+        yield finding(CLOCKS, status, f"off at least: {told}", fix)
+    elif off:
+        yield finding(CLOCKS, PASS, f"within {answered - asked + SKEW_S:.1f} s on {len(off)} nodes")
+
+
+def missing(expected: Sequence[str], faults: dict[str, str], *, alive: bool = True) -> Iterator[Finding]:
+    """The nodes that gave no facts, with what is known of the reason."""
+    for name in expected:
+        words = faults.get(name, "no answer")
+        fix = "look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE"
+        status = FAIL if alive else UNKNOWN
+        yield finding(ANSWERED, status, words, fix if alive else "", where=name)
+
+
+LOOKS = (driver, packages, gpus, system, limits, network, mounts)
+"""Those that take the machines alone."""

@@ -1,0 +1,187 @@
+"""The dataset, IFEval's data and the sentence splitter: whether a job finds them, and what they were found to hold."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clustertune import manifest
+from clustertune.config.resolved import expand_home, is_there
+from clustertune.doctor.recipe_context import Context
+from clustertune.doctor.recipe_model import snapshot
+from clustertune.errors import UserError
+from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.ifeval import punkt
+from clustertune.staging import parcel
+
+TASK = Path(__file__).resolve().parents[2] / "eval" / "ifeval" / "task.yaml"
+
+INPUT = Rule(
+    "dataset-absent",
+    "the dataset is where the recipe says",
+    "prepare fails, and with it every job that waits for it",
+    "https://huggingface.co/docs/datasets/loading",
+)
+EXPECTED = Rule(
+    "dataset-differs",
+    "conversations found against data.expect",
+    "another revision or another filter gives other data: steps, loss and score are not those of the reference",
+    "https://huggingface.co/docs/datasets/loading",
+)
+BENCHMARK = Rule(
+    "ifeval-data",
+    "the benchmark's prompts",
+    "without them the project's own 36 prompts are scored: that is no IFEval score",
+    "https://huggingface.co/datasets/google/IFEval",
+)
+SPLITTER = Rule(
+    "punkt-data",
+    "NLTK's punkt_tab for IFEval's scorer",
+    "lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here "
+    "instead counts some sentences otherwise than the official one",
+    "https://github.com/EleutherAI/lm-evaluation-harness/issues/2266",
+)
+TRACKER = Rule(
+    "wandb-mode",
+    "W&B's mode against the network",
+    "each start waits for a server that cannot be reached; what stays offline lies in the run folder until somebody syncs it",
+    "https://github.com/wandb/wandb/issues/4034",
+)
+
+STAGED = Rule(
+    "staged-inputs",
+    "the folder that the recipe reads model and data from",
+    "a recipe with staged: asks nothing of the network: what is not in that folder is nowhere",
+    "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
+)
+
+RULES = (STAGED, INPUT, EXPECTED, BENCHMARK, SPLITTER, TRACKER)
+
+
+def check(context: Context) -> Iterator[Finding]:
+    """Everything about data, but the model."""
+    for look in LOOKS:
+        yield from look(context)
+
+
+def _staged(context: Context) -> Iterator[Finding]:
+    for problem in context.staged_problems:
+        fix = problem.fix or f"clustertune stage {context.resolved.name} --to a new folder, and staged: that one"
+        text = f"{problem.key}: {problem.message}" if problem.key else problem.message
+        yield finding(STAGED, FAIL, text, fix, where=problem.file or context.name)
+
+
+def _input(context: Context) -> Iterator[Finding]:
+    data, path = context.resolved.recipe.data, context.resolved.input_path
+    if context.staged is not None:
+        path = parcel.data_input(context.resolved)
+    if context.silent or context.staged_problems:
+        return
+    if path is not None:
+        if not is_there(path):
+            status = FAIL if context.is_ours or len(context.cluster.nodes) < 2 else UNKNOWN
+            text = f"data.input {data.input} is not there on this machine"
+            yield finding(INPUT, status, text, "give a file or folder; relative ones lie beside the recipe", where=context.name)
+        elif not os.access(path, os.R_OK):
+            yield finding(INPUT, FAIL, f"data.input {path} cannot be read", "change who may read it", where=context.name)
+    elif context.offline and _is_absent(snapshot(context.hub, "datasets", data.name, data.revision)):
+        text = f"{data.name} at {data.revision} is not in {context.hub}, and HF_HUB_OFFLINE is set"
+        fix = f"hf download {data.name} --repo-type dataset --revision {data.revision}, where the network is"
+        yield finding(INPUT, FAIL, text, fix, where=context.name)
+
+
+def _is_absent(path: Path | None) -> bool:
+    try:
+        return path is None or not path.is_dir() or next(path.iterdir(), None) is None
+    except OSError:
+        return True
+
+
+def _expected(context: Context) -> Iterator[Finding]:
+    expect = context.resolved.recipe.data.expect
+    if expect is None or context.run_dir is None:
+        return
+    try:
+        meta = manifest.read_manifest(context.run_dir / "data", "dataset").meta
+        found = {split: int(meta[split]["conversations"]) for split in ("train", "eval")}
+    except (UserError, KeyError, TypeError, ValueError):
+        return  # not prepared yet
+    for split, count in found.items():
+        wanted = getattr(expect, split)
+        if wanted is not None and wanted != count:
+            text = f"{count:,} {split} conversations were prepared, data.expect says {wanted:,}"
+            fix = "look at data.revision, language and rejected.jsonl; or correct data.expect"
+            yield finding(EXPECTED, WARN, text, fix, where=str(context.run_dir / "data"))
+
+
+def _is_scored(context: Context) -> bool:
+    """The recipe compares its IFEval score with something."""
+    recipe = context.resolved.recipe
+    return context.is_real and bool(recipe.expect.ifeval or recipe.eval.ifeval.pass_mark)
+
+
+@cache
+def _benchmark() -> dict[str, Any]:
+    """The benchmark's place on the Hub, of eval/ifeval; empty where that cannot be read."""
+    for path in sorted(TASK.parent.glob("*.yaml")):
+        try:
+            body = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError):
+            continue
+        if isinstance(body, dict) and isinstance(body.get("hub"), dict):
+            return dict(body["hub"])
+    return {}
+
+
+def _ifeval(context: Context) -> Iterator[Finding]:
+    if not _is_scored(context) or context.silent or context.staged_problems:
+        return
+    hub = _benchmark()
+    folder = snapshot(context.hub, "datasets", str(hub.get("name")), hub.get("revision"))
+    if context.offline and hub and (folder is None or not is_there(folder / str(hub["file"]))):
+        fix = f"hf download {hub['name']} {hub['file']} --repo-type dataset --revision {hub['revision']}, where the network is"
+        text = f"{hub['name']} is not in {context.hub}, and HF_HUB_OFFLINE is set"
+        yield finding(BENCHMARK, FAIL if context.resolved.recipe.eval.ifeval.pass_mark else WARN, text, fix, where=context.name)
+
+
+def nltk_folders(context: Context) -> list[Path]:
+    """Where NLTK looks for its data, in its order (nltk/data.py)."""
+    given = [part for part in context.environment.get("NLTK_DATA", "").split(os.pathsep) if part]
+    own = ["~/nltk_data", f"{sys.prefix}/nltk_data", f"{sys.prefix}/share/nltk_data", f"{sys.prefix}/lib/nltk_data"]
+    system = ["/usr/share/nltk_data", "/usr/local/share/nltk_data", "/usr/lib/nltk_data", "/usr/local/lib/nltk_data"]
+    return [expand_home(part) for part in (*given, *own, *system)]
+
+
+def _punkt(context: Context) -> Iterator[Finding]:
+    if not _is_scored(context):
+        return
+    places = [folder / punkt.FOLDER for folder in nltk_folders(context)]
+    found = next((place for place in places if is_there(place)), None)
+    fix = "unpack punkt_tab.zip of nltk_data in a folder tokenizers/, and export NLTK_DATA=the folder above it"
+    if found is None:
+        status = UNKNOWN if not context.versions else WARN  # the image may have it
+        text = f"{punkt.FOLDER} is in none of {len(places)} folders of NLTK"
+        yield finding(SPLITTER, status, text, fix, where=context.name)
+    elif missing := [name for name in punkt.FILES if not is_there(found / name)]:
+        yield finding(SPLITTER, FAIL, f"it lacks {', '.join(missing)}", fix, where=str(found))
+
+
+def _tracker(context: Context) -> Iterator[Finding]:
+    given = context.resolved.train_args.get("report_to")
+    named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    mode = context.environment.get("WANDB_MODE", "")
+    if "wandb" not in named or mode in ("offline", "disabled", "dryrun"):
+        return
+    if context.offline and (mode or context.environment.get("WANDB_API_KEY")):
+        text = f"HF_HUB_OFFLINE is set, and W&B is to report ({'WANDB_MODE=' + mode if mode else 'WANDB_API_KEY is set'})"
+        fix = "export WANDB_MODE=offline, and wandb sync from a machine with a network; metrics.jsonl is complete either way"
+        yield finding(TRACKER, WARN, text, fix, where=context.name)
+
+
+LOOKS = (_staged, _input, _expected, _ifeval, _punkt, _tracker)

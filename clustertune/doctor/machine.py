@@ -1,0 +1,165 @@
+"""What the rules of a machine look at: its facts, what the cluster file says of it, and what the job expects. Python 3.8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from clustertune.health import Finding, Rule, finding
+from clustertune.host.facts import HostFacts, Mount
+
+LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
+PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
+"""Where a machine is looked at. ``here``: a machine of its own; ``step``: an srun step; ``container``: not in a step."""
+
+NETWORK_KINDS = (
+    "nfs",
+    "nfs4",
+    "nfs3",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "glusterfs",
+    "cifs",
+    "smb3",
+    "9p",
+    "panfs",
+    "virtiofs",
+    "orangefs",
+    "pvfs2",
+    "afs",
+)
+"""Kinds of file system that lie on other machines."""
+
+
+LOCAL_FUSE = frozenset(
+    f"fuse.{name}"
+    for name in (
+        "squashfuse",
+        "squashfuse_ll",
+        "fuse-overlayfs",
+        "fuse2fs",
+        "ext2fuse",
+        "snapfuse",
+        "bindfs",
+        "gocryptfs",
+        "encfs",
+    )
+)
+"""Kinds of FUSE that lie on this machine: images of containers, and what stands in front of a local folder."""
+
+
+@dataclass
+class Expects:
+    """What a job, or the cluster file, counts on; None: nobody said."""
+
+    gpus: int | None = None
+    """GPUs that this node's ranks use."""
+    cpus: int | None = None
+    """Hardware threads of this node that the ranks use."""
+    nodes: int | None = None
+    """Nodes of the job."""
+    launched: bool = False
+    """Whether ranks get the environment that clustertune derives (caches of their own, no packages of the user's)."""
+
+
+@dataclass
+class Machine:
+    """One machine as the rules see it."""
+
+    facts: HostFacts
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """The cluster file as plain dicts and lists; empty: none."""
+    expects: Expects = field(default_factory=Expects)
+
+    @property
+    def where(self) -> str:
+        """How findings name it."""
+        return self.facts.hostname
+
+    @property
+    def place(self) -> str:
+        """One of :data:`PLACES`."""
+        return self.facts.place
+
+    def tell(self, rule: Rule, status: str, found: str, fix: str = "") -> Finding:
+        """A finding on this machine."""
+        return finding(rule, status, found, fix, where=self.where)
+
+    @property
+    def computes(self) -> bool:
+        """Whether ranks run here: not on a login node, which has no GPUs and small limits by design."""
+        if self.place != LOGIN:
+            return True
+        own = self.facts.hostname.lower().partition(".")[0]
+        named = {name.lower().partition(".")[0] for name in self.names_with("compute")}
+        return bool(self.facts.nvidia_devices) and (not self.is_member or own in named)
+
+    @property
+    def rehearsal(self) -> bool:
+        """Whether Slurm only says that there are GPUs and cores: the throw-away cluster does."""
+        return self.environ("SLURM_CLUSTER_NAME") == "rehearsal"
+
+    @property
+    def in_step(self) -> bool:
+        """Whether limits and cores are those that ranks get."""
+        return self.place in (STEP, CONTAINER_STEP)
+
+    @property
+    def in_container(self) -> bool:
+        """Whether files and libraries are those of an image."""
+        return self.place in (CONTAINER, CONTAINER_STEP) or bool(self.facts.container)
+
+    @property
+    def several(self) -> bool:
+        """Whether ranks of several nodes talk to each other."""
+        if self.expects.nodes is not None:
+            return self.expects.nodes > 1
+        return len(self.names_with("compute")) > 1
+
+    def environ(self, name: str) -> str:
+        """A variable of the environment; empty where it is not set."""
+        return self.facts.environment.get(name, "")
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the cluster file; empty where it has none."""
+        found = self.cluster.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def names_with(self, role: str) -> list[str]:
+        """The machines of the cluster file that have a role."""
+        return [str(node.get("name")) for node in self.cluster.get("nodes") or () if role in (node.get("roles") or ())]
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the cluster file names this machine."""
+        own = self.facts.hostname.lower().partition(".")[0]
+        return any(str(node.get("name")).lower().partition(".")[0] == own for node in self.cluster.get("nodes") or ())
+
+    def mount_of(self, path: str) -> Mount | None:
+        """The file system on which a path lies; None where no mount is known."""
+        return mount_of(path, self.facts.mounts)
+
+
+def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
+    """The mount with the longest point above ``path``; of two at one point the later one, which covers the other."""
+    best = None
+    for mount in mounts:
+        point = mount.point.rstrip("/")
+        if (path == mount.point or path.startswith(point + "/")) and (
+            best is None or len(point) >= len(best.point.rstrip("/"))
+        ):
+            best = mount
+    return best
+
+
+def on_network(mount: Mount) -> bool:
+    """Whether a file system lies on other machines, or is a pool of file systems."""
+    return mount.kind in NETWORK_KINDS or (mount.kind.startswith("fuse.") and mount.kind not in LOCAL_FUSE)
+
+
+def gigabytes(count: float) -> str:
+    """Bytes for people: ``1.5 GB``, ``64 MB``."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

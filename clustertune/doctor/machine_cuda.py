@@ -1,0 +1,244 @@
+"""CUDA and the paths between GPUs: the driver against the installed torch, libraries, PCIe, IOMMU. Python 3.8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from clustertune.doctor.machine import Machine
+from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule
+from clustertune.host.gpu_text import gpu_links
+from clustertune.host.system import cpu_set, version
+
+_COMPATIBILITY = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
+
+INIT = Rule(
+    "cuda-init",
+    "what cuInit returns",
+    "the driver may list GPUs that CUDA cannot use: every rank ends at its first call",
+    "https://github.com/pytorch/pytorch/issues/35710",
+)
+OLD = Rule(
+    "driver-cuda",
+    "the driver, against the CUDA of the installed torch",
+    "a torch that was built for a newer CUDA than the driver serves finds no GPU at all",
+    _COMPATIBILITY,
+)
+COMPAT = Rule(
+    "cuda-compat",
+    "no forward-compatibility library in front of the driver's own",
+    "libcuda of cuda-compat works on data-centre cards only, and not with every driver: CUDA ends with error 803 or 804",
+    "https://github.com/NVIDIA/nvidia-docker/issues/1515",
+)
+VISIBLE = Rule(
+    "cuda-visible-devices",
+    "CUDA_VISIBLE_DEVICES as this place finds it",
+    "a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one",
+    "https://slurm.schedmd.com/gres.html",
+)
+PCIE = Rule(
+    "gpu-pcie",
+    "lanes and generation of the slot",
+    "a card that came up with half of its lanes loads weights and talks to the others at half speed; nothing else tells",
+    "https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html",
+)
+ACS = Rule(
+    "pcie-p2p",
+    "IOMMU and ACS between GPUs without NVLink",
+    "traffic between GPUs goes up to the CPU: slow at best; on some cards the first all-reduce hangs until they are reset",
+    "https://github.com/NVIDIA/nccl/issues/1999",
+)
+RDMA = Rule(
+    "gpudirect-rdma",
+    "whether adapters can reach GPU memory",
+    "without nvidia_peermem or dma-buf every byte between nodes is copied through host memory",
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+)
+NUMA = Rule(
+    "gpu-numa",
+    "the cores of this place, against the NUMA nodes of its GPUs",
+    "a rank whose cores are all on the other socket copies every batch and every checkpoint across",
+    "https://github.com/pytorch/pytorch/issues/115305",
+)
+RULES = (INIT, OLD, COMPAT, VISIBLE, PCIE, ACS, RDMA, NUMA)
+
+MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
+"""Oldest driver that serves a major version of CUDA on Linux, by minor version compatibility (the link of ``driver-cuda``)."""
+
+INIT_CODES = {
+    3: ("not initialized", "reboot the node; look at dmesg"),
+    34: ("a stub of libcuda was loaded", "take the folder 'stubs' out of LD_LIBRARY_PATH"),
+    46: ("a GPU is not available", "another process holds it in exclusive mode, or MIG is being set up: nvidia-smi"),
+    100: ("no GPU", "ask for GPUs; CUDA_VISIBLE_DEVICES must not be empty; in a container --nv or --gpus all"),
+    101: ("CUDA_VISIBLE_DEVICES names a GPU that is not there", "unset it"),
+    802: ("the system is not ready: the fabric manager does not run", "as root: systemctl start nvidia-fabricmanager"),
+    803: ("libcuda and kernel driver do not match", "reboot after a driver update; take cuda-compat out of LD_LIBRARY_PATH"),
+    804: ("cuda-compat does not work on this GPU", "take cuda-compat out of LD_LIBRARY_PATH, or update the driver"),
+    999: (
+        "an unknown error: often nvidia-uvm is not loaded",
+        "as root: modprobe nvidia-uvm, nvidia-modprobe -u -c 0; or reboot",
+    ),
+}
+"""What cuInit may return (CUresult of cuda.h), what it means on a cluster, and what to do."""
+
+
+COHERENT = re.compile(r"\bG[HB]\d{2,3}\b")
+"""GH200, GB200, GB300, GB10: what goes between CPU and GPU takes NVLink-C2C, not the PCIe link of the driver's list."""
+
+
+def init(m: Machine) -> Iterator[Finding]:
+    """CUDA starts."""
+    f = m.facts
+    if not m.computes or not f.gpus:
+        return
+    if f.cuda_init is None:
+        yield m.tell(INIT, UNKNOWN, "libcuda.so.1 was not found, or cuInit did not return in time")
+    elif f.cuda_init == 100 and m.facts.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
+        return  # that is what the variable asks for: its own rule says so
+    elif f.cuda_init:
+        meaning, fix = INIT_CODES.get(f.cuda_init, ("see CUresult", "look at dmesg and at the versions of driver and libcuda"))
+        yield m.tell(INIT, FAIL, f"cuInit returned {f.cuda_init}: {meaning}", fix)
+    else:
+        yield m.tell(INIT, PASS, f"{f.cuda_devices} devices")
+
+
+def old_driver(m: Machine) -> Iterator[Finding]:
+    """The driver serves the CUDA of torch."""
+    f = m.facts
+    cuda, driver = version(f.torch_cuda), version(f.driver)
+    if not cuda or not driver or not m.computes:
+        return
+    needed = MINIMUM_DRIVER.get(cuda[0])
+    told = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
+    if needed is None:
+        yield m.tell(OLD, UNKNOWN, f"{told}: not in the table")
+    elif driver < needed and "compat" not in f.cuda_library:
+        least = ".".join(map(str, needed))
+        served = [major for major, oldest in MINIMUM_DRIVER.items() if driver >= oldest]
+        fix = f"update the driver to {least} or newer"
+        fix += f", or install a torch for CUDA {max(served)}" if served else ""
+        yield m.tell(OLD, FAIL, f"{told}: that needs {least}", fix)
+    else:
+        yield m.tell(OLD, PASS, told)
+
+
+def compat(m: Machine) -> Iterator[Finding]:
+    """The libcuda in use is the driver's."""
+    f = m.facts
+    found = (
+        f.cuda_library if "compat" in f.cuda_library else next((path for path in f.libraries if "compat/libcuda" in path), "")
+    )
+    if found:
+        told = f"{found} stands in front of driver {f.driver or '?'}"
+        fix = "take its folder out of LD_LIBRARY_PATH, unless the driver is a data-centre one that is too old for the image"
+        yield m.tell(COMPAT, FAIL if f.cuda_init in (803, 804) else WARN, told, fix)
+    elif f.cuda_library:
+        yield m.tell(COMPAT, PASS, f.cuda_library)
+
+
+def visible(m: Machine) -> Iterator[Finding]:
+    """Nobody but Slurm has chosen GPUs."""
+    value = m.facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if value is None or (m.in_step and not m.expects.gpus):
+        if value is None and m.facts.gpus:
+            yield m.tell(VISIBLE, PASS, "not set")
+        return
+    named = [part for part in value.split(",") if part.strip()]
+    if m.in_step and m.expects.gpus:  # Slurm sets it, by the number of the GPU or by its UUID
+        if len(named) != m.expects.gpus:
+            fix = "unset it in the job's script: Slurm gives each step its own"
+            yield m.tell(VISIBLE, FAIL, f"{value or 'empty'}: {len(named)} GPUs, the job has {m.expects.gpus}", fix)
+        else:
+            yield m.tell(VISIBLE, PASS, value)
+    elif not named or value.strip() in ("-1", "NoDevFiles"):
+        yield m.tell(VISIBLE, WARN, f"it is {value!r}: no GPU is to be seen", "unset CUDA_VISIBLE_DEVICES")
+    elif not m.environ("SLURM_JOB_ID"):
+        yield m.tell(VISIBLE, WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
+
+
+def pcie(m: Machine) -> Iterator[Finding]:
+    """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has."""
+    gpus = [gpu for gpu in m.facts.gpus if gpu.pcie_width and gpu.pcie_width_max and not COHERENT.search(gpu.name)]
+    if not gpus:
+        return
+    narrow = [gpu for gpu in gpus if (gpu.pcie_width or 0) < (gpu.pcie_width_max or 0)]
+    said = str(m.section("compute").get("interconnect") or "")
+    wanted = int(said[4:]) if said.startswith("pcie") and said[4:].isdigit() else None
+    slow = [gpu for gpu in gpus if gpu.pcie_gen and gpu.pcie_gen < (wanted or gpu.pcie_gen_max or 0)]
+    if narrow:
+        told = "; ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)
+        yield m.tell(
+            PCIE, WARN, told, "seat card and riser anew, look at the slot's settings in the firmware; lspci -vv shows LnkSta"
+        )
+    elif slow:
+        told = "; ".join(f"GPU {gpu.index}: PCIe {gpu.pcie_gen} of {wanted or gpu.pcie_gen_max}" for gpu in slow)
+        fix = "look at riser and the slot's settings in the firmware; if the board has no more, say so in the cluster file"
+        yield m.tell(PCIE, WARN, told, fix)
+    else:
+        yield m.tell(PCIE, PASS, f"x{gpus[0].pcie_width}, PCIe {gpus[0].pcie_gen or '?'}")
+
+
+def without_nvlink(m: Machine) -> bool:
+    """Whether some pair of GPUs talks over PCIe only, by the driver's map, else by the cluster file."""
+    links = gpu_links(m.facts.topology)
+    if links:
+        return any(not link.startswith("NV") for link in links.values())
+    return str(m.section("compute").get("interconnect") or "").startswith("pcie")
+
+
+def peer_to_peer(m: Machine) -> Iterator[Finding]:
+    """Nothing stands between GPUs on PCIe."""
+    f = m.facts
+    if len(f.gpus) < 2 or not m.computes or not without_nvlink(m):
+        return
+    told = []
+    if f.acs_redirect:
+        told.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
+    if f.iommu:
+        told.append("the IOMMU translates")
+    if m.environ("NCCL_P2P_DISABLE") == "1":
+        yield m.tell(ACS, PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
+    elif told:
+        fix = "boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it"
+        yield m.tell(ACS, WARN, " and ".join(told), fix)
+    elif f.acs_redirect is None:
+        yield m.tell(ACS, UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
+    else:
+        yield m.tell(ACS, PASS, "neither IOMMU nor ACS in the way")
+
+
+def gpudirect(m: Machine) -> Iterator[Finding]:
+    """Adapters that are up can reach GPU memory."""
+    f = m.facts
+    if not f.gpus or not m.computes or not m.several or not any(port.active for port in f.rdma):
+        return
+    if f.peermem is False:
+        fix = "as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf"
+        yield m.tell(RDMA, WARN, "nvidia_peermem is not loaded, and the driver is not the open one", fix)
+    elif f.peermem:
+        yield m.tell(RDMA, PASS, "nvidia_peermem or dma-buf")
+
+
+def numa(m: Machine) -> Iterator[Finding]:
+    """Each GPU has cores of its own NUMA node among those of this place."""
+    f = m.facts
+    mine = cpu_set(f.affinity_list)
+    near = {gpu.index: cpu_set(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
+    if not mine or not m.in_step or not any(near.values()) or len(f.numa_cpus) < 2:
+        return
+    far = [index for index, cpus in near.items() if cpus and not cpus & mine]
+    if far:
+        fix = "ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)"
+        told = f"GPU {', '.join(map(str, far))}: none of the step's CPUs {f.affinity_list} is on its NUMA node"
+        yield m.tell(NUMA, WARN, told, fix)
+    else:
+        yield m.tell(NUMA, PASS, "each GPU has cores nearby")
+
+
+LOOKS = (init, old_driver, compat, visible, pcie, peer_to_peer, gpudirect, numa)
+
+
+def check(m: Machine) -> Iterator[Finding]:
+    """All of them."""
+    for look in LOOKS:
+        yield from look(m)

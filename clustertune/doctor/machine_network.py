@@ -1,0 +1,361 @@
+"""Interfaces, bonds, RDMA and names: how ranks of several nodes find and reach each other. Python 3.8, standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections.abc import Iterator, Sequence
+
+from clustertune.doctor.machine import Machine
+from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule
+from clustertune.host.facts import Nic
+
+_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+
+INTERFACE = Rule(
+    "interface",
+    "the interface that the cluster file and NCCL_SOCKET_IFNAME name",
+    "NCCL takes every interface whose name begins so: the wrong one, or one that is down, hangs at the first collective",
+    "https://github.com/NVIDIA/nccl/issues/286",
+)
+SUBNET = Rule(
+    "interface-subnet",
+    "the interface's address, against the cluster file's subnet",
+    "an address outside of it is not reached by the other nodes: the ranks wait for each other until the time-out",
+    "https://github.com/NVIDIA/nccl/issues/1581",
+)
+SPEED = Rule(
+    "interface-speed",
+    "the interface's speed, against the cluster file",
+    "a link that came up at a tenth of its speed works, and makes the training as much slower; nothing else tells",
+    "https://man7.org/linux/man-pages/man8/ethtool.8.html",
+)
+BOND = Rule(
+    "bond",
+    "all links of a bond are up, and connections are spread over them",
+    "with the hash layer2 all traffic between two nodes takes one link of the bond; a link that is down takes its share away",
+    "https://docs.kernel.org/networking/bonding.html",
+)
+MTU = Rule(
+    "mtu",
+    "frame size of a fast interface",
+    "with frames of 1500 bytes a fast Ethernet link costs whole cores, and often does not reach its speed",
+    "https://github.com/NVIDIA/dgx-spark-playbooks/pull/103",
+)
+PORT = Rule(
+    "rdma-port",
+    "the RDMA ports that the cluster file counts on",
+    "without an active port NCCL falls back to sockets in silence: the same all-reduce takes several times as long",
+    "https://github.com/areal-project/AReaL/issues/639",
+)
+VERBS = Rule(
+    "rdma-verbs",
+    "device files and libraries of active RDMA ports in this place",
+    "a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets in silence",
+    "https://github.com/areal-project/AReaL/issues/639",
+)
+KIND = Rule(
+    "network-kind",
+    "the kind of network in the cluster file, against the adapters",
+    "where the file says ethernet RDMA is switched off: an InfiniBand that is there is not used",
+    _ENV,
+)
+PORTS = Rule(
+    "ephemeral-ports",
+    "the kernel's range of ephemeral ports",
+    "any outgoing connection may take a port of this range: a rendezvous inside of it ends with 'address already in use'",
+    "https://github.com/NVIDIA/enroot/issues/243",
+)
+LOOPBACK = Rule(
+    "hostname-loopback",
+    "what the machine's own name resolves to",
+    "gloo binds to it: where it is loopback the other nodes cannot reach this one, and the job waits until its time-out",
+    "https://github.com/aws-samples/aws-do-eks/pull/69",
+)
+NAMES = Rule(
+    "node-names",
+    "names of the other nodes",
+    "a name that does not resolve on every node keeps the ranks from meeting",
+    "https://github.com/pytorch/pytorch/issues/73656",
+)
+RULES = (INTERFACE, SUBNET, SPEED, BOND, MTU, PORT, VERBS, KIND, PORTS, LOOPBACK, NAMES)
+
+FAST_MBIT = 25_000
+"""From here on small frames show; 10 Gbit/s is filled by one core with frames of 1500 bytes."""
+RENDEZVOUS = (20_000, 31_999)
+"""Ports in which jobs of this project meet (launch/rendezvous.py)."""
+WHOLE = 0.9
+"""Share of the nominal speed from which a link counts as whole: a bond's sum and a file's round figure differ a little."""
+
+
+def matches(value: str, names: Sequence[str]) -> list[str]:
+    """The interfaces that NCCL_SOCKET_IFNAME means: prefixes, exact after ``=``, all others after ``^`` (NCCL's guide)."""
+    text = value.strip()
+    exclude, exact = text.startswith("^"), False
+    text = text[1:] if exclude else text
+    exact = text.startswith("=")
+    words = [word for word in text.lstrip("=").split(",") if word]
+    hit = [name for name in names if any(name == word if exact else name.startswith(word) for word in words)]
+    return [name for name in names if name not in hit and name != "lo"] if exclude else hit
+
+
+def _named(m: Machine) -> str:
+    """The interface of the cluster file; of a machine that is not in it, and has none of that name, none."""
+    name = str(m.section("network").get("interface") or "")
+    there = any(nic.name == name for nic in m.facts.nics)
+    return name if there or m.is_member or m.in_step else ""
+
+
+def _nic(m: Machine, name: str) -> Nic | None:
+    return next((nic for nic in m.facts.nics if nic.name == name), None)
+
+
+def interface(m: Machine) -> Iterator[Finding]:
+    """The interface is there, is up, and has an address; the variable means one interface."""
+    nics = m.facts.nics
+    name, value = _named(m), m.environ("NCCL_SOCKET_IFNAME")
+    if not nics or not m.computes:
+        return
+    there = ", ".join(nic.name for nic in nics)
+    if name:
+        nic = _nic(m, name)
+        status = FAIL if m.several else WARN
+        if nic is None:
+            fix = "network.interface of the cluster file must be the name on every compute node"
+            yield m.tell(INTERFACE, status, f"there is no {name} (there are {there})", fix)
+        elif nic.up is False or nic.carrier is False:
+            fix = f"look at cable and switch: ip link show {name}; ethtool {name}"
+            yield m.tell(INTERFACE, status, f"{name} is down", fix)
+        elif not nic.addresses:
+            yield m.tell(INTERFACE, status, f"{name} has no address", f"give it one on every node: ip addr show {name}")
+        else:
+            yield m.tell(INTERFACE, PASS, f"{name}, {nic.addresses[0]}")
+    if value and not (name and m.expects.launched):  # jobs of clustertune replace it by the cluster file's
+        found = matches(value, [nic.name for nic in nics])
+        if not found:
+            yield m.tell(
+                INTERFACE, FAIL, f"NCCL_SOCKET_IFNAME={value} means none of {there}", "unset it, or name one exactly: =NAME"
+            )
+        elif len(found) > 1 and not value.startswith(("^", "=")) and len(found) > len(value.split(",")):
+            fix = f"name it exactly: NCCL_SOCKET_IFNAME=={found[0]}"
+            yield m.tell(INTERFACE, WARN, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}", fix)
+        elif all(nic.up is False for nic in nics if nic.name in found):
+            yield m.tell(INTERFACE, FAIL, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}, which is down", "unset it")
+
+
+def subnet(m: Machine) -> Iterator[Finding]:
+    """The interface's address is in the cluster's subnet."""
+    said, nic = m.section("network").get("subnet"), _nic(m, _named(m))
+    if not said or nic is None or not nic.addresses:
+        return
+    try:
+        wanted = ipaddress.ip_network(str(said), strict=False)
+    except ValueError:
+        return
+    own = []
+    for text in nic.addresses:
+        with contextlib.suppress(ValueError):
+            own.append(ipaddress.ip_interface(text).ip)
+    if any(address in wanted for address in own if address.version == wanted.version):
+        yield m.tell(SUBNET, PASS, f"{nic.name} is in {wanted}")
+    else:
+        fix = "correct the address of the interface, or network.subnet or network.interface of the cluster file"
+        yield m.tell(SUBNET, FAIL if m.several else WARN, f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}", fix)
+
+
+def speed(m: Machine) -> Iterator[Finding]:
+    """The interface has the speed of the cluster file."""
+    said, nic = m.section("network").get("gbit"), _nic(m, _named(m))
+    if not said or nic is None or m.section("network").get("kind") not in ("ethernet", "roce"):
+        return
+    if nic.mbit is None:
+        if not m.rehearsal and not nic.virtual:
+            yield m.tell(SPEED, UNKNOWN, f"{nic.name} does not tell its speed")
+    elif nic.mbit < float(said) * 1000 * WHOLE:
+        fix = f"look at cable, transceiver and switch port: ethtool {nic.name}; or correct network.gbit of the cluster file"
+        yield m.tell(SPEED, WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {said:g}", fix)
+    else:
+        yield m.tell(SPEED, PASS, f"{nic.name}: {nic.mbit / 1000:g} Gbit/s")
+
+
+def bond(m: Machine) -> Iterator[Finding]:
+    """Links of bonds are up; of the one that carries the ranks, connections are spread."""
+    for nic in m.facts.nics:
+        if not nic.bond_mode:
+            continue
+        down = [link for link in nic.bond_links if link not in nic.bond_links_up]
+        if down:
+            fix = f"look at cable and switch port: cat /proc/net/bonding/{nic.name}"
+            yield m.tell(BOND, WARN, f"{nic.name}: {', '.join(down)} of {', '.join(nic.bond_links)} down", fix)
+        elif (
+            nic.name == (_named(m) or nic.name)  # one for management, or for storage, may be as it is
+            and m.section("network").get("kind") != "infiniband"
+            and nic.bond_mode in ("802.3ad", "balance-xor")
+            and nic.bond_hash in ("layer2", "layer2+3")
+            and len(nic.bond_links) > 1
+        ):
+            fix = f"ip link set {nic.name} type bond xmit_hash_policy layer3+4, and the like on the switch; keep it in its file"
+            yield m.tell(BOND, WARN, f"{nic.name}: {nic.bond_mode} with hash {nic.bond_hash}", fix)
+        else:
+            yield m.tell(BOND, PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
+
+
+def mtu(m: Machine) -> Iterator[Finding]:
+    """A fast interface between nodes has large frames."""
+    nic = _nic(m, _named(m))
+    if m.section("network").get("kind") == "infiniband":
+        return  # the ranks only meet there: what they send takes InfiniBand
+    if nic is None or nic.kind != "ethernet" or not nic.mtu or (nic.mbit or 0) < FAST_MBIT:
+        return
+    if nic.mtu <= 1500:
+        fix = f"set 9000 on every node and on the switch: ip link set {nic.name} mtu 9000"
+        yield m.tell(MTU, WARN, f"{nic.name}: {nic.mtu} bytes at {(nic.mbit or 0) / 1000:g} Gbit/s", fix)
+    else:
+        yield m.tell(MTU, PASS, f"{nic.name}: {nic.mtu} bytes")
+
+
+def rdma_port(m: Machine) -> Iterator[Finding]:
+    """The ports that the cluster file names are active; where it names none, one is."""
+    network = m.section("network")
+    if network.get("kind") not in ("infiniband", "roce") or not m.computes:
+        return
+    ports = m.facts.rdma
+    status = FAIL if m.several else WARN
+    fix = "look at cable, switch and subnet manager: ibstat; in a container bind /dev/infiniband and mount /sys"
+    if not ports and not m.facts.nics:
+        yield m.tell(PORT, UNKNOWN, "/sys is not to be seen here")
+        return
+    if not ports:
+        yield m.tell(PORT, status, "there is no RDMA adapter", fix)
+        return
+    missing = []
+    for said in network.get("hca") or ():
+        device, _, number = str(said).partition(":")
+        mine = [port for port in ports if port.device == device and (not number or port.port == int(number))]
+        if not any(port.active for port in mine):
+            missing.append(f"{said} ({', '.join(port.state or '?' for port in mine) or 'not there'})")
+    active = [f"{port.device}:{port.port}" for port in ports if port.active]
+    if missing:
+        whole = status if len(missing) == len(network.get("hca") or ()) else WARN  # with some NCCL goes on, slower
+        yield m.tell(PORT, whole, f"not active: {', '.join(missing)}", fix)
+    elif not active:
+        states = ", ".join(f"{port.device}:{port.port} {port.state or '?'} {port.physical}".strip() for port in ports)
+        yield m.tell(PORT, status, f"no port is active: {states}", fix)
+    elif len(active) < int(network.get("ports") or 1):
+        yield m.tell(PORT, WARN, f"{len(active)} ports active, the cluster file says {network.get('ports')}", fix)
+    else:
+        yield m.tell(PORT, PASS, f"active: {', '.join(active)}")
+
+
+def verbs(m: Machine) -> Iterator[Finding]:
+    """What uses an active port is in this place."""
+    f = m.facts
+    active = [port for port in f.rdma if port.active]
+    kind = m.section("network").get("kind")
+    if not active or not m.computes or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1" or not m.several:
+        return
+    lacking = []
+    if not any("uverbs" in name for name in f.rdma_devices):
+        lacking.append("/dev/infiniband/uverbs* cannot be opened")
+    if f.verbs is False:
+        lacking.append("libibverbs.so.1 cannot be loaded")
+    drivers = {port.device.rstrip("0123456789").rstrip("_") for port in active}
+    without = sorted(
+        name for name in drivers if f.verbs_providers and not any(p in name or name in p for p in f.verbs_providers)
+    )
+    hard = bool(lacking) and kind in ("infiniband", "roce")  # providers may lie where nobody looks
+    if f.verbs and not f.verbs_providers:
+        lacking.append("no provider library is installed")
+    elif without and "mlx5" in without:
+        lacking.append(f"no provider library for {', '.join(without)}")
+    if lacking:
+        fix = (
+            "install rdma-core (libibverbs, ibverbs-providers) in the image, and bind /dev/infiniband"
+            if m.in_container
+            else ("install rdma-core; let users open /dev/infiniband/uverbs* (udev rules, Slurm's ConstrainDevices)")
+        )
+        yield m.tell(VERBS, FAIL if hard else WARN, "; ".join(lacking), fix)
+    else:
+        yield m.tell(VERBS, PASS, f"{len(f.rdma_devices)} device files, {', '.join(f.verbs_providers) or 'library'}")
+
+
+def network_kind(m: Machine) -> Iterator[Finding]:
+    """What the cluster file says is what there is; a variable does not switch off what the file counts on."""
+    kind = m.section("network").get("kind")
+    fabric = [f"{port.device}:{port.port}" for port in m.facts.rdma if port.active and port.link_layer == "InfiniBand"]
+    if kind == "ethernet" and fabric:
+        fix = "network: {kind: infiniband} in the cluster file, unless it is kept for storage"
+        yield m.tell(KIND, WARN, f"the cluster file says ethernet, {', '.join(fabric)} is InfiniBand and active", fix)
+    elif kind in ("infiniband", "roce") and m.environ("NCCL_IB_DISABLE") == "1":
+        yield m.tell(
+            KIND, FAIL if m.several else WARN, f"NCCL_IB_DISABLE=1, the cluster file says {kind}", "unset NCCL_IB_DISABLE"
+        )
+    elif kind and m.facts.nics and m.computes:
+        yield m.tell(KIND, PASS, str(kind))
+
+
+def ports(m: Machine) -> Iterator[Finding]:
+    """Jobs meet outside of the ephemeral ports; a port in the environment does too."""
+    range_ = m.facts.port_range
+    if not range_ or len(range_) != 2:
+        return
+    low, high = range_
+    said = m.environ("MASTER_PORT")
+    fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
+    if said.isdigit() and low <= int(said) <= high:
+        told = f"MASTER_PORT={said} is among {low} to {high}"
+        yield m.tell(PORTS, WARN, told, f"choose one below {low}, another one for each job")
+    elif low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]:
+        yield m.tell(PORTS, WARN, f"{low} to {high}: hardly a port is left for jobs to meet", fix)
+    else:
+        yield m.tell(PORTS, PASS, f"{low} to {high}")
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback(m: Machine) -> Iterator[Finding]:
+    """The own name is an address that others reach, where gloo is not told an interface."""
+    own = m.facts.own_addresses
+    if not m.computes or not m.several:
+        return
+    fix = "give the node's own name its address in /etc/hosts (not 127.0.1.1), or set network.interface in the cluster file"
+    held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
+    if not own:
+        yield m.tell(LOOPBACK, WARN, f"{m.facts.hostname} does not resolve", fix)
+    elif all(map(_is_loopback, own)) and not held:
+        yield m.tell(LOOPBACK, WARN, f"{m.facts.hostname} is {', '.join(own)}", fix)
+    else:
+        yield m.tell(LOOPBACK, PASS, ", ".join(own))
+
+
+def node_names(m: Machine) -> Iterator[Finding]:
+    """The other nodes' names resolve, to none of this machine's own addresses of loopback."""
+    asked = m.facts.names
+    if not asked or not (m.is_member or m.in_step or not m.cluster):
+        return
+    own = m.facts.hostname.partition(".")[0]
+    unknown = sorted(name for name, found in asked.items() if not found)
+    wrong = sorted(
+        name for name, found in asked.items() if found and all(map(_is_loopback, found)) and name.partition(".")[0] != own
+    )
+    fix = "put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)"
+    if unknown:
+        yield m.tell(NAMES, FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}", fix)
+    if wrong:
+        yield m.tell(NAMES, FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}", fix)
+    if not unknown and not wrong:
+        yield m.tell(NAMES, PASS, f"{len(asked)} names resolve")
+
+
+LOOKS = (interface, subnet, speed, bond, mtu, rdma_port, verbs, network_kind, ports, loopback, node_names)
+
+
+def check(m: Machine) -> Iterator[Finding]:
+    """All of them."""
+    for look in LOOKS:
+        yield from look(m)

@@ -1,0 +1,162 @@
+"""The facts of every node of an allocation: one step that starts the collector on each, in the cluster's container if any."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from clustertune.config.cluster_schema import Cluster, same_host
+from clustertune.doctor import compare, frame, wire
+from clustertune.doctor.machine import CONTAINER_STEP, STEP, Expects, Machine
+from clustertune.health import Finding
+from clustertune.host.facts import HostFacts
+from clustertune.launch import step
+from clustertune.launch.allocation import Allocation
+from clustertune.process import die_with_parent
+
+REPO = Path(__file__).resolve().parents[2]
+START_SECONDS = 60.0
+"""What a step may take to start on many nodes, a container to be mounted, and Python to be read from a shared disk."""
+END_SECONDS = 5.0
+MAX_BYTES = 256 << 20
+"""Of what a step says: the facts of a thousand nodes are some 10 MB."""
+
+
+@dataclass
+class Looked:
+    """What the nodes said."""
+
+    facts: dict[str, HostFacts] = field(default_factory=dict)
+    """By Slurm's name of the node."""
+    faults: dict[str, str] = field(default_factory=dict)
+    """Why a node said nothing."""
+    asked: float = 0.0
+    answered: float = 0.0
+    """Seconds since 1970 before and after, by this machine's clock."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return max(0.0, self.answered - self.asked)
+
+
+def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
+    """The command that prints a machine's facts in lines."""
+    storage = cluster.storage
+    pool, staging = storage.pool, storage.staging
+    folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
+    # said, not found by looking: what a container sees of Slurm's variables is what is named to it
+    place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
+    words = [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
+    words += [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
+    return words + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
+
+
+def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
+    """``srun`` of the collector on every node, as the ranks are started, but that one node's failure ends no other."""
+    gpus = bool(allocation.gpus_per_node)
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    words = step.in_step(
+        collector(cluster, allocation.nodes, seconds),
+        cluster,
+        binds=binds,
+        nodes=len(allocation.nodes),
+        cpus=int(asked) if asked.isdigit() else allocation.cpus_per_node,
+        gpus=gpus,
+        environ=os.environ,
+    )
+    return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in words if word != "--unbuffered"]
+
+
+def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (), seconds: float = 20.0) -> Looked:
+    """Ask all nodes at once. A node that does not answer in time is named in ``faults``, and raises nothing.
+
+    Raises UserError where the container cannot be shown a folder.
+    """
+    command = step_command(cluster, allocation, binds, seconds)
+    looked = Looked(asked=time.time())
+    # Files, not pipes: what is left of a step that was killed may hold its end of a pipe for as long as it hangs.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            late = _run(command, out, err, seconds + START_SECONDS)
+        except OSError as error:
+            looked.answered = time.time()
+            looked.faults = dict.fromkeys(allocation.nodes, f"srun: {error.strerror or error}")
+            return looked
+        looked.answered = time.time()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(MAX_BYTES).decode(errors="replace"))
+    found, looked.faults, others = wire.decode(texts[0].splitlines())
+    said = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
+    for node in allocation.nodes:
+        name = same_host(node, found)
+        if name is not None:
+            looked.facts[node] = found[name]
+        else:
+            own = [line for line in said if node in line] or said
+            reason = own[-1][:300] if own else "it said nothing"
+            looked.faults.setdefault(node, f"no answer within {seconds + START_SECONDS:.0f} s" if late else reason)
+    return looked
+
+
+def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float) -> bool:
+    """Run the step. Returns whether it did not end in time: it is asked to then, and killed."""
+    child = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        cwd=REPO,
+        preexec_fn=_in_srun,  # noqa: PLW1509 - libc only
+    )
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_SECONDS)
+            return True
+        child.kill()
+        child.wait()
+        return True
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    return False
+
+
+def _in_srun() -> None:
+    die_with_parent(signal.SIGTERM)
+
+
+def machines(looked: Looked, cluster: Cluster, expects: Expects) -> list[Machine]:
+    """The nodes as the rules see them."""
+    plain = as_plain(cluster)
+    return [Machine(facts, plain, expects) for facts in looked.facts.values()]
+
+
+def as_plain(cluster: Cluster | None) -> dict[str, Any]:
+    """The cluster file as plain dicts and lists."""
+    return cluster.model_dump(mode="json") if cluster is not None else {}
+
+
+def findings(looked: Looked, cluster: Cluster, nodes: Sequence[str], expects: Expects) -> list[Finding]:
+    """What the rules find on each node, between them, and of those that did not answer."""
+    several = machines(looked, cluster, expects)
+    found = frame.cluster_findings(several)
+    if len(several) > 1:
+        found += compare.clocks(several, looked.asked, looked.answered)
+    faults: Mapping[str, str] = looked.faults
+    return [*found, *compare.missing([name for name in nodes if name not in looked.facts], dict(faults))]

@@ -1,0 +1,316 @@
+"""What the rules of recipe, stack and folders look at. Nothing here imports torch: it runs on a login node."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from clustertune import secrets
+from clustertune.config.cluster_schema import Cluster, same_host
+from clustertune.config.resolved import Resolved, expand_home, is_there
+from clustertune.doctor.recipe_model import ModelFolder, snapshot
+from clustertune.errors import Problem, UserError
+from clustertune.host.facts import HostFacts, Mount
+from clustertune.launch import visible
+from clustertune.launch.slurm import parse_minutes
+from clustertune.ops import bounded
+from clustertune.plan.place import find_place
+from clustertune.plan.predict import Plan, make_plan
+from clustertune.staging import parcel
+
+PINS = Path(__file__).resolve().parents[2] / "containers" / "versions.env"
+PACKAGES = (
+    "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
+    "wandb", "lm_eval", "nltk", "deepspeed", "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "kernels",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13", "gptqmodel", "fbgemm-gpu",
+)  # fmt: skip
+"""What ranks may load: looked for here where nobody collected the facts of their Python."""
+SECONDS = 5.0
+"""How long a folder may take to answer: the server of an NFS mount may be gone."""
+NETWORK = re.compile(r"nfs\d?|lustre|gpfs|beegfs|ceph|wekafs|glusterfs|9p|cifs|smb3|panfs|afs|orangefs|pvfs2|virtiofs|fuse\..+")
+"""Kinds of file system that lie on other machines, or on a pool of them (as launch/visible.py counts them)."""
+_TRUE = ("1", "ON", "YES", "TRUE")
+"""What huggingface_hub takes for true (huggingface_hub/constants.py)."""
+
+
+@dataclass(frozen=True)
+class Lies:
+    """The file system of a folder."""
+
+    point: str
+    kind: str
+    """``nfs4``, ``fuse.mergerfs``, ``xfs``; ``unknown`` where nothing tells."""
+    options: tuple[str, ...] = ()
+    said: str = ""
+    """Where this is from, in words."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether other machines hold it."""
+        return NETWORK.fullmatch(self.kind) is not None
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.point}{self.said}"
+
+
+@dataclass(frozen=True)
+class Context:
+    """One recipe on one cluster, as seen from this machine; made by :func:`build`."""
+
+    resolved: Resolved
+    cluster: Cluster
+    facts: HostFacts | None
+    """Of the machine on which this runs; None: nobody collected them."""
+    run_dir: Path | None
+    """The run folder that is asked about, which need not exist."""
+    plan: Plan | None
+    no_plan: str
+    """Why there is none."""
+    versions: Mapping[str, str]
+    """Version of each package of the ranks' Python, names in lower case with ``-``; empty: it cannot be seen from here."""
+    versions_of: str
+    """Whose they are."""
+    environment: Mapping[str, str]
+    env_file: Path
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """containers/versions.env, names as in ``versions``."""
+    reference_pins: Mapping[str, str] = field(default_factory=dict)
+    """The same of the reference image."""
+    mounts: str = ""
+    """``/proc/self/mountinfo``."""
+    arch: str = ""
+    """``x86_64`` or ``aarch64``."""
+    silent: tuple[Path, ...] = ()
+    """Folders whose file system did not answer: no rule looks there."""
+    staged: Path | None = None
+    """The folder that ``clustertune stage --to`` made, where the recipe reads from one and it is whole: its variables are in
+    ``environment``."""
+    staged_problems: tuple[Problem, ...] = ()
+    """What is wrong with it."""
+
+    @property
+    def name(self) -> str:
+        """The recipe file, as findings name it."""
+        return f"{self.resolved.name}/recipe.yaml"
+
+    @property
+    def is_real(self) -> bool:
+        """A run that is meant to give a model: neither a tiny one nor one with random weights."""
+        return not self.resolved.tiny and self.resolved.recipe.model.weights == "hub"
+
+    @property
+    def several_nodes(self) -> bool:
+        """Ranks run on more than one node."""
+        return self.resolved.recipe.slurm.nodes > 1
+
+    @property
+    def minutes(self) -> float:
+        """The job's time limit."""
+        return parse_minutes(self.resolved.recipe.slurm.time) or 0.0
+
+    @property
+    def offline(self) -> bool:
+        """The Hub is not to be asked."""
+        return any(self.environment.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+    def version(self, package: str) -> str | None:
+        """Of one package; None: not there, or not seen."""
+        return self.versions.get(plain(package))
+
+    @property
+    def hub(self) -> Path:
+        """The Hub's cache, as huggingface_hub finds it (huggingface_hub/constants.py)."""
+        for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+            if self.environment.get(key):
+                return expand_home(self.environment[key])
+        return self._hub_home / "hub"
+
+    @property
+    def hub_token(self) -> Path:
+        """Where ``hf auth login`` keeps its token: beside the cache only as long as that was not moved."""
+        said = self.environment.get("HF_TOKEN_PATH")
+        return expand_home(said) if said else self._hub_home / "token"
+
+    @property
+    def _hub_home(self) -> Path:
+        said = self.environment
+        if said.get("HF_HOME"):
+            return expand_home(said["HF_HOME"])
+        return expand_home(said.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+
+    @property
+    def home_cache(self) -> bool:
+        """No variable says where the cache is: it lies in the home folder."""
+        return not any(
+            self.environment.get(key) for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+        )
+
+    @cached_property
+    def model(self) -> ModelFolder | None:
+        """The base model's files as far as they are on this machine; None: there is none, or it did not answer."""
+        recipe = self.resolved.recipe.model
+        if self.staged is not None and (given := parcel.model_folder(self.staged)):
+            folder: Path | None = given
+        elif recipe.path is not None:
+            folder = expand_home(recipe.path)
+        elif recipe.weights == "random":
+            folder = None if self.run_dir is None else self.run_dir / "model" / recipe.name.rsplit("/", 1)[-1]
+        else:
+            folder = snapshot(self.hub, "models", recipe.name, recipe.revision)
+        if folder is None or any(folder.is_relative_to(path) for path in self.silent):
+            return None
+        return ModelFolder(folder) if folder.is_dir() else None
+
+    @property
+    def is_ours(self) -> bool:
+        """This machine is one of the cluster's, so that what it has mounted is what its jobs see."""
+        host = self.facts.hostname if self.facts else platform.node()
+        return same_host(host, (node.name for node in self.cluster.nodes)) is not None
+
+    def lies_on(self, path: Path) -> Lies:
+        """The file system of a path: what is mounted here, or for another machine's path what the cluster file says."""
+        storage = self.cluster.storage
+        if not self.is_ours and not path.is_absolute():
+            return Lies("/", "unknown")
+        if not self.is_ours:
+            pool = storage.pool
+            if pool and path.is_relative_to(pool.mount):
+                return Lies(pool.mount, "fuse.mergerfs", said=f" (by {self.cluster.source})")
+            for brick in storage.bricks:
+                if path.is_relative_to(brick.mount):
+                    return Lies(brick.mount, f"nfs{storage.nfs_version[:1]}", said=f" (by {self.cluster.source})")
+        known = [mount for mount in (self.facts.mounts if self.facts else []) if _below(path, mount)]
+        if known:
+            best = max(known, key=lambda mount: len(mount.point))
+            return Lies(best.point, best.kind, tuple(best.options))
+        return Lies(*visible.filesystem(path, self.mounts))
+
+    @property
+    def weights_at(self) -> Path:
+        """Where ranks read the weights from: the model's folder, or where the Hub's cache will have it."""
+        model = self.resolved.recipe.model
+        if self.staged is not None:
+            return parcel.model_folder(self.staged) or self.hub
+        if model.path is not None:
+            return expand_home(model.path)
+        if not self.is_ours and self.home_cache and self.cluster.storage.shared:
+            return Path(self.cluster.storage.shared)  # another machine's home folder tells nothing
+        return self.hub
+
+
+def _below(path: Path, mount: Mount) -> bool:
+    return path.is_absolute() and path.is_relative_to(mount.point)
+
+
+def plain(package: str) -> str:
+    """A package's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def read_pins(kind: str = "PY", path: Path = PINS) -> dict[str, str]:
+    """The versions of one kind in containers/versions.env: ``PY`` (what the project installs) or ``REF`` (the reference image);
+    empty where the file is not there."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    return {plain(name): version for name, version in re.findall(rf"^{kind}_([A-Z0-9_]+)=(\S+)", text, re.MULTILINE)}
+
+
+def installed() -> dict[str, str]:
+    """Versions of :data:`PACKAGES` in this Python."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[plain(package)] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def unanswered(paths: Iterable[Path], seconds: float = SECONDS) -> tuple[Path, ...]:
+    """The paths whose file system does not answer in time; that nothing is there is an answer too."""
+    works = {str(path): _look(path) for path in paths}
+    if not bounded.ask(lambda: {"there": [work() for work in works.values()]}, seconds).silent:
+        return ()  # as nearly always: one child for all of them
+    return tuple(Path(path) for path, answer in bounded.ask_all(works, min(seconds, 1.0)).items() if answer.silent)
+
+
+def _look(path: Path) -> bounded.Work:
+    return lambda: {"there": is_there(path)}
+
+
+def build(
+    resolved: Resolved,
+    cluster: Cluster,
+    facts: HostFacts | None = None,
+    *,
+    run_dir: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    env_file: Path = secrets.DEFAULT,
+    arch: str | None = None,
+) -> Context:
+    """Everything that the rules need; what cannot be had is left out and said. Never raises for what a user can cause."""
+    plan, why = _plan(resolved, cluster)
+    said = os.environ if environment is None else environment
+    versions, versions_of = _versions(cluster, facts)
+    try:
+        mounts = visible.MOUNTS.read_text()
+    except OSError:
+        mounts = ""
+    context = Context(
+        resolved=resolved,
+        cluster=cluster,
+        facts=facts,
+        run_dir=None if run_dir is None else run_dir.absolute(),
+        plan=plan,
+        no_plan=why,
+        versions=versions,
+        versions_of=versions_of,
+        environment=said,
+        env_file=env_file,
+        pins=read_pins(),
+        reference_pins=read_pins("REF"),
+        mounts=mounts,
+        arch=arch or platform.machine(),
+    )
+    staged = parcel.staged_folder(resolved)
+    places = (context.run_dir, context.hub, context.weights_at, resolved.input_path, env_file.parent, staged)
+    silent = unanswered(path for path in dict.fromkeys(places) if path is not None)
+    if silent:
+        return replace(context, silent=silent, run_dir=None if context.run_dir in silent else context.run_dir)
+    if staged is None or (problems := tuple(parcel.find_problems(resolved))):
+        return replace(context, staged_problems=problems if staged else ())
+    inherited = dict(said)
+    parcel.enter(resolved, inherited)
+    return replace(context, staged=staged, environment=inherited)
+
+
+def _plan(resolved: Resolved, cluster: Cluster) -> tuple[Plan | None, str]:
+    if resolved.tiny:
+        return None, "a tiny run is not planned"
+    try:
+        where = find_place(cluster)
+        return make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants), ""
+    except UserError as error:
+        return None, str(error.problems[0])
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # an architecture that nobody foresaw
+        return None, f"the planner does not understand this model: {type(error).__name__}: {error}"
+
+
+def _versions(cluster: Cluster, facts: HostFacts | None) -> tuple[dict[str, str], str]:
+    """What ranks will load: the packages of this Python, unless the cluster runs them in an image and this is outside."""
+    place = facts.place if facts else "login"
+    inside = bool(facts and (facts.container or "container" in place or place == "here"))
+    if cluster.container.runtime != "none" and not inside:
+        return {}, f"{cluster.container.image or 'the image'}, which is not open here"
+    if facts and facts.packages:
+        return {plain(item.name): item.version for item in facts.packages}, facts.executable or "this Python"
+    return installed(), "this Python"

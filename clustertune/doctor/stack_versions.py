@@ -1,0 +1,139 @@
+"""The installed packages: releases with known faults, what differs from the pins, what the recipe needs and is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from clustertune.doctor import stack_faults
+from clustertune.doctor.recipe_context import Context, plain
+from clustertune.doctor.stack_faults import FAULTS, NCCL, holds
+from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.launch import fit
+
+GIB = 1 << 30
+_ZEROED = ">=5.7"
+"""Releases of the fault every-rank-loads-all that fill what they allocate (torch.zeros_like; empty_like before: read in 5.5.4,
+5.7.0), so that it is resident for certain."""
+
+UNSEEN = Rule(
+    "stack-unseen",
+    "whether the ranks' packages can be seen from here",
+    "the versions of the image decide, and those of this machine may be others",
+    "https://apptainer.org/docs/user/latest/",
+)
+PINNED = Rule(
+    "versions-differ",
+    "installed versions against containers/versions.env",
+    "what was tested together is not what runs: keys, defaults and files of another release",
+    "https://github.com/huggingface/trl/pull/4983",
+)
+MISSING = Rule(
+    "package-missing",
+    "packages that the recipe asks for",
+    "the ranks end at their start, after the queue",
+    "https://huggingface.co/docs/transformers/installation",
+)
+
+RULES = (UNSEEN, PINNED, MISSING, *(fault.rule for fault in FAULTS))
+
+
+def check(context: Context) -> Iterator[Finding]:
+    """Everything about the installed stack."""
+    for look in LOOKS:
+        yield from look(context)
+
+
+def _unseen(context: Context) -> Iterator[Finding]:
+    if not context.versions:
+        text = f"the versions are those of {context.versions_of}"
+        yield finding(UNSEEN, UNKNOWN, text, where=context.resolved.name)
+
+
+def _faults(context: Context) -> Iterator[Finding]:
+    for fault in FAULTS:
+        for name in _names(fault.package):
+            version = context.version(name)
+            if version is None or not holds(version, fault.ranges) or not fault.when(context):
+                continue
+            status, more = fault.status, ""
+            if fault.rule.id == "every-rank-loads-all":
+                judged = _ranks_load(context, version)
+                if judged is None:
+                    continue
+                status, more = judged
+            yield finding(fault.rule, status, f"{name} {version}: {fault.what}{more}", fault.fix, where=context.versions_of)
+
+
+def _names(package: str) -> tuple[str, ...]:
+    return ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if package == NCCL else (package,)
+
+
+def _ranks_load(context: Context, version: str) -> tuple[str, str] | None:
+    """Status and arithmetic of ranks that each make the whole model in RAM; None where a node has room for it."""
+    weights, ranks = fit.weight_bytes(context.resolved), context.resolved.recipe.slurm.gpus_per_node
+    room = context.cluster.compute.memory_gb * GIB
+    if weights is None:
+        return WARN, ""
+    need = weights * ranks
+    if need <= room:
+        return None
+    status = FAIL if holds(version, _ZEROED) else WARN
+    return status, f"; {ranks} ranks x {weights / 1e9:,.0f} GB are {need / 1e9:,.0f} GB, a node has {room / 1e9:,.0f} GB"
+
+
+def _pinned(context: Context) -> Iterator[Finding]:
+    # The reference image has an older stack, whole: it is held against its own pins.
+    differ = min((_differences(context, pins) for pins in (context.pins, context.reference_pins) if pins), key=len, default=[])
+    if differ:
+        fix = "make setup, or build the image anew; or move the pins with the reason beside them"
+        yield finding(PINNED, WARN, ", ".join(differ), fix, where=context.versions_of)
+
+
+def _differences(context: Context, pins: Mapping[str, str]) -> list[str]:
+    seen = {name: context.version(name) for name in pins}
+    # torch 2.13.0+cpu is 2.13.0, built for another device.
+    others = {name: version for name, version in seen.items() if version and version.partition("+")[0] != pins[name]}
+    return [f"{name} {version} (pinned {pins[name]})" for name, version in sorted(others.items())]
+
+
+def _missing(context: Context) -> Iterator[Finding]:
+    if not context.versions:
+        return
+    for key, value, packages in _wanted(context):
+        if not any(context.version(name) for name in packages):
+            named = " or ".join(packages)
+            fix = f"install {packages[0]} in {context.versions_of}, or leave {key} out"
+            yield finding(MISSING, FAIL, f"{key}={value} needs {named}, which is not installed", fix, where=context.name)
+
+
+def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
+    """Key, value and the packages of which one must be there."""
+    args = context.resolved.train_args
+    attention = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
+    # Without GPUs the run takes sdpa instead: clustertune/training/build.py.
+    if attention.startswith("flash_attention") and context.cluster.compute.gpus:
+        # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
+        yield "train.model_init_kwargs.attn_implementation", attention, ("flash-attn", "kernels")
+    if args.get("use_liger_kernel"):
+        yield "train.use_liger_kernel", "true", ("liger-kernel",)
+    if context.resolved.accelerate.get("distributed_type") == "DEEPSPEED":
+        yield "accelerate.distributed_type", "DEEPSPEED", ("deepspeed",)
+    packages = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel", "fbgemm_fp8": "fbgemm-gpu"}
+    method = stack_faults.quantized_by(context)
+    if method in packages:
+        yield "train.model_init_kwargs.quantization_config", method, (plain(packages[str(method)]),)
+    optim = str(args.get("optim", ""))
+    if "bnb" in optim or "8bit" in optim or "paged" in optim:
+        yield "train.optim", optim, ("bitsandbytes",)
+    elif "torchao" in optim or optim.endswith("4bit"):
+        yield "train.optim", optim, ("torchao",)
+    for tracker in _trackers(args.get("report_to")):
+        if tracker in ("wandb", "tensorboard", "mlflow", "trackio"):
+            yield "train.report_to", tracker, (tracker,)
+
+
+def _trackers(given: object) -> list[str]:
+    return [given] if isinstance(given, str) else [str(item) for item in given] if isinstance(given, list) else []
+
+
+LOOKS = (_unseen, _faults, _pinned, _missing)

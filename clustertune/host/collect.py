@@ -1,0 +1,130 @@
+"""Everything that is known of one machine, in seconds, without changing it. Standard library only, Python 3.8 or later."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clustertune.host import gpus, mounts, network, packages, pci, surroundings, system
+from clustertune.host.facts import HostFacts, Package
+from clustertune.host.sight import Sight, ask
+
+if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
+    from clustertune.host.sight import Ask
+
+    Reader = Callable[[Sight], dict[str, Any]]
+
+DIRECT: tuple[Reader, ...] = (
+    system.processors,
+    system.memory,
+    system.limits,
+    system.kernel,
+    pci.bridges,
+    pci.iommu,
+    network.rdma,
+    network.nccl_files,
+    gpus.devices,
+)
+"""Readers of the kernel's files, which answer at once."""
+ASKING: tuple[Reader, ...] = (gpus.driver, gpus.topology, gpus.cuda, gpus.kernel_log, network.interfaces, system.clock)
+"""Readers that run commands: side by side."""
+GRACE = 3.0
+"""Seconds beyond the limit in which a reader whose command was killed says so."""
+
+
+def collect(
+    place: str | None = None,
+    seconds: float = 20.0,
+    root: str = "/",
+    *,
+    names: Sequence[str] = (),
+    folders: Sequence[str] = (),
+    python: str | None = None,
+    command: Ask = ask,
+) -> HostFacts:
+    """The facts of this machine; of a recorded tree where ``root`` names one.
+
+    ``place``: where this is, as ``HostFacts.place``; None: found by looking. ``seconds``: how long it may take in all; what
+    did not answer by then is missing. ``names``: hosts to resolve. ``folders``: where locks, mappings and programs are tried,
+    beside those that libraries use. ``python``: the ranks' interpreter; None: this one. ``command``: runs commands.
+    Raises nothing for what a machine lacks.
+    """
+    sight = Sight(Path(root), command, time.monotonic() + seconds)
+    environ = dict(os.environ) if sight.live else {}
+    kind = surroundings.container(sight, environ)
+    facts = HostFacts(hostname=_hostname(sight), user=surroundings.user_name() if sight.live else "", container=kind)
+    facts.environment = surroundings.environment(environ)
+    facts.place = place or surroundings.place(kind, environ, slurm=surroundings.has_slurm(sight, environ))
+    asking: list[Reader] = [*ASKING, partial(_stack, python=python), partial(_storage, names=names, folders=folders)]
+    if "step" not in facts.place and surroundings.has_slurm(sight, environ):
+        asking.append(surroundings.slurm)
+    pool = ThreadPoolExecutor(max_workers=len(asking))
+    try:
+        started = [(reader, pool.submit(reader, sight)) for reader in asking]
+        for reader in DIRECT:
+            _take(facts, reader, lambda reader=reader: reader(sight))  # type: ignore[misc]
+        for reader, future in started:
+            _take(facts, reader, partial(_result, future, sight))
+    finally:
+        pool.shutdown(wait=False)
+    return facts
+
+
+def _result(future: Future[dict[str, Any]], sight: Sight) -> dict[str, Any]:
+    return future.result(timeout=max(0.0, sight.deadline - time.monotonic()) + GRACE)
+
+
+def _take(facts: HostFacts, reader: Any, read: Callable[[], dict[str, Any]]) -> None:
+    """Add what a reader found. One that fails on something that nobody foresaw is named, and the others go on."""
+    name = getattr(reader, "func", reader).__name__.strip("_")
+    try:
+        found = read()
+    except Late:
+        facts.unread.append(f"{name}: no answer in time")
+        return
+    except Exception as error:
+        facts.unread.append(f"{name}: {type(error).__name__}: {error}"[:300])
+        return
+    for key, value in found.items():
+        if value not in (None, "", [], {}) or getattr(facts, key) in (None, "", [], {}):
+            setattr(facts, key, value)
+
+
+def _hostname(sight: Sight) -> str:
+    return (platform.node() if sight.live else sight.read("/proc/sys/kernel/hostname") or sight.read("/etc/hostname")) or "?"
+
+
+def _storage(sight: Sight, *, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
+    environ = dict(os.environ) if sight.live else {}
+    wanted = mounts.Wanted(
+        folders=[*surroundings.probe_folders(environ), *(folder for folder in folders if folder.startswith("/"))],
+        names=list(names),
+        files=surroundings.files_that_matter(environ, os.getcwd()),  # noqa: PTH109 - a plain word
+        libraries=surroundings.library_folders(environ),
+    )
+    return mounts.look(sight, wanted)
+
+
+def _stack(sight: Sight, *, python: str | None) -> dict[str, Any]:
+    """The packages of an interpreter: of this one by looking, of another one by asking it."""
+    if not sight.live:
+        return {}
+    if python is None or Path(python) == Path(sys.executable):
+        found = packages.look()
+    else:
+        told = sight.call(python, str(Path(packages.__file__)), seconds=15.0)
+        try:
+            found = json.loads(told.text)
+        except ValueError:
+            raise ValueError(f"{python}: {told.fault or 'is not there' if not told.present else 'no answer'}") from None
+    found["packages"] = [Package(**item) for item in found["packages"]]
+    return found

@@ -1,0 +1,115 @@
+"""The GPUs of a machine, by the driver, by CUDA, by the PCI bus, and by what the kernel's log says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from clustertune.host import gpu_text, system
+from clustertune.host.sight import Sight
+
+SMI_SECONDS = 45.0
+"""A driver without persistence mode wakes one GPU after the other, some seconds each."""
+INIT_SECONDS = 30.0
+
+_INIT = """
+import ctypes, json
+told = {}
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    print("{}")
+    raise SystemExit
+with open("/proc/self/maps") as maps:
+    told["library"] = next((line.split()[-1] for line in maps if "libcuda.so" in line), "")
+told["init"] = cuda.cuInit(0)
+if told["init"] == 0:
+    count = ctypes.c_int()
+    if cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        told["devices"] = count.value
+print(json.dumps(told))
+"""
+"""Run in a process of its own: cuInit hangs where a GPU is sick, and keeps files of the driver open where it is not."""
+
+
+def driver(sight: Sight) -> dict[str, Any]:
+    """What ``nvidia-smi`` says; with why it says nothing."""
+    full = sight.call("nvidia-smi", "-q", "-x", seconds=SMI_SECONDS)
+    if not full.present:
+        return {}
+    found: dict[str, Any] = {"nvidia_smi": full.fault}
+    try:
+        found["driver"], found["cuda_driver"], found["gpus"] = gpu_text.parse_xml(full.text)
+        if found["gpus"] and (full.fault.startswith("<") or "inforom" in full.fault.lower()):
+            found["nvidia_smi"] = ""  # exit 14: it answered in full, and warns of a damaged infoROM, with which GPUs work
+    except ValueError:
+        found["nvidia_smi"] = full.fault or "an answer that is no XML"
+        if "no answer" not in full.fault:  # a driver that hangs once hangs twice
+            short = sight.call("nvidia-smi", f"--query-gpu={gpu_text.CSV_QUERY}", "--format=csv,noheader", seconds=SMI_SECONDS)
+            found["gpus"] = gpu_text.parse_csv(short.text)
+    for gpu in found.get("gpus", ()):
+        numa = sight.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") if gpu.bus else None
+        gpu.numa = numa if numa is not None and numa >= 0 else None
+    if found.get("gpus") and not found.get("driver"):
+        found["driver"] = module_version(sight.read("/proc/driver/nvidia/version"))
+    return found
+
+
+def topology(sight: Sight) -> dict[str, Any]:
+    """How the GPUs are connected."""
+    told = sight.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
+    return {"topology": gpu_text.plain_topology(told.text)} if told.good and "GPU0" in told.text else {}
+
+
+def cuda(sight: Sight) -> dict[str, Any]:
+    """What CUDA itself says to a process of this place: the driver may answer where CUDA does not."""
+    told = sight.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
+    try:
+        said = json.loads(told.text)
+    except ValueError:
+        return {}
+    if not isinstance(said, dict) or "init" not in said:
+        return {}
+    return {"cuda_init": said["init"], "cuda_devices": said.get("devices"), "cuda_library": str(said.get("library", ""))}
+
+
+def kernel_log(sight: Sight) -> dict[str, Any]:
+    """The driver's complaints in the kernel's log; often only root may read it."""
+    for command in (("dmesg",), ("journalctl", "-k", "-b", "-q", "--no-pager", "-n", "50000", "-o", "short-monotonic")):
+        told = sight.call(*command, seconds=5.0)
+        if told.good and told.text.strip():
+            return {"kernel_log_read": True, "xids": gpu_text.xid_lines(told.text)}
+    return {}
+
+
+def devices(sight: Sight) -> dict[str, Any]:
+    """GPUs on the PCI bus and their device files, whether a driver serves them or not, and what the kernel has loaded."""
+    folder = "/sys/bus/pci/devices"
+    buses = sight.names(folder)
+    count = 0
+    for bus in buses:
+        # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
+        if sight.read(f"{folder}/{bus}/vendor").lower() == "0x10de" and sight.read(f"{folder}/{bus}/class")[:6] in (
+            "0x0300",
+            "0x0302",
+        ):
+            count += 1
+    files = [f"/dev/{name}" for name in sight.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    found: dict[str, Any] = {"nvidia_devices": count if buses else None, "gpu_files": files}
+    told = sight.read("/proc/driver/nvidia/version")
+    if modules := sight.read("/proc/modules"):
+        # dma-buf needs the open kernel modules and Linux 5.12; without them the adapter asks nvidia_peermem
+        found["peermem"] = bool(re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE)) or (
+            "Open Kernel Module" in told and system.version(sight.read("/proc/sys/kernel/osrelease")) >= (5, 12)
+        )
+    if version := module_version(told):
+        found["driver"] = version
+    return found
+
+
+def module_version(text: str) -> str:
+    """The version in ``/proc/driver/nvidia/version``; empty where there is none."""
+    found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text + " ")
+    return found[1] if found else ""

@@ -1,0 +1,152 @@
+"""The file systems of a machine, with their room, and what can be done in folders that matter."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.host.facts import FileMode, Mount, Probe
+from clustertune.host.sight import Sight, ask
+
+SECONDS = 12.0
+"""How long a file system may take to say how full it is: a server under load some seconds, one that is gone for ever."""
+PROBES = ("mmap", "flock", "exec")
+_PSEUDO = frozenset(
+    """
+    autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fuse.gvfsd-fuse fuse.lxcfs fuse.portal
+    fusectl hugetlbfs mqueue nsfs proc pstore ramfs rpc_pipefs securityfs selinuxfs squashfs sysfs tracefs
+    """.split()  # noqa: SIM905 (one word a kind is what a person can read and extend)
+)
+"""Kinds that hold no files of anybody, or read-only images. autofs: asking for its room would mount what is behind it."""
+_SYSTEM = re.compile(r"/(proc|sys|dev/(?!shm)[^/]*|run/(?!user|media)[^/]*|var/lib/(docker|containers|kubelet)|snap)(/|$)")
+_SHADOWS = re.compile(r"lib(nccl|cudart|cudnn|cublas|cublasLt|cuda|nvrtc|stdc\+\+|gomp|iomp5)\.so(\.[\d.]+)?")
+"""Libraries that torch's wheels bring themselves, or that must be the driver's: the loader takes those of the path first."""
+_DEAD = (errno.ESTALE, errno.ENOTCONN, errno.EIO, errno.EHOSTDOWN, errno.ESHUTDOWN)
+"""What a file system says whose server, disk or FUSE program is gone."""
+MOST = 200
+"""Mounts that are kept: a node of containers has thousands."""
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The mounts of ``/proc/self/mountinfo`` that hold files, in its order: a later one covers an earlier one at its point."""
+    found = []
+    for line in text.splitlines():
+        fields, dash, rest = line.partition(" - ")
+        words, told = fields.split(" "), rest.split(" ")
+        if not dash or len(words) < 6 or len(told) < 3 or told[0] in _PSEUDO:
+            continue
+        point = unescape(words[4])
+        if _SYSTEM.match(point):
+            continue
+        options = list(dict.fromkeys([*words[5].split(","), *unescape(told[2]).split(",")]))
+        if "ro" in options and "rw" in options:  # a mount, or its file system, that is read-only is not writable
+            options.remove("rw")
+        found.append(Mount(point=point, kind=told[0], source=unescape(told[1]), options=options))
+    return found[:MOST]
+
+
+def parse_automounts(text: str) -> list[str]:
+    """Where autofs waits for the first use, of ``/proc/self/mountinfo``."""
+    rows = [line.partition(" - ") for line in text.splitlines()]
+    return [unescape(head.split(" ")[4]) for head, _, rest in rows if rest.startswith("autofs ") and len(head.split(" ")) > 5]
+
+
+def unescape(text: str) -> str:
+    """A word of mountinfo: the kernel writes blanks and the like as ``\\040``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def parse_exports(text: str) -> list[str]:
+    """The folders of /etc/exports."""
+    joined = re.sub(r"\\\n", " ", text)
+    words = [line.partition("#")[0].split() for line in joined.splitlines()]
+    return [unescape(row[0].strip('"')) for row in words if row and row[0].strip('"').startswith("/")]
+
+
+@dataclass
+class Wanted:
+    """What is asked of file systems that may not answer."""
+
+    folders: Sequence[str] = ()
+    """Where locks, mappings and programs are tried."""
+    names: Sequence[str] = ()
+    """Hosts to resolve."""
+    files: Sequence[tuple[str, str]] = ()
+    """Path and kind (``secret``, ``program``) of files whose mode matters."""
+    libraries: Sequence[str] = ()
+    """Folders of LD_LIBRARY_PATH."""
+
+
+def look(sight: Sight, wanted: Wanted) -> dict[str, Any]:
+    """The mounts with their room, the exports, and what is wanted; what does not answer in time is silent, or missing."""
+    mounts = parse_mounts(sight.read("/proc/self/mountinfo"))
+    exports = parse_exports(sight.read("/etc/exports"))
+    exports += [line for name in sight.names("/etc/exports.d") for line in parse_exports(sight.read(f"/etc/exports.d/{name}"))]
+    automounts = parse_automounts(sight.read("/proc/self/mountinfo"))
+    found: dict[str, Any] = {"mounts": mounts, "exports": exports, "automounts": automounts}
+    if not sight.live:
+        return found
+    own = os.uname().nodename
+    folders = list(dict.fromkeys(wanted.folders))
+    requests = [["space", point] for point in sorted({"/dev/shm", *(mount.point for mount in mounts)})]  # noqa: S108
+    requests += [["pool", mount.point] for mount in mounts if mount.kind == "fuse.mergerfs"]
+    requests += [["names", name] for name in dict.fromkeys([own, *wanted.names])]
+    requests += [["mode", path] for path, _ in wanted.files]
+    requests += [["list", path] for path in wanted.libraries]
+    requests += [[what, folder] for folder in folders for what in PROBES]
+    told = answers(requests, sight.left(SECONDS))
+    for mount in mounts:
+        said = told.get(("space", mount.point))
+        mount.silent = said is None and mount_is_last(mount, mounts)
+        if said and said.get("errno") in _DEAD:
+            mount.fault = said["error"]
+        mount.options += told.get(("pool", mount.point)) or []
+        for key in ("total_bytes", "free_bytes", "free_inodes"):
+            setattr(mount, key, (said or {}).get(key))
+    found["names"] = {name: told[("names", name)] for name in wanted.names if ("names", name) in told}
+    found["own_addresses"] = told.get(("names", own)) or []
+    modes = [(path, what, told.get(("mode", path))) for path, what in wanted.files]
+    found["files"] = [FileMode(path, what, said["mode"], said["uid"]) for path, what, said in modes if said]
+    found["probes"] = [_probe(folder, what, told) for folder in folders for what in PROBES]
+    found["libraries"] = [
+        f"{folder.rstrip('/')}/{name}"
+        for folder in wanted.libraries
+        for name in told.get(("list", folder)) or ()
+        if _SHADOWS.fullmatch(name)
+    ][:50]
+    shm = told.get(("space", "/dev/shm"))  # noqa: S108 - a folder, or a link to /run/shm, serves as well as a mount
+    if shm is not None and ("total_bytes" in shm or shm.get("errno") == errno.ENOENT):
+        found["shm_bytes"], found["shm_free_bytes"] = shm.get("total_bytes", 0), shm.get("free_bytes", 0)
+    return found
+
+
+def _probe(folder: str, what: str, told: Mapping[tuple[str, ...], Any]) -> Probe:
+    said = told.get((what, folder)) or {"said": "no answer in time"}
+    return Probe(folder, what, said.get("ok"), said.get("said") or said.get("error", ""))
+
+
+def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
+    """Whether nothing is mounted over it: only the last one at a point can be asked."""
+    return next(other for other in reversed(mounts) if other.point == mount.point) is mount
+
+
+def answers(requests: Sequence[Sequence[str]], seconds: float) -> dict[tuple[str, ...], Any]:
+    """What the process of :mod:`clustertune.host.touch` says to each request within ``seconds``; the others are missing."""
+    program = str(Path(__file__).with_name("touch.py"))
+    # -P and -I are no options here: 3.8 has no -P, and -I would hide nothing that matters. -S saves 10 ms.
+    told = ask([sys.executable, "-E", "-S", program], seconds, json.dumps(list(map(list, requests))))
+    found = {}
+    for line in told.text.splitlines():
+        try:
+            said = json.loads(line)
+            found[tuple(said["request"])] = said["told"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,171 @@
+"""Interfaces, bonds and RDMA adapters, as /sys shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+from typing import Any
+
+from clustertune.host.facts import Nic, RdmaPort
+from clustertune.host.sight import Sight
+
+_NET = "/sys/class/net"
+_IB = "/sys/class/infiniband"
+_KINDS = {1: "ethernet", 32: "infiniband", 772: "loopback"}
+"""ARPHRD_* of linux/if_arp.h, as /sys/class/net/*/type holds them."""
+_PROVIDERS = ("/usr/lib", "/usr/lib64", "/lib", "/usr/local/lib")
+_IFF_UP = 1
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+"""linux/sockios.h"""
+
+
+def parse_addresses(text: str) -> dict[str, list[str]]:
+    """Interface to addresses (``10.0.0.1/24``), of ``ip -o addr``; IPv4 first, link-local IPv6 left out."""
+    four: dict[str, list[str]] = {}
+    six: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        found = re.match(r"\d+:\s+([^\s@:]+)\S*\s+(inet6?)\s+(\S+)", line)
+        if found and not found[3].lower().startswith("fe80:"):
+            (four if found[2] == "inet" else six).setdefault(found[1], []).append(found[3])
+    return {name: [*four.get(name, []), *six.get(name, [])] for name in {**four, **six}}
+
+
+def _by_socket(name: str) -> list[str]:
+    """The first IPv4 address of an interface, where there is no ``ip``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
+        request = struct.pack("256s", name.encode()[:15])
+        parts = [socket.inet_ntoa(fcntl.ioctl(asked, code, request)[20:24]) for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
+        return [f"{parts[0]}/{ipaddress.IPv4Network(f'0.0.0.0/{parts[1]}').prefixlen}"]
+    return []
+
+
+def interfaces(sight: Sight) -> dict[str, Any]:
+    """All interfaces, and the kernel's range of ephemeral ports."""
+    told = sight.call("ip", "-o", "addr", seconds=5.0)
+    addresses = parse_addresses(told.text) if told.good else None
+    found = []
+    for name in sight.names(_NET):
+        if not sight.path(f"{_NET}/{name}").is_dir():  # bonding_masters is a file
+            continue
+        nic = _nic(sight, name)
+        if addresses is not None:
+            nic.addresses = addresses.get(name, [])
+        elif sight.live:
+            nic.addresses = _by_socket(name)
+        found.append(nic)
+    for nic in found:
+        if nic.bond_mode and not nic.mbit:
+            each = [other.mbit for other in found if other.name in nic.bond_links_up and other.mbit]
+            nic.mbit = sum(each) or None
+    ports = sight.read("/proc/sys/net/ipv4/ip_local_port_range").split()
+    numbers = [int(word) for word in ports if word.isdigit()]
+    return {"nics": found, "port_range": numbers if len(numbers) == 2 else None}
+
+
+def _nic(sight: Sight, name: str) -> Nic:
+    folder = f"{_NET}/{name}"
+    speed = sight.number(f"{folder}/speed")
+    numa = sight.number(f"{folder}/device/numa_node")
+    kind = sight.number(f"{folder}/type")
+    links = sight.read(f"{folder}/bonding/slaves").split()
+    bonded = sight.path(f"{folder}/bonding").is_dir()
+    return Nic(
+        name=name,
+        up=_is_up(sight, folder),
+        carrier={"1": True, "0": False}.get(sight.read(f"{folder}/carrier")),
+        mbit=speed if speed and 0 < speed < 10_000_000 else None,  # -1, or 2^32-1 of old kernels, where nobody knows
+        mtu=sight.number(f"{folder}/mtu"),
+        numa=numa if numa is not None and numa >= 0 else None,
+        driver=sight.target(f"{folder}/device/driver"),
+        kind=_KINDS.get(kind, "other") if kind is not None else "",
+        virtual=not bonded and not sight.path(f"{folder}/device").exists(),
+        bond_mode=(sight.read(f"{folder}/bonding/mode").split() or [""])[0],
+        bond_hash=(sight.read(f"{folder}/bonding/xmit_hash_policy").split() or [""])[0],
+        bond_links=links,
+        bond_links_up=[link for link in links if sight.read(f"{_NET}/{link}/bonding_slave/mii_status") in ("up", "")],
+    )
+
+
+def _is_up(sight: Sight, folder: str) -> bool | None:
+    """The state that the driver tells; where it tells none (loopback, tunnels), whether it was switched on."""
+    state = sight.read(f"{folder}/operstate")
+    if state in ("up", "down", "lowerlayerdown", "notpresent", "dormant"):
+        return state == "up"
+    try:
+        return bool(int(sight.read(f"{folder}/flags"), 16) & _IFF_UP)
+    except ValueError:
+        return None
+
+
+# --- RDMA --------------------------------------------------------------------------------------------------------------
+
+
+def rdma(sight: Sight) -> dict[str, Any]:
+    """Ports of RDMA adapters, the device files that this process may use, and the libraries that drive them."""
+    ports = []
+    for device in sight.names(_IB):
+        folder = f"{_IB}/{device}"
+        numa = sight.number(f"{folder}/device/numa_node")
+        for number in sight.names(f"{folder}/ports"):
+            if number.isdigit():
+                port = _port(sight, device, int(number))
+                port.numa = numa if numa is not None and numa >= 0 else None
+                port.firmware = sight.read(f"{folder}/fw_ver")
+                ports.append(port)
+    return {"rdma": ports, "rdma_devices": _device_files(sight), **_verbs(sight)}
+
+
+def _port(sight: Sight, device: str, number: int) -> RdmaPort:
+    folder = f"{_IB}/{device}/ports/{number}"
+    state = sight.read(f"{folder}/state").partition(":")[2].strip()
+    rate = re.match(r"([\d.]+)", sight.read(f"{folder}/rate"))
+    return RdmaPort(
+        device=device,
+        port=number,
+        active=state == "ACTIVE" if state else None,
+        state=state,
+        physical=sight.read(f"{folder}/phys_state").partition(":")[2].strip(),
+        gbit=float(rate[1]) if rate else None,
+        link_layer=sight.read(f"{folder}/link_layer"),
+        netdev=sight.read(f"{folder}/gid_attrs/ndevs/0"),
+    )
+
+
+def _device_files(sight: Sight) -> list[str]:
+    names = [f"/dev/infiniband/{name}" for name in sight.names("/dev/infiniband")]
+    return [name for name in names if os.access(sight.path(name), os.R_OK | os.W_OK)]
+
+
+def _verbs(sight: Sight) -> dict[str, Any]:
+    providers = set()
+    for library in _PROVIDERS:
+        for pattern in ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so"):
+            for path in sight.path(library).glob(pattern):
+                providers.add(path.name[3:].partition("-rdmav")[0])
+    found: dict[str, Any] = {"verbs_providers": sorted(providers)}
+    if sight.live:
+        try:
+            ctypes.CDLL("libibverbs.so.1")
+            found["verbs"] = True
+        except OSError:
+            found["verbs"] = False
+    return found
+
+
+def nccl_files(sight: Sight) -> dict[str, Any]:
+    """Settings of NCCL that stand in files, where nobody sees them. The user's file wins over the system's, as in NCCL."""
+    found: dict[str, str] = {}
+    home = os.environ.get("HOME", "") if sight.live else ""
+    named = os.environ.get("NCCL_CONF_FILE", "") if sight.live else ""
+    for path in (named or (f"{home}/.nccl.conf" if home else ""), "/etc/nccl.conf"):
+        for line in sight.read(path).splitlines() if path else ():
+            name, equals, value = line.partition("#")[0].strip().partition("=")
+            if equals and re.fullmatch(r"NCCL_[A-Z0-9_]+", name.strip()):
+                found.setdefault(name.strip(), f"{value.strip()} ({path})")
+    return {"nccl_conf": found}

@@ -1,0 +1,191 @@
+"""Processors, memory, limits, kernel and clock of a machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import resource
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from clustertune.host.sight import Sight
+
+_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
+"""linux/timex.h"""
+_CGROUP_NONE = 1 << 60
+"""Bytes from which a limit of cgroup v1 is none: it is the largest multiple of a page below 2^63."""
+
+
+def cpu_list(cpus: Iterable[int]) -> str:
+    """CPU numbers in the kernel's form: ``0-3,8``."""
+    parts: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if parts and cpu == parts[-1][1] + 1:
+            parts[-1][1] = cpu
+        else:
+            parts.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def cpu_set(text: str) -> set[int]:
+    """The CPU numbers of a list in the kernel's form; those parts that are none are passed over."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if match:
+            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+def processors(sight: Sight) -> dict[str, Any]:
+    """Hardware threads, those that this process may use, and those of each NUMA node."""
+    folder = "/sys/devices/system/node"
+    nodes = {name[4:]: sight.read(f"{folder}/{name}/cpulist") for name in sight.names(folder) if re.fullmatch(r"node\d+", name)}
+    online = cpu_set(sight.read("/sys/devices/system/cpu/online"))
+    found: dict[str, Any] = {
+        "cpus": len(online) or (os.cpu_count() if sight.live else None),
+        "numa_cpus": {node: cpus for node, cpus in nodes.items() if cpus},
+    }
+    if sight.live:
+        mine = os.sched_getaffinity(0)
+        found.update(affinity=len(mine), affinity_list=cpu_list(mine))
+    return found
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """Bytes by name, of /proc/meminfo."""
+    return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+
+
+def memory(sight: Sight) -> dict[str, Any]:
+    """Memory and swap of the machine, and the limit of this process's cgroup."""
+    info = parse_meminfo(sight.read("/proc/meminfo"))
+    total, free = info.get("SwapTotal"), info.get("SwapFree")
+    defrag = re.search(r"\[([a-z+]+)\]", sight.read("/sys/kernel/mm/transparent_hugepage/defrag"))
+    return {
+        "memory_bytes": info.get("MemTotal"),
+        "memory_available_bytes": info.get("MemAvailable"),
+        "swap_bytes": total,
+        "swap_used_bytes": total - free if total is not None and free is not None else None,
+        "memory_limit_bytes": memory_limit(sight),
+        "thp_defrag": defrag[1] if defrag else "",
+    }
+
+
+def memory_limit(sight: Sight) -> int | None:
+    """The smallest limit of the cgroups above this process, bytes; None: none, or not seen."""
+    limits = []
+    for line in sight.read("/proc/self/cgroup").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) != 3:
+            continue
+        if parts[1] == "":
+            base, name = "/sys/fs/cgroup", "memory.max"
+        elif "memory" in parts[1].split(","):
+            base, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = parts[2].rstrip("/")
+        while True:  # the limit of a folder above holds below
+            limit = sight.number(f"{base}{folder}/{name}")
+            if limit is not None and limit < _CGROUP_NONE:
+                limits.append(limit)
+            if not folder:
+                break
+            folder = folder.rpartition("/")[0]
+    return min(limits) if limits else None
+
+
+def limits(sight: Sight) -> dict[str, Any]:
+    """Soft limits of this process; -1: unlimited."""
+    if not sight.live:
+        return {}
+    kinds = (("memlock_bytes", "RLIMIT_MEMLOCK"), ("nofile", "RLIMIT_NOFILE"), ("nproc", "RLIMIT_NPROC"))
+    found = {}
+    for key, name in kinds:
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        found[key] = -1 if soft == resource.RLIM_INFINITY else soft
+    return found
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: ``6.8.0-45-generic`` is (6, 8, 0); none of a text that is no version."""
+    found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
+
+
+def kernel(sight: Sight) -> dict[str, Any]:
+    """Versions of kernel, distribution and C library, and since when the machine runs."""
+    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', sight.read("/etc/os-release"), re.MULTILINE)
+    uptime = re.match(r"[\d.]+", sight.read("/proc/uptime"))
+    found: dict[str, Any] = {
+        "kernel": sight.read("/proc/sys/kernel/osrelease"),
+        "os": release[1] if release else "",
+        "uptime_s": float(uptime[0]) if uptime else None,
+    }
+    if sight.live:
+        name, version = platform.libc_ver()
+        found["glibc"] = version if name == "glibc" else ""
+    return found
+
+
+# --- the clock ---------------------------------------------------------------------------------------------------------
+
+
+def parse_chrony(text: str) -> tuple[bool, float] | None:
+    """Whether chronyd is synchronised and by how many seconds the clock is off, of ``chronyc -c tracking``; None: neither."""
+    fields = text.strip().split(",")
+    try:
+        return fields[-1] != "Not synchronised", abs(float(fields[4]))
+    except (ValueError, IndexError):
+        return None
+
+
+class _Timex(ctypes.Structure):
+    """struct timex of the C library (sys/timex.h), as far as it is read; the kernel writes the whole."""
+
+    _fields_ = (
+        ("modes", ctypes.c_int),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_long * 32),
+    )
+
+
+def kernel_clock() -> tuple[bool, float] | None:
+    """Whether something disciplines the kernel's clock, and the offset that is left, s; None where it cannot be asked."""
+    told = _Timex()
+    try:
+        if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told)) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    unit = 1e-9 if told.status & _STA_NANO else 1e-6
+    return not told.status & _STA_UNSYNC, abs(told.offset * unit)
+
+
+def clock(sight: Sight) -> dict[str, Any]:
+    """The time, and whether something keeps it right: chrony's word, else systemd's, else the kernel's."""
+    found: dict[str, Any] = {"time": time.time()}
+    told = sight.call("chronyc", "-c", "tracking", seconds=3.0)
+    chrony = parse_chrony(told.text) if told.good else None
+    if chrony is not None:
+        found["clock_synchronised"], found["clock_offset_s"] = chrony
+        return found
+    state = kernel_clock() if sight.live else None
+    if state is not None and state[0]:
+        found["clock_synchronised"], found["clock_offset_s"] = state
+        return found
+    said = sight.call("timedatectl", "show", "--property=NTPSynchronized", "--value", seconds=3.0)
+    word = said.text.strip()
+    if said.good and word in ("yes", "no"):
+        found["clock_synchronised"] = word == "yes"
+    elif state is not None:
+        found["clock_synchronised"] = state[0]
+    return found

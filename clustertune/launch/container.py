@@ -1,0 +1,137 @@
+"""The words that put a command into the cluster's container: Apptainer or Singularity in front of it, pyxis as options of srun.
+
+Apptainer is told ``--containall --cleanenv``: of the node the program sees what the words name and nothing else, so that two
+nodes, or two users, run the same. What has to come in is named: folders here, variables and devices, which differ from node to
+node, by launch/inside.sh on the node itself. Pyxis cleans nothing: there the allow-list of srun's ``--export`` is the border.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.cluster_schema import Container as Settings
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+
+REPO = Path(__file__).resolve().parents[2]
+INSIDE = "launch/inside.sh"
+NODE_TMP = ("/tmp",)  # noqa: S108 - it is bound, not written to
+"""Bound beside what the cluster file names: a contained /tmp is 64 MB of memory."""
+RUNTIMES = ("apptainer", "singularity")
+"""Those that are started in front of a command. Pyxis works through srun only."""
+_UNBINDABLE = re.compile(r"[,:\x00-\x1f]")
+_DIGEST = re.compile(
+    r"docker://(?:(?P<registry>[^/]*[.:][^/]*|localhost)/)?(?P<name>[^:@]+)(?::[^@]*)?@(?P<digest>sha256:[0-9a-f]{64})"
+)
+HUB = "registry-1.docker.io"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A command in the container."""
+
+    command: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    """Options of srun; empty but for pyxis."""
+    kept: tuple[str, ...] | None = None
+    """The variables that srun may export, where it must be fewer than without a container."""
+    added: tuple[str, ...] = ()
+    """Variables with their values that srun exports besides."""
+
+
+def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], gpus: bool, repo: Path = REPO) -> Placed:
+    """``command``, whose first word is this machine's Python, in the cluster's container; as it stands where there is none.
+
+    It sees ``binds``, the node's disks, what the cluster file binds, and the checkout, which is not baked into the image, and
+    is the working folder: there ``python3 -m clustertune`` finds the package. Raises UserError for a path that cannot be
+    bound.
+    """
+    settings, storage = cluster.container, cluster.storage
+    if settings.runtime == "none":
+        return Placed(tuple(command))
+    if problems := unbindable([repo, *binds]):
+        raise UserError(problems)
+    staging = [storage.staging.path] if storage.staging else []
+    named = [str(repo), *map(str, binds), storage.scratch, *staging, *settings.binds, *NODE_TMP]
+    places = list(dict.fromkeys(named))
+    words = ("python3", *command[1:])
+    if settings.runtime == "pyxis":
+        return Placed(words, tuple(_pyxis(settings, places, repo)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
+    # Apptainer and Singularity take the same words.
+    start = (str(repo / INSIDE), settings.command, "exec")
+    return Placed((*start, *_contained(settings, gpus), *_seen(places, repo), settings.image or "", *words))
+
+
+def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
+    """What a run reads and writes beside the checkout: its folder, and whatever the recipe names by a path."""
+    recipe = resolved.recipe
+    named = [resolved.folder, recipe.staged, recipe.model.path, resolved.input_path]
+    found = [Path(path).absolute() for path in named if path]
+    return [run_path.resolve(), *(path for path in found if not path.is_relative_to(REPO))]
+
+
+def unbindable(paths: Sequence[str | Path]) -> list[Problem]:
+    """Folders that no runtime can bind: ``,`` and ``:`` part the words of a bind, and none can be quoted everywhere."""
+    fix = "move it to a path without ',' and ':'"
+    bad = dict.fromkeys(str(path) for path in paths if _UNBINDABLE.search(str(path)))
+    return [Problem("the container cannot be shown a path with ',' or ':'", file=path, fix=fix) for path in bad]
+
+
+def _contained(settings: Settings, gpus: bool) -> list[str]:
+    """``--no-home``: its caches and packages are not the image's. ``--nv``: the driver's libraries and devices."""
+    device = ["--nv"] if gpus and "--rocm" not in settings.options else []
+    return [*device, "--containall", "--cleanenv", "--no-home", *settings.options]
+
+
+def _seen(places: Sequence[str], repo: Path) -> list[str]:
+    # --env, also after --cleanenv: an image that does not say it itself would take packages of a bound home folder.
+    return ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(repo), *(word for place in places for word in ("--bind", place))]
+
+
+PYXIS_EXPORTED = (
+    "PATH", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "WANDB_MODE",
+)  # fmt: skip
+"""What srun exports into enroot, which passes on all that it is given. The image's own PATH wins; this machine's
+LD_LIBRARY_PATH would be searched inside where the image sets none."""
+
+
+def _pyxis(settings: Settings, places: Sequence[str], repo: Path) -> list[str]:
+    """As ``srun --help`` of a cluster with pyxis lists them (args.c of NVIDIA/pyxis). enroot binds /dev with /dev/shm and
+    /dev/infiniband by itself, and its hook the GPUs, where the image or the node sets NVIDIA_VISIBLE_DEVICES.
+    """
+    chosen = settings.options
+    root = [] if "--container-remap-root" in chosen else ["--no-container-remap-root"]
+    # An entrypoint prints and may wait; ours is not needed.
+    entry = [] if "--container-entrypoint" in chosen else ["--no-container-entrypoint"]
+    mounts = ",".join(_mount(place) for place in places)
+    return [
+        f"--container-image={enroot_name(settings.image or '')}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={repo}",
+        "--no-container-mount-home",
+        *root,
+        *entry,
+        "--container-env=PYTHONNOUSERSITE",
+        *chosen,
+    ]
+
+
+def _mount(bind: str) -> str:
+    """``SRC:DST[:FLAGS]``."""
+    return bind if ":" in bind else f"{bind}:{bind}"
+
+
+def enroot_name(image: str) -> str:
+    """The image as enroot takes it. A digest in the place of the tag, with ``#`` behind the registry: releases before 4 read no
+    ``@sha256:``, later ones read both (docker::_parse_uri of NVIDIA/enroot's docker.sh).
+    """
+    found = _DIGEST.fullmatch(image)
+    if not found:
+        return image
+    name = found["name"] if found["registry"] or "/" in found["name"] else f"library/{found['name']}"
+    return f"docker://{found['registry'] or HUB}#{name}:{found['digest']}"

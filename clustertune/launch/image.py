@@ -1,0 +1,185 @@
+"""Which image a run is in: its sum, read once and held against the ``.sha256`` beside it, and what it says of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.cluster_schema import Container
+from clustertune.console import byte_progress, say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import write_durably
+
+LABEL_SECONDS = 60.0
+_CHUNK = 1 << 22
+_MAX_SUM = 4096
+_LABELS, _LABEL = 60, 200
+"""How many labels of an image are kept, and how many characters of each."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as ``run.json`` keeps it."""
+
+    runtime: str
+    image: str
+    """Path, or ``docker://NAME@sha256:DIGEST``."""
+    sha256: str | None
+    """Of the file, or the registry's digest; None: not known."""
+    checked: bool
+    """Whether ``sha256`` was held against something: the file beside the image, or a registry's digest."""
+    bytes: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json."""
+        return asdict(self)
+
+
+def look(settings: Container) -> tuple[Image | None, list[str]]:
+    """The cluster's image with its sum and labels, and what to warn of; None where there is no container.
+
+    A file of some GB is read once: whether it still is the one that was read is told by its size, time and inode. Raises
+    UserError where it is not there, or is not what the ``.sha256`` beside it says.
+    """
+    if settings.runtime == "none" or settings.image is None:
+        return None, []
+    if settings.image.startswith("docker://"):
+        digest = settings.image.rpartition("@sha256:")[2]
+        return Image(settings.runtime, settings.image, digest, checked=True), []
+    path = Path(settings.image)
+    try:
+        stated, notes = _stated(path)
+        digest, size = _digest(path)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            fix = "build it (make build-sif), or name the one that is there: container.image of the cluster file"
+            raise UserError(Problem("no such image", file=str(path), key="container.image", fix=fix)) from None
+        raise storage_error(error, "reading the image", path) from None
+    if stated is not None and digest != stated:
+        anew = f"sha256sum {path.name} > {path.name}.sha256"
+        fix = f"it was altered or copied in part: copy or build it anew; where it is meant so: {anew}"
+        text = f"its sum is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
+        raise UserError(Problem(text, file=str(path), key="container.image", fix=fix))
+    labels = labels_of(settings, path)
+    return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), notes
+
+
+def _stated(path: Path) -> tuple[str | None, list[str]]:
+    """The sum in the file beside an image, and a note where there is none. Raises UserError for a file that holds none."""
+    beside = path.with_name(path.name + ".sha256")
+    try:
+        with beside.open("rb") as file:
+            text = file.read(_MAX_SUM).decode(errors="replace")
+    except FileNotFoundError:
+        path.stat()  # the image itself is what is told to be missing
+        fix = f"cd {path.parent} && sha256sum {path.name} > {beside.name}"
+        return None, [f"{beside} is not there: whether the image is whole is not checked -> {fix}"]
+    found = re.fullmatch(r"([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*", text)
+    if not found:
+        fix = f"sha256sum {path.name} > {beside.name}, where the image is the right one"
+        raise UserError(Problem("holds no sum of one file", file=str(beside), fix=fix))
+    return found[1].lower(), []
+
+
+# --- the sum, once -----------------------------------------------------------------------------------------------------
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    """SHA-256 and size of an image; remembered as long as the file is the same. Raises OSError, or UserError."""
+    before = _identity(path)
+    if (known := _recall(path, before)) is not None:
+        return known, before["size"]
+    say(f"reading {path} once: {before['size'] / 1e9:.2f} GB, for its sum")
+    found = _read(path, before["size"])
+    if _identity(path) != before:
+        raise UserError(Problem("was written to while its sum was read", file=str(path), fix="wait for it"), ExitCode.AGAIN)
+    _remember(path, before, found)
+    return found, before["size"]
+
+
+def _identity(path: Path) -> dict[str, int]:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(Problem("is no file", file=str(path), key="container.image", fix="a .sif (or .sqsh) file"))
+    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def _read(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file, byte_progress() as bar:
+        task = bar.add_task(path.name, total=size)
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            bar.advance(task, len(chunk))
+    return digest.hexdigest()
+
+
+def _memory(path: Path) -> Path:
+    """Where the sum of an image is remembered: in the user's cache folder, by its path."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    return folder / "clustertune" / f"image-{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}.json"
+
+
+def _recall(path: Path, identity: Mapping[str, int]) -> str | None:
+    """The sum, where it was read of this very file; from a file that nobody else can write."""
+    try:
+        handle = os.open(_memory(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:  # noqa: PTH123 - it is open already
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
+            kept = json.loads(file.read(_MAX_SUM))
+        same = kept["path"] == str(path) and all(kept[key] == value for key, value in identity.items())
+        return str(kept["sha256"]) if same and re.fullmatch("[0-9a-f]{64}", str(kept["sha256"])) else None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remember(path: Path, identity: Mapping[str, int], digest: str) -> None:
+    """A cache folder that is missing, full or somebody else's means that the next one reads again."""
+    with contextlib.suppress(OSError, RuntimeError):
+        memory = _memory(path)
+        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_durably(memory, json.dumps({"path": str(path), **identity, "sha256": digest}) + "\n")
+
+
+# --- what it says of itself --------------------------------------------------------------------------------------------
+
+
+def labels_of(settings: Container, path: Path) -> dict[str, str]:
+    """The labels of an image; empty where they cannot be read here. Of a .sqsh there are none."""
+    if settings.runtime not in ("apptainer", "singularity"):
+        return {}
+    try:
+        done = subprocess.run(
+            [settings.command, "inspect", "--json", "--labels", str(path)],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=LABEL_SECONDS,
+            check=False,
+        )
+        body = json.loads(done.stdout)
+        found = body["data"]["attributes"]["labels"]
+        return {str(key)[:_LABEL]: str(value)[:_LABEL] for key, value in sorted(found.items())[:_LABELS]}
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def changed(before: object, now: Image) -> str:
+    """A warning where a run goes on in another image than it began in; empty where it does not."""
+    if not isinstance(before, Mapping) or not before.get("sha256") or before["sha256"] == now.sha256:
+        return ""
+    old, new = str(before["sha256"])[:16], (now.sha256 or "unknown")[:16]
+    text = f"the run goes on in another image: {now.image} is {new}... and was {old}..."
+    return f"{text} -> results may differ from those of one image"

@@ -1,0 +1,94 @@
+"""The check as a Slurm job: a header for whole nodes over the body of ops/nccl-check/nccl-check.sbatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.errors import Problem, UserError
+from clustertune.launch.shape import Shape
+from clustertune.launch.slurm import parse_minutes
+from clustertune.launch.submit import REPO, escape_pattern, header_line, split_script
+from clustertune.nccl_check.check import MARGIN_SECONDS
+
+SCRIPT = REPO / "ops" / "nccl-check" / "nccl-check.sbatch"
+START_MINUTES = 5
+"""For the start of the job, of containers and Python, and what is ended late."""
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """What is submitted."""
+
+    script: str
+    """The text of the sbatch file."""
+    folder: Path
+    """Where its file, its log and the result go."""
+    arguments: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "job.sbatch"
+
+    @property
+    def options(self) -> list[str]:
+        """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
+        return ["--export=NIL", f"--chdir={REPO}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
+
+    def command(self) -> list[str]:
+        """``sbatch`` as it is called."""
+        return ["sbatch", "--parsable", *self.options, str(self.path), *self.arguments]
+
+
+def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> Shape:
+    """Whole nodes, all of the cluster by default: a neighbour's traffic would be measured, too. Raises UserError."""
+    there, problems = len(cluster.compute_nodes), []
+    if cluster.slurm is None:
+        fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
+        raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
+    wanted = there if nodes is None else nodes
+    if wanted > there:
+        text = f"{wanted} nodes, cluster {cluster.name} has {there}"
+        problems.append(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {there}"))
+    minutes = math.ceil(seconds / 60) + START_MINUTES if time is None else parse_minutes(time)
+    longest = parse_minutes(cluster.slurm.max_time)
+    if minutes is None or minutes < 1:
+        fix = "write --time MINUTES or HH:MM:SS"
+        problems.append(Problem(f"{time!r} is no time limit", file="command line", key="--time", fix=fix))
+    elif minutes * 60 < seconds + MARGIN_SECONDS:
+        text = f"{minutes:g} min are too short for --seconds {seconds:g} and the start of a job"
+        problems.append(
+            Problem(text, file="command line", key="--time", fix=f"--time {math.ceil(seconds / 60) + START_MINUTES}")
+        )
+    elif longest is not None and minutes > longest:
+        text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
+        problems.append(Problem(text, file="command line", key="--time", fix="ask for less time, or give fewer --seconds"))
+    if problems:
+        raise UserError(problems)
+    compute = cluster.compute
+    return Shape(
+        nodes=wanted,
+        gpus_per_node=compute.gpus,
+        ranks_per_node=compute.gpus or 1,
+        cpus_per_node=compute.threads,
+        memory_gb=None,
+        minutes=math.ceil(minutes or 0),
+        partition=cluster.slurm.partition,
+        gres=cluster.slurm.gres,
+    )
+
+
+def render(wanted: Shape, source: str | None = None) -> str:
+    """The sbatch file. ``source``: the text of its body's file where it was read already."""
+    _, body = split_script(SCRIPT.read_text() if source is None else source)
+    options = ["--job-name=nccl-check", *wanted.options(), "--exclusive", "--no-requeue", "--export=NIL"]
+    note = "# Derived by clustertune nccl-check --submit from the cluster file.\n"
+    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + body
+
+
+def make(wanted: Shape, folder: Path, arguments: Sequence[str]) -> CheckJob:
+    """The job. ``arguments`` are those of the command that it runs; its folder is added."""
+    return CheckJob(render(wanted), folder.absolute(), (*arguments, "--out", str(folder.absolute())))

@@ -1,0 +1,274 @@
+"""A whole check: rounds of measuring, what they found as one document, the verdict over it, and where it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clustertune import health
+from clustertune.config.cluster_schema import Cluster
+from clustertune.errors import Problem, UserError
+from clustertune.launch.environment import environment
+from clustertune.manifest import write_durably
+from clustertune.nccl_check import gather
+from clustertune.nccl_check import judge as judging
+from clustertune.nccl_check.log_read import read
+from clustertune.nccl_check.place import Place, round_folder, run_round
+from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, SCOPES
+from clustertune.nccl_check.setup import Case, Setup
+from clustertune.plan.measured import SUFFIX, beside, read_measured
+
+RESULT = "result.json"
+MAX_ROUNDS = 4
+"""Starts of all ranks: one more for each thing that hung."""
+CASE_SECONDS = (10.0, 60.0)
+"""Least and most that one measurement may take before it counts as hung, where it is not known to be slow."""
+START_SECONDS = (30.0, 90.0)
+"""Least and most that the ranks may take to find each other: Python and NCCL start from network storage."""
+LEAST_SECONDS = 10
+MARGIN_SECONDS = 60.0
+"""How much later than the time that was asked for a check may be over: its ranks start before it, what hangs is ended after."""
+ENDING_SECONDS = 15.0
+"""Of the time for everything, what is kept for ending processes that do not answer: SIGTERM, and SIGKILL after it."""
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a check measures."""
+
+    backend: str
+    backend_why: str
+    ranks_per_node: int
+    cpus_per_node: int
+    """CPUs that the ranks of a node share."""
+    seconds: float
+    """Time for the measuring, from when the ranks have found each other."""
+    smallest: int = KIB
+    largest: int = GIB
+    factor: int = 4
+    iterations: int = 20
+    """As nccl-tests (``-n``)."""
+    warmup: int = 5
+    """As nccl-tests (``-w``)."""
+    collectives: tuple[str, ...] = COLLECTIVES
+    scopes: tuple[str, ...] = SCOPES
+    place: str = "here"
+    """Of the nodes' facts."""
+    most_seconds: float | None = None
+    """After which all has been ended whatever it does, its start included; None: ``MARGIN_SECONDS`` after ``seconds``."""
+
+    @property
+    def whole_seconds(self) -> float:
+        """Time for everything but the ending of what does not answer."""
+        most = self.seconds + MARGIN_SECONDS if self.most_seconds is None else self.most_seconds
+        return most - min(ENDING_SECONDS, most / 5)
+
+
+def largest_for(backend: str, nodes: int) -> int:
+    """The largest size by default: nccl-tests' guide has 1 GiB or more for bandwidth; CPUs copy a few GB/s at best."""
+    return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
+
+
+def make_setup(place: Place, options: Options, changes: Mapping[str, str] | None = None) -> Setup:
+    """The first round of a check. ``changes``: variables that take the place of those of training."""
+    nodes, cluster = len(place.hosts), place.cluster
+    settings = environment(
+        cluster,
+        world_size=nodes * options.ranks_per_node,
+        ranks_per_node=options.ranks_per_node,
+        cpus_per_node=options.cpus_per_node,
+        job=place.job,
+        cpu_only=options.backend == "gloo",
+        present=options.cpus_per_node,
+    )
+    least, longest = CASE_SECONDS
+    start = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
+    most = options.whole_seconds
+    return Setup(
+        hosts=place.hosts,
+        addresses=place.addresses,
+        ranks_per_node=options.ranks_per_node,
+        backend=options.backend,
+        seconds=options.seconds,
+        start_seconds=min(start, most / 2),
+        case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
+        collectives=options.collectives,
+        scopes=options.scopes,
+        most_seconds=most,
+        smallest=options.smallest,
+        largest=options.largest,
+        factor=options.factor,
+        iterations=options.iterations,
+        warmup=options.warmup,
+        environment={**{setting.name: setting.value for setting in settings}, **(changes or {})},
+        interface=cluster.network.interface if nodes > 1 else None,
+        numa_gpus=tuple(tuple(group) for group in cluster.compute.numa_gpus) if options.backend == "nccl" else (),
+        numa_cpus=tuple(cluster.compute.numa_cpus) if options.backend == "nccl" else (),
+        pairwise=not (cluster.compute.interconnect or "pcie").startswith("nvlink"),
+        place=options.place,
+    )
+
+
+def measure(
+    place: Place, options: Options, folder: Path, said: Callable[[str], None], tick: Callable[[Path], None] = lambda _: None
+) -> list[gather.Round]:
+    """The rounds of a check, at least one. ``said`` is told what goes on, ``tick`` is called with the folder of a round now and
+    then. Raises OSError where the folder cannot be written.
+    """
+    began, spent = time.monotonic(), 0.0
+    setup = make_setup(place, options)
+    rounds: list[gather.Round] = []
+    for number in range(1, MAX_ROUNDS + 1):
+        run_round(place, round_folder(folder, number), setup, tick)
+        found = gather.read_round(round_folder(folder, number), setup)
+        rounds.append(found)
+        spent += found.spent
+        left = options.whole_seconds - (time.monotonic() - began)
+        following = next_setup(found, options.seconds - spent, left)
+        if following is None or number == MAX_ROUNDS:
+            break
+        given_up = ", ".join(dict.fromkeys(f"{name} ({scope})" for scope, name, _ in following.skip))
+        said(f"did not end: {given_up}; the rest is measured without")
+        setup = following
+    return rounds
+
+
+def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
+    """The round after one in which something hung, without that; None where there is no fault, no time or nothing to win.
+
+    ``left``: seconds for measuring; ``most``: for everything.
+    """
+    setup = found.setup
+    broken = [step for step in found.broken if not found.cut_off(step)]
+    if not broken or min(left, most) < LEAST_SECONDS or len(found.up) < setup.world_size:
+        return None
+    skip = {*setup.skip, *((step.case["scope"], step.case["collective"], int(step.case["turn"])) for step in broken)}
+    if sum(scope == "pair" for scope, _, _ in skip) > 1:  # a node that hangs with one hangs with all
+        scopes = tuple(scope for scope in setup.scopes if scope != "pair")
+    else:
+        scopes = setup.scopes
+    incomplete = {id(step) for step in found.broken}
+    whole = [(Case(**step.case), step) for step in found.steps if id(step) not in incomplete]
+    keys = {case.key for case, _ in whole}
+    known = {
+        (case.scope, case.collective, case.turn, case.back, case.bytes, max(float(d["median_s"]) for d in step.done.values()))
+        for case, step in whole
+    }
+    changed = {name: value for node in found.nodes for name, value in (node.get("changed") or {}).items()}
+    return replace(
+        setup,
+        seconds=left,
+        most_seconds=most,
+        scopes=scopes,
+        skip=tuple(sorted(skip)),
+        done=tuple(sorted({*setup.done, *keys})),
+        known=tuple(sorted({*setup.known, *known})),
+        environment={**setup.environment, **changed},
+        facts=False,
+        probe=False,
+    )
+
+
+def document(place: Place, options: Options, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
+    """What was found, without a verdict: :mod:`clustertune.nccl_check.result` explains each key."""
+    first, measured = rounds[0], gather.measurements(rounds)
+    hung, problems = gather.faults(rounds)
+    logs = gather.logs(first)
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "cluster": place.cluster.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "nodes": len(place.hosts),
+        "gpus_per_node": options.ranks_per_node,
+        "backend": options.backend,
+        "backend_why": options.backend_why,
+        "transport": transport(options.backend, first, logs),
+        "hosts": list(place.hosts),
+        "seconds": round(seconds, 1),
+        **measured,
+        "p2p_probe": [entry for node in first.nodes for entry in node.get("probe", [])],
+        "hung": hung,
+        "left_out": gather.left_out(rounds, measured),
+        "problems": problems,
+        "facts": gather.facts(rounds),
+        "software": gather.software(first),
+        "environment": gather.steering(first),
+    }
+    if first.setup.interface:
+        found["interface"] = first.setup.interface
+    return found
+
+
+def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
+    """How bytes go between nodes (inside one where there is one), as NCCL says; of gloo the interface that it was told."""
+    if backend == "nccl":
+        log = read(logs.values())
+        between = [f"NET/{plugin}" for plugin, _ in log.between().most_common()] if len(part.setup.hosts) > 1 else []
+        return ", ".join(between or [name for name, _ in log.transports.most_common(3)])[:200]
+    told = gather.steering(part).get("GLOO_SOCKET_IFNAME", "")
+    return f"gloo TCP on {told}"[:200] if told else "gloo TCP"
+
+
+def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[health.Finding]:
+    """Put what is expected and the verdict into a document; its findings."""
+    from clustertune.nccl_check.expected import expected
+
+    found["expected"] = expected(cluster)
+    findings, found["verdict"] = verdict(found, logs)
+    return findings
+
+
+def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[health.Finding], dict[str, Any]]:
+    """The findings over a document and logs, and the part of the document that tells them."""
+    log = read(logs.values())
+    findings = judging.judge_log(found, log)
+    return findings, {
+        "status": health.worst(findings),
+        "headline": judging.headline(found, log, findings),
+        "findings": health.as_json(findings),
+    }
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """The document as a file, on the device when this returns. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, json.dumps(found, indent=1) + "\n")
+
+
+def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
+    """Why a result is not kept for plans; empty where it can be."""
+    names = {host.name.lower().partition(".")[0] for host in cluster.compute_nodes}
+    strangers = [host for host in found["hosts"] if host.lower().partition(".")[0] not in names]
+    gathers = [entry for entry in found["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
+    whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
+    reasons = (
+        (beside(cluster) is None, f"{cluster.name} was found by looking: it has no file to keep a result beside"),
+        (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs tells nothing of the cluster's GPUs"),
+        (strangers, f"{', '.join(strangers[:3])}: no compute node of {cluster.name}"),
+        (found["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
+        (not whole, "something hung or was wrong: a plan would take its figures for good"),
+        (not gathers, "no all_gather was measured, which is what a plan takes"),
+    )
+    return next((text for holds, text in reasons if holds), "")
+
+
+def keep(found: Mapping[str, Any], cluster: Cluster) -> Path:
+    """Keep a result beside the cluster's file, where plans look for it. Raises UserError or OSError."""
+    path = beside(cluster)
+    if why := not_kept(found, cluster):
+        raise UserError(Problem(why, file=cluster.source, key="--save", fix="leave --save out, or run it on the cluster"))
+    assert path is not None
+    write(found, path)
+    # A job writes for its user only; plans of all who read the cluster's file take it.
+    with contextlib.suppress(OSError):
+        shutil.copymode(path.with_name(f"{path.name.removesuffix(SUFFIX)}{Path(cluster.source).suffix}"), path)
+    read_measured(path)
+    return path

@@ -1,0 +1,180 @@
+"""What was read from NCCL's logs. Standard library only, Python 3.8 or later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NODE_GPUS = 8
+"""GPUs of a node where nothing else is said: few machines have more."""
+
+
+class Device(NamedTuple):
+    """A network interface or an RDMA adapter that NCCL listed."""
+
+    name: str
+    """``bond0``, or adapter and port: ``mlx5_0:1``."""
+    detail: str
+    """Its address, or the link layer: ``IB``, ``RoCE``."""
+
+
+class Fault(NamedTuple):
+    """A warning or an error."""
+
+    kind: str
+    """One of ``log_faults.KINDS``, or ``other``."""
+    host: str
+    text: str
+
+
+class NetEdge(NamedTuple):
+    """A connection over the network, as one side of it tells."""
+
+    host: str
+    own: int
+    """Rank of the side that tells."""
+    peer: int
+    ranks: int
+    """Of the communicator; ranks are counted in it."""
+    plugin: str
+    """``Socket``, ``IB``, ``IBext_v8``, ``AWS Libfabric``."""
+    device: int
+    gdr: bool
+    """Whether the adapter reads and writes GPU memory itself (GPUDirect RDMA)."""
+
+
+@dataclass
+class Log:
+    """What was read; every part may be empty. ``hosts`` below are names as NCCL writes them, "" where a line does not say."""
+
+    lines: int = 0
+    """Lines that NCCL itself wrote."""
+    versions: dict[str, set[str]] = field(default_factory=dict)
+    """Version -> hosts that said so."""
+    cuda: set[str] = field(default_factory=set)
+    """CUDA version that NCCL was built with."""
+    drivers: dict[str, set[str]] = field(default_factory=dict)
+    """CUDA version of the driver, ``12080`` -> hosts."""
+    hosts: set[str] = field(default_factory=set)
+    ranks: int = 0
+    """Of the largest communicator."""
+    nodes: int = 0
+    """That it said it spans; 0: not said (before 2.18)."""
+    local_count: int = 0
+    """Ranks of one node, as a rank of the largest communicator said (since 2.18); 0: not said."""
+    local_ranks: dict[str, set[int]] = field(default_factory=dict)
+    """Host -> ranks of the largest communicator on it."""
+    processes: set[tuple[str, str]] = field(default_factory=set)
+    networks: dict[str, set[str]] = field(default_factory=dict)
+    """``Using network ...`` -> hosts."""
+    adapters: dict[str, list[Device]] = field(default_factory=dict)
+    """Host -> what stands after ``NET/IB : Using``."""
+    sockets: dict[str, list[Device]] = field(default_factory=dict)
+    """Host -> what stands after ``NET/Socket : Using``."""
+    bootstrap: dict[str, list[Device]] = field(default_factory=dict)
+    """Host -> interface of the first connection, by ``Bootstrap : Using`` or ``OOB``."""
+    addresses: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """Host -> interface -> addresses that it had: several where nodes share one name (``localhost``, ``worker``)."""
+    no_adapter: set[str] = field(default_factory=set)
+    """Hosts whose NCCL found no RDMA adapter."""
+    no_verbs: set[str] = field(default_factory=set)
+    """Hosts that could not load libibverbs."""
+    plugins: dict[str, set[str]] = field(default_factory=dict)
+    """Network plugin or libfabric provider -> hosts; ``none``: none was found."""
+    transports: Counter[str] = field(default_factory=Counter)
+    """``P2P/CUMEM``, ``SHM/direct``, ``NET/IB/GDRDMA`` -> lines that name it."""
+    channels: dict[int, Counter[str]] = field(default_factory=dict)
+    """The same by channel."""
+    edges: Counter[NetEdge] = field(default_factory=Counter)
+    gdr_off: dict[str, set[str]] = field(default_factory=dict)
+    """Host -> adapters for which GPUDirect RDMA was said to be disabled."""
+    gdr_on: dict[str, set[str]] = field(default_factory=dict)
+    rings: int = 0
+    trees: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    """Kind of channel (``coll``, ``nvls``, ``p2p``) -> most of them."""
+    gpu_paths: Counter[str] = field(default_factory=Counter)
+    """Kind of path between two GPUs of a node: ``NVL``, ``PIX``, ``PHB``, ``SYS``."""
+    p2p_off: set[tuple[str, str]] = field(default_factory=set)
+    """Pairs of GPUs between which the driver has P2P disabled."""
+    algorithms: Counter[str] = field(default_factory=Counter)
+    """``AllGather Ring Simple`` -> calls."""
+    settings: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """NCCL's variable -> value -> hosts."""
+    socket_threads: tuple[int, int] | None = None
+    """Threads and sockets per thread of NET/Socket."""
+    started: int = 0
+    """Communicators of ranks that began, and that were complete."""
+    complete: int = 0
+    failed: int = 0
+    """Calls of NCCL that gave an error back."""
+    highest_gpu: int = -1
+    """CUDA's index of a GPU that a line names."""
+    trace: bool = False
+    average_gb_s: float | None = None
+    """nccl-tests' "Avg bus bandwidth", GB/s."""
+    wrong: int = 0
+    """Values that nccl-tests found out of bounds."""
+    faults: Counter[Fault] = field(default_factory=Counter)
+    _counted: tuple[tuple[int, ...], int] = ((), 0)
+    """What :meth:`node_count` said, and of how much: it is asked for every connection."""
+
+    @property
+    def version(self) -> str:
+        """The one version, or the several, of NCCL; empty: not said."""
+        return " and ".join(sorted(self.versions))
+
+    def host_of(self, ranks: int, rank: int) -> str:
+        """Where a rank of the largest communicator runs; empty: not known."""
+        if ranks == self.ranks:
+            for host, numbers in self.local_ranks.items():
+                if rank in numbers:
+                    return host
+        return ""
+
+    def node_count(self) -> int:
+        """Nodes, as the log says or its lines show; 0: nothing was said.
+
+        The log of one rank names one host: more ranks than a node has GPUs are on several.
+        """
+        much = (self.lines, self.nodes, self.ranks, len(self.hosts), len(self.edges), len(self.addresses))
+        if self._counted[0] != much:
+            self._counted = (much, self._count_nodes())
+        return self._counted[1]
+
+    def _count_nodes(self) -> int:
+        shown = sum(map(self._nodes_named, self.hosts))
+        if shown == 1 and self.ranks > NODE_GPUS > self.highest_gpu:
+            shown = -(-self.ranks // NODE_GPUS)
+        elif shown == 1 and self._talks_to_others():
+            shown = 2
+        return self.nodes or shown
+
+    def _nodes_named(self, host: str) -> int:
+        """How many nodes have a host's name: one interface has one address."""
+        return max([1, *map(len, self.addresses.get(host, {}).values())])
+
+    def _talks_to_others(self) -> bool:
+        """Whether the one host that tells has connections over the network to ranks of which it tells nothing.
+
+        Inside a node NCCL takes the network only where P2P and shared memory are turned off.
+        """
+        off = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_HOSTID")
+        told = {edge.own for edge in self.edges}.union(*self.local_ranks.values())
+        return not any(name in self.settings for name in off) and any(edge.peer not in told for edge in self.edges)
+
+    def is_between(self, edge: NetEdge) -> bool:
+        """Whether a network connection leaves the node: what is not known is taken to leave it where there are several."""
+        if self.node_count() == 1:
+            return False
+        peer = self.host_of(edge.ranks, edge.peer)
+        return not peer or peer != edge.host or self._nodes_named(peer) > 1
+
+    def between(self) -> Counter[str]:
+        """Plugins of the connections between nodes."""
+        found: Counter[str] = Counter()
+        for edge, number in self.edges.items():
+            if self.is_between(edge):
+                found[edge.plugin] += number
+        return found

@@ -1,0 +1,355 @@
+"""What NCCL's log says of a run: version, transports, interfaces, adapters, rings, settings, and what went wrong.
+
+Standard library only, Python 3.8 or later. Any text is taken, cut off anywhere, of any version from 2.10 on; what is not said
+stays empty. Several texts (one of each rank) are read into one :class:`Log`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from clustertune.nccl_check import log_faults
+from clustertune.nccl_check.log_found import Device, Fault, Log, NetEdge
+from clustertune.nccl_check.log_lines import ERROR, INFO, TEXT, TRACE, WARN, Record, records
+
+MOST_FAULTS = 500
+"""Different faults that are kept: a log of gigabytes may hold millions of lines of the same few."""
+
+
+def read(texts: Iterable[str]) -> Log:
+    """What the logs say together. Never raises."""
+    log = Log()
+    reader = _Reader(log)
+    for text in texts:
+        for record in records(text):
+            reader.take(record)
+    return log
+
+
+_VERSION = re.compile(r"([NR]CCL) version *:? *(\d{1,3}\.\d{1,3}(?:\.\d{1,4})?)(?:[\w.-]{0,60}\+(?:cuda|hip)([\d.]{1,10})?)?")
+_EDGE = re.compile(r"(\d{1,7})(?:\[\w{1,16}\])? -> (\d{1,7})(?:\[\w{1,16}\])?(?: \[(send|receive)\])? via (.{1,200})$")
+_NET = re.compile(r"(NET|COLLNET)/([^/]{1,60})/(\d{1,5})(?:\(\d{1,5}\))?(/.*)?$")
+_SOCKET = re.compile(r"(?:\[\d{1,3}\])?([A-Za-z][^\s:<]{0,40}):([^\s<]{0,80})<\d*>")
+_ADAPTER = re.compile(r"([A-Za-z][\w.-]{0,40}):(\d{1,3})/(IB|RoCE|iWARP)")
+_COMM = re.compile(r"\brank (\d{1,7}) n[rR]anks (\d{1,7})\b")
+_NODES = re.compile(r" nNodes (\d{1,6}) (?:localRanks (\d{1,5}) )?")
+_RETURNED = re.compile(r"\bgroup\.cc:\d{1,5} -> [1-6]\b")
+_SETTING = re.compile(r"(NCCL_\w{1,60}) set (?:by environment )?to ?(.{0,300}?)\.?$")
+_SHELL = re.compile(r"(?:export |declare -x |- )?(NCCL_[A-Z0-9_]{1,60})=(\S{0,200})$")
+_CHANNELS = re.compile(r"(\d{1,4}) (coll|collnet|nvls|p2p) channels(?! per)")
+_PATH = re.compile(r"(?:GPU/[\w-]{1,30} )\(\d{1,3}/[\d.]{1,12}/(\w{1,5})\)")
+_ALGORITHM = re.compile(r"(\w{1,30}): \d{1,20} Bytes -> Algo (\w{1,20}) proto (\w{1,10})")
+_NUMBERED_ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+_NUMBERED_PROTOCOLS = ("LL", "LL128", "Simple")
+_GDR = re.compile(
+    r"GPU Direct RDMA (?:\(\w{1,20}\) )?([Ee]nabled|[Dd]isabled) for "
+    r"(?:(?:GPU \S+ / )?HCA \d{1,4}(?: '([^'\s]{1,40})'?)?|(\S{1,60}))"
+)
+_PROVIDER = re.compile(r"[Ss]elected [Pp]rovider is (\w{1,30})")
+_THREADS = re.compile(r"Using (\d{1,4}) threads and (\d{1,4}) sockets per thread")
+_P2P_OFF = re.compile(r"(?:GPUs|dev) (\w{1,8})(?:\(=\w{1,16}\))? and (?:dev )?(\w{1,8})")
+_USING = re.compile(r"using nccl==(\d{1,3}\.\d{1,3}\.\d{1,4})")
+"""vLLM, SGLang."""
+_VARIABLE = re.compile(r"\w{0,40}NCCL_\w{1,60}")
+_BAD = re.compile(r"error|warn|fail|cannot|could\s?n|unable|not |invalid|abort|timed? ?out", re.IGNORECASE)
+_AVERAGE = re.compile(r"Avg bus bandwidth\s{0,20}: ?(\d{1,9}(?:\.\d{1,9})?)")
+_WRONG = re.compile(r"Out of bounds values\s{0,20}: ?(\d{1,12})")
+
+
+class _Reader:
+    """Puts records into a log."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.comm: dict[tuple[str, str, str], int] = {}
+        self.kinds: dict[str, str] = {}
+
+    def take(self, record: Record) -> None:
+        log, text = self.log, record.text
+        if record.level == TEXT:
+            self.other(record)
+            return
+        if record.level == ERROR:
+            self.fault(record)
+            return
+        log.lines += 1
+        if record.host:
+            log.hosts.add(record.host)
+        if record.gpu:
+            log.highest_gpu = max(log.highest_gpu, int(record.gpu))
+        if record.pid:
+            log.processes.add((record.host, record.pid))
+        if record.level == TRACE:
+            log.trace = True
+        elif record.level == WARN:
+            self.fault(record)
+        elif record.level == INFO:
+            first = text.partition(" ")[0]
+            take = _BY_WORD.get(first.split("/")[0].rstrip(":"))
+            if take:
+                take(self, record)
+            else:
+                self.anywhere(record)
+
+    # --- what begins with a word of its own ----------------------------------------------------------------------------
+
+    def edge(self, record: Record) -> None:
+        text = record.text
+        found = _EDGE.search(text)
+        if found is None:
+            if "/" in text[:16] and " via " not in text:
+                total = text.partition("/")[2].partition(" ")[0]
+                self.log.rings = max(self.log.rings, int(total) if total.isdigit() and len(total) < 5 else 0)
+            elif " via " in text:
+                self.path(record, text.partition(" via ")[2])
+            return
+        own, peer = int(found.group(1)), int(found.group(2))
+        if found.group(3) == "receive":
+            own, peer = peer, own
+        self.path(record, found.group(4), own, peer)
+
+    def path(self, record: Record, via: str, own: int = -1, peer: int = -1) -> None:
+        net = _NET.match(via)
+        if net:
+            gdr = "/GDR" in (net.group(4) or "")
+            name = f"{net.group(1)}/{net.group(2)}" + ("/GDRDMA" if gdr else "")
+            if net.group(1) == "NET" and own >= 0:
+                ranks = self.comm.get((record.host, record.pid, record.gpu), 0)
+                self.log.edges[NetEdge(record.host, own, peer, ranks, net.group(2), int(net.group(3)), gdr)] += 1
+        elif via.startswith("direct shared memory"):
+            name = "SHM/direct"
+        elif via.startswith(("P2P/", "SHM/")):
+            name = "/".join(via.split("/")[:2]).strip()
+        else:
+            return
+        self.log.transports[name] += 1
+        channel = re.match(r"\w{1,8} (\d{1,4})", record.text)
+        if channel:
+            self.log.channels.setdefault(int(channel.group(1)), Counter())[name] += 1
+
+    def net(self, record: Record) -> None:
+        log, text, host = self.log, record.text, record.host
+        if text.startswith("NET : Using interface "):  # 2.2 and 2.3
+            _put(log.bootstrap, host, [Device(*pair) for pair in _SOCKET.findall(text[20:])])
+        elif text.startswith("NET/Socket") and "Using" in text:
+            threads = _THREADS.search(text)
+            if threads:
+                log.socket_threads = (int(threads.group(1)), int(threads.group(2)))
+            self.interfaces(host, log.sockets.setdefault(host, []), text)
+        elif " : Using" in text or ": Using" in text:
+            before, _, oob = text.partition("OOB ")
+            _put(log.adapters, host, [Device(f"{name}:{port}", link) for name, port, link in _ADAPTER.findall(before)])
+            if host not in log.bootstrap:
+                _put(log.bootstrap, host, [Device(*pair) for pair in _SOCKET.findall(oob)])
+        elif "GPU Direct RDMA" in text:
+            self.gdr(record)
+        elif "No device found" in text:
+            log.no_adapter.add(host)
+        elif text.startswith("NET/Plugin"):
+            if "Loaded net plugin" in text:
+                log.plugins.setdefault(text.partition("Loaded net plugin ")[2][:60].strip(), set()).add(host)
+            elif "No plugin found" in text or "Could not find: libnccl-net" in text:
+                log.plugins.setdefault("none", set()).add(host)
+        else:
+            provider = _PROVIDER.search(text)
+            if provider:
+                log.plugins.setdefault(f"OFI {provider.group(1)}", set()).add(host)
+
+    def bootstrap(self, record: Record) -> None:
+        devices: list[Device] = []
+        self.interfaces(record.host, devices, record.text.partition("Using")[2])
+        if devices:
+            self.log.bootstrap[record.host] = devices
+
+    def interfaces(self, host: str, known: list[Device], text: str) -> None:
+        """Puts the interfaces that a line names to those that are known."""
+        addresses = self.log.addresses.setdefault(host, {})
+        for name, detail in _SOCKET.findall(text):
+            device = Device(name, detail)
+            if device not in known:
+                known.append(device)
+            of_name = addresses.setdefault(name, set())
+            if detail and len(of_name) < MOST_FAULTS:
+                of_name.add(detail)
+
+    def using(self, record: Record) -> None:
+        if record.text.startswith("Using internal Network "):
+            self.log.networks.setdefault(record.text[23:74].strip(), set()).add(record.host)
+        elif record.text.startswith("Using network "):
+            self.log.networks.setdefault(record.text[14:74].strip(), set()).add(record.host)
+
+    def communicator(self, record: Record) -> None:
+        log, text = self.log, record.text
+        found = _COMM.search(text)
+        if found is None:
+            return
+        rank, ranks = int(found.group(1)), int(found.group(2))
+        self.comm[record.host, record.pid, record.gpu] = ranks
+        if ranks > log.ranks:
+            log.ranks = ranks
+            log.local_ranks.clear()
+            log.nodes = log.local_count = 0
+        if ranks == log.ranks:
+            log.local_ranks.setdefault(record.host, set()).add(rank)
+            nodes = _NODES.search(text)
+            if nodes:
+                log.nodes = int(nodes.group(1))
+                log.local_count = max(log.local_count, int(nodes.group(2) or 0))
+        log.started += "Init START" in text
+        log.complete += "Init COMPLETE" in text
+
+    def gdr(self, record: Record) -> None:
+        found = _GDR.search(record.text)
+        if found:
+            into = self.log.gdr_on if found.group(1).lower() == "enabled" else self.log.gdr_off
+            into.setdefault(record.host, set()).add(found.group(2) or found.group(3) or "")
+
+    def topology(self, record: Record) -> None:
+        if record.text.startswith("GPU Direct"):
+            self.gdr(record)
+            return
+        own = record.text.partition(" ")[0]
+        for found in _PATH.finditer(record.text, len(own)):
+            if found.group(1) != "LOC":
+                self.log.gpu_paths[found.group(1)] += 1
+
+    def p2p(self, record: Record) -> None:
+        if "P2P is disabled between" in record.text or "Could not enable P2P" in record.text:
+            pair = _P2P_OFF.search(record.text)
+            if pair:
+                self.log.p2p_off.add((min(pair.groups()), max(pair.groups())))
+
+    # --- what may stand anywhere ---------------------------------------------------------------------------------------
+
+    def anywhere(self, record: Record) -> None:
+        log, text = self.log, record.text
+        if text.startswith("NCCL_"):
+            setting = _SETTING.match(text)
+            if setting:
+                self.setting(setting.group(1), setting.group(2), record.host)
+        elif "Init " in text or " nranks " in text or " nRanks " in text:
+            self.communicator(record)
+        elif "channels" in text:
+            for number, kind in _CHANNELS.findall(text):
+                log.counts[kind] = max(log.counts.get(kind, 0), int(number))
+        elif " -> Algo " in text:
+            self.algorithm(text)
+        elif text.startswith("cudaDriverVersion "):
+            log.drivers.setdefault(text[18:30].strip(), set()).add(record.host)
+        elif "version" in text:
+            self.version(text, record.host)
+        elif "libibverbs" in text:
+            log.no_verbs.add(record.host)
+        elif text.startswith(("Trees ", "Tree ")):
+            log.trees = True
+        elif "GPU Direct RDMA" in text:
+            self.gdr(record)
+        elif " -> " in text and _RETURNED.search(text):
+            log.failed += 1
+
+    def setting(self, name: str, value: str, host: str) -> None:
+        self.log.settings.setdefault(name, {}).setdefault(value.strip().strip("\"'"), set()).add(host)
+
+    def algorithm(self, text: str) -> None:
+        found = _ALGORITHM.search(text)
+        if found:
+            algorithm = _named(found.group(2), _NUMBERED_ALGORITHMS)
+            self.log.algorithms[f"{found.group(1)} {algorithm} {_named(found.group(3), _NUMBERED_PROTOCOLS)}"] += 1
+
+    def version(self, text: str, host: str) -> None:
+        found = _VERSION.search(text)
+        if found:
+            self.log.versions.setdefault(_plain(found.group(2)), set()).add(host)
+            if found.group(3):
+                self.log.cuda.add(found.group(3).strip("."))
+
+    def other(self, record: Record) -> None:
+        """A line of another program."""
+        text, log = record.text, self.log
+        # torch tells the version of the library that failed: the same one, so it counts where NCCL told none itself.
+        if "version" in text and ("+cuda" in text or "+hip" in text or not log.versions):
+            self.version(text, "")
+        using = _USING.search(text)
+        if using and not log.versions:
+            log.versions[using.group(1)] = {""}
+        average, wrong = _AVERAGE.search(text), _WRONG.search(text)
+        if average:
+            log.average_gb_s = float(average.group(1))
+        if wrong:
+            log.wrong += int(wrong.group(1))
+        shell = _SHELL.match(text.strip())
+        if shell:
+            self.setting(shell.group(1), shell.group(2), "")
+        if "NCCL version" not in text and not shell and not average and not wrong:
+            # The name of a variable (NCCL_MNNVL_ENABLE) is no fault, nor is a plugin that only tells its name.
+            kind = self.kind(_VARIABLE.sub("", text))
+            if kind in ("imex", "nvls", "net-plugin") and not _BAD.search(text):
+                return
+            if kind not in (log_faults.OTHER, "failed", "cuda", log_faults.FOLLOWS):
+                self.fault(record)
+
+    def kind(self, text: str, place: str = "") -> str:
+        file = place.rpartition(":")[0]
+        key = file + "\n" + re.sub(r"\d+", "0", text)
+        if key not in self.kinds and len(self.kinds) < 10 * MOST_FAULTS:
+            self.kinds[key] = log_faults.kind_of(text, file)
+        return self.kinds.get(key) or log_faults.kind_of(text, file)
+
+    def fault(self, record: Record) -> None:
+        log = self.log
+        if record.level != WARN:
+            if not log.versions:
+                self.version(record.text, "")
+            if "NCCL version" in record.text and " error in" in record.text and self.kind(record.text) == log_faults.OTHER:
+                return
+        kind = self.kind(record.text, record.place)
+        if kind == "no-verbs" and "libibverbs" in record.text:
+            log.no_verbs.add(record.host)
+        if kind == log_faults.OTHER and record.level != WARN:
+            return
+        _, last, cause = record.text.partition("Last error:")
+        text = cause if last and record.level != WARN and self.kind(cause) == kind else record.text
+        if kind in ("nvls", "p2p-refused") and text.lower().startswith("cuda failure"):
+            text = f"{record.place.partition(':')[0]}: {text}"  # the words alone do not say what was tried
+        fault = Fault(kind, record.host, text.strip()[:400])
+        if fault in log.faults or len(log.faults) < MOST_FAULTS or not any(seen.kind == kind for seen in log.faults):
+            log.faults[fault] += 1
+
+
+def _plain(version: str) -> str:
+    """torch before 1.11 told 2.10.3 as 21.0.3: the code 21003, cut as that of 2.8 was."""
+    parts = [int(part) for part in version.split(".")]
+    if parts[0] < 20 or len(parts) < 3:
+        return version
+    code = 1000 * parts[0] + 100 * parts[1] + parts[2]
+    return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
+
+
+def _named(value: str, names: tuple[str, ...]) -> str:
+    """Until 2.25 algorithms and protocols were told by their numbers, then in capitals."""
+    if value.isdigit() and int(value) < len(names):
+        return names[int(value)]
+    return {name.upper(): name for name in names}.get(value.upper(), value)
+
+
+def _put(into: dict[str, list[Device]], host: str, devices: list[Device]) -> None:
+    known = into.setdefault(host, []) if devices else []
+    known += [device for device in devices if device not in known]
+
+
+_BY_WORD: dict[str, Callable[[_Reader, Record], None]] = {
+    "Channel": _Reader.edge,
+    "Ring": _Reader.edge,
+    "CollNet": _Reader.edge,
+    "NET": _Reader.net,
+    "Bootstrap": _Reader.bootstrap,
+    "Using": _Reader.using,
+    "comm": _Reader.communicator,
+    "ncclCommInitRank": _Reader.communicator,
+    "ncclCommInitRankConfig": _Reader.communicator,
+    "GPU": _Reader.topology,
+    "P2P": _Reader.p2p,
+    "Could": _Reader.p2p,
+}

@@ -1,0 +1,168 @@
+"""Where a check runs: on this machine, on the nodes of a Slurm job, or on machines that are each told their number."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.launch import step
+from clustertune.launch.allocation import Allocation
+from clustertune.launch.submit import REPO
+from clustertune.nccl_check.node import FACTS_SECONDS, end
+from clustertune.nccl_check.setup import END, LAUNCHED, NODE, SETUP, Setup, await_file, write_whole
+from clustertune.process import die_with_parent
+
+NODE_MODULE = "clustertune.nccl_check.node"
+SLACK_SECONDS = 15.0
+"""For the start of a step, of a container, and of Python, and for their end."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """One node of its own number: the only one, or the first of several that were started by hand."""
+
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    cluster: Cluster
+    job: str | None = None
+
+    def command(self, folder: Path) -> list[str]:
+        """What runs the first node of a round."""
+        return [sys.executable, "-m", NODE_MODULE, "--folder", str(folder), "--node", "0"]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a Slurm job, reached by srun, in the cluster's container if it has one."""
+
+    allocation: Allocation
+    cluster: Cluster
+    gpus: bool
+    environ: Mapping[str, str]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.allocation.nodes
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Slurm's names, which resolve on every node: training meets by them, too."""
+        return self.allocation.nodes
+
+    @property
+    def job(self) -> str | None:
+        return self.allocation.job_id
+
+    def command(self, folder: Path) -> list[str]:
+        """``srun`` of the node's program."""
+        # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
+        asked = self.environ.get("SLURM_CPUS_PER_TASK", "")
+        return step.in_step(
+            [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)],
+            self.cluster,
+            binds=[folder.parent],
+            nodes=len(self.hosts),
+            cpus=int(asked) if asked.isdigit() else self.allocation.cpus_per_node,
+            gpus=self.gpus,
+            environ=self.environ,
+        )
+
+
+Place = Here | Nodes
+
+
+TICK_SECONDS = 0.5
+RECORD_SECONDS = 12.0
+"""How long the other nodes may take to end what is left of a round: they notice within a second that this one has ended."""
+
+
+def run_round(place: Place, folder: Path, setup: Setup, tick: Callable[[Path], None] = lambda _: None) -> None:
+    """Run a round to its end, or end it. Raises OSError where its folder cannot be written.
+
+    It is ended at the latest after its ``most_seconds``. ``tick`` is called with the folder now and then.
+    """
+    setup.write(folder)
+    began = time.monotonic()
+    limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
+    with (folder / LAUNCHED).open("ab") as out:
+        child = subprocess.Popen(
+            place.command(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=REPO,
+            start_new_session=True,
+            preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
+            env=dict(os.environ),
+        )
+    try:
+        while child.poll() is None and time.monotonic() - began < limit:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(TICK_SECONDS)
+            tick(folder)
+    finally:
+        if child.poll() is None:  # it took too long, or this process was told to stop
+            child.send_signal(signal.SIGTERM)  # srun ends its tasks, a node ends its ranks and leaves its record
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            end(child)
+    if isinstance(place, Here) and len(place.hosts) > 1:  # srun waits for all nodes by itself
+        until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
+        for node in range(len(place.hosts)):
+            await_file(folder / NODE.format(node=node), until - time.monotonic())
+
+
+def _in_child() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with_parent(signal.SIGTERM)
+
+
+def round_folder(folder: Path, number: int) -> Path:
+    """Of the rounds of a check, counted from 1."""
+    return folder / f"round-{number}"
+
+
+def finish(place: Place, folder: Path) -> None:
+    """Tell nodes that were started by hand that there is no further round. Raises OSError."""
+    if isinstance(place, Here) and len(place.hosts) > 1:
+        write_whole(folder / END, {})
+
+
+def join(folder: Path, node: int, seconds: float) -> int:
+    """Take part as one of the other nodes until the first one says that it is over. Returns the number of rounds.
+
+    ``seconds``: how long to wait for a round or for the end. Raises TimeoutError where neither comes.
+    """
+    number = 1
+    while True:
+        following = round_folder(folder, number)
+        deadline = time.monotonic() + seconds
+        while not (following / SETUP).exists():
+            if (folder / END).exists():
+                return number - 1
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{following / SETUP} did not come within {seconds:.0f} s")
+            await_file(following / SETUP, 0.5)
+        words = [sys.executable, "-m", NODE_MODULE, "--folder", str(following), "--node", str(node)]
+        setup = Setup.read(following)
+        limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
+        with (following / f"launch-{node}.out").open("ab") as out:
+            child = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=REPO, start_new_session=True,
+                preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
+            )  # fmt: skip
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(limit)
+        finally:
+            end(child)
+        number += 1
+        seconds = min(seconds, setup.most_seconds + RECORD_SECONDS + SLACK_SECONDS)  # the first node ends its round by then

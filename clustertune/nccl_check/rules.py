@@ -1,0 +1,302 @@
+"""What the rules of ``nccl-check`` share: how one is written, and what it may look at.
+
+Standard library only, Python 3.8 or later. A rule looks at a :class:`Context` and yields what it saw: nothing where it does not
+apply, ``pass`` where it looked and found nothing, ``unknown`` where it could not look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
+from clustertune.nccl_check.log_found import Device, Log
+
+__all__ = ["FAIL", "PASS", "UNKNOWN", "WARN", "Check", "Context", "Seen", "check", "names"]
+
+GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs"
+ENV, TROUBLE = f"{GUIDE}/env.html", f"{GUIDE}/troubleshooting.html"
+ISSUES = "https://github.com/NVIDIA/nccl/issues"
+TESTS = "https://github.com/NVIDIA/nccl-tests/issues"
+
+ENOUGH = 0.8
+"""Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
+(ops/hardware.yaml)."""
+RDMA_KINDS = ("infiniband", "roce", "omnipath")
+PLUGIN_KINDS = ("efa", "slingshot")
+"""Networks that NCCL reaches through a plugin only."""
+
+
+class Seen(NamedTuple):
+    """What a rule saw at one place."""
+
+    status: str
+    found: str
+    fix: str = ""
+    """Empty: the rule's own."""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule with its remedy and the function that looks."""
+
+    rule: Rule
+    fix: str
+    look: Callable[[Context], Iterator[Seen]]
+
+    def findings(self, context: Context) -> Iterator[Finding]:
+        """What it sees in one document and its logs."""
+        for seen in self.look(context):
+            fix = "" if seen.status in (PASS, UNKNOWN) else seen.fix or self.fix
+            yield finding(self.rule, seen.status, seen.found, fix, seen.where)
+
+
+def check(name: str, title: str, why: str, link: str, fix: str) -> Callable[[Callable[[Context], Iterator[Seen]]], Check]:
+    """Makes a rule of a function; ``fix`` is what to do where the function does not say it better."""
+    return lambda look: Check(Rule(name, title, why, link), fix, look)
+
+
+def names(items: Iterable[str], most: int = 4) -> str:
+    """``n1, n2 and 6 more``; names that are empty are left out."""
+    given = sorted({item for item in items if item})
+    more = len(given) - most
+    return ", ".join(given[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def short(host: str) -> str:
+    """The first part of a host's name, as NCCL writes it."""
+    return host.partition(".")[0]
+
+
+def gbit(value: float) -> str:
+    """A speed in words."""
+    return f"{value:g} Gbit/s"
+
+
+class Context:
+    """One result and its logs, as the rules ask for them. What is absent, or not of the type that it must have, is empty."""
+
+    def __init__(self, document: Mapping[str, Any], log: Log) -> None:
+        self.document = document
+        self.log = log
+
+    # --- the document --------------------------------------------------------------------------------------------------
+
+    def text(self, key: str) -> str:
+        """A string of the document."""
+        value = self.document.get(key)
+        return value if isinstance(value, str) else ""
+
+    def entries(self, key: str) -> list[dict[str, Any]]:
+        """A list of objects of the document."""
+        value = self.document.get(key)
+        return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+    def section(self, *keys: str) -> dict[str, Any]:
+        """An object in the document."""
+        value: Any = self.document
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return dict(value) if isinstance(value, Mapping) else {}
+
+    @cached_property
+    def backend(self) -> str:
+        """``nccl``, ``gloo``; empty where nothing says it."""
+        return self.text("backend") or ("nccl" if self.log.lines else "")
+
+    @cached_property
+    def facts(self) -> list[HostFacts]:
+        """Of each node that told them."""
+        found = []
+        for item in self.entries("facts"):
+            try:
+                found.append(_typed(from_dict(item)))
+            except (ValueError, TypeError):
+                continue
+        return found
+
+    @cached_property
+    def nodes(self) -> int:
+        """Nodes that took part; 0: not known."""
+        return int(number(self.document.get("nodes")) or self.log.node_count() or len(self.facts))
+
+    @cached_property
+    def ranks(self) -> int:
+        """Ranks of each node that took part; 0: not known."""
+        stated = number(self.document.get("gpus_per_node"))
+        most = max((len(ranks) for ranks in self.log.local_ranks.values()), default=0)
+        spread = -(-self.log.ranks // self.log.nodes) if self.log.nodes else 0
+        return int(stated or self.log.local_count or max(most, spread))
+
+    @cached_property
+    def several(self) -> bool:
+        """Whether ranks of more than one node talked over NCCL."""
+        return self.nodes > 1 and self.backend == "nccl"
+
+    # --- the network ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def kind(self) -> str:
+        """The network's kind, as the cluster file says; empty where it does not."""
+        kind = self.section("expected", "network").get("kind")
+        return kind if isinstance(kind, str) and kind not in ("unknown", "none") else ""
+
+    @cached_property
+    def line_gbit(self) -> float:
+        """Speed of a node's network: by the cluster file, else of the interface in use; 0: not known."""
+        stated = number(self.section("expected", "network").get("gbit"))
+        used = [nic.mbit / 1000 for facts in self.facts for nic in self.used_nics(facts) if nic.mbit]
+        return stated or max(used, default=0.0)
+
+    @cached_property
+    def told_interface(self) -> str:
+        """The interface that ranks of several nodes must use; empty: none is named."""
+        stated = self.section("expected", "network").get("interface")
+        return self.text("interface") or (stated if isinstance(stated, str) else "")
+
+    @cached_property
+    def over(self) -> set[str]:
+        """How bytes went between nodes, as NCCL names it: ``Socket``, ``IB``, ``AWS Libfabric``; empty: not known."""
+        if not self.several:
+            return set()
+        found = set(self.log.between()) or set(self.log.networks)
+        if not found:
+            parts = [part.strip() for part in self.text("transport").split(",")]
+            found = {part.split("/")[1] for part in parts if part.startswith("NET/")}
+        return found
+
+    @cached_property
+    def by_socket(self) -> bool:
+        """Whether TCP carried the traffic between nodes."""
+        return "Socket" in self.over
+
+    def used_interfaces(self, host: str) -> list[Device]:
+        """Interfaces that carried TCP on a host: by the log, or what ranks were told."""
+        log = self.log
+        for known in (log.sockets, log.bootstrap):
+            for name, devices in known.items():
+                if name and short(name) == short(host):
+                    return devices
+        return [Device(self.told_interface, "")] if self.told_interface else []
+
+    def used_nics(self, facts: HostFacts) -> list[Nic]:
+        """The interfaces of one node that carried TCP, with what the node says of them."""
+        used = {device.name for device in self.used_interfaces(facts.hostname)}
+        return [nic for nic in facts.nics if nic.name in used]
+
+    def rdma_active(self, layer: str = "") -> list[tuple[HostFacts, RdmaPort]]:
+        """Ports of RDMA adapters that are up, of a link layer or of all."""
+        return [
+            (facts, port)
+            for facts in self.facts
+            for port in facts.rdma
+            if port.active and (not layer or port.link_layer == layer)
+        ]
+
+    # --- settings ------------------------------------------------------------------------------------------------------
+
+    def settings(self, name: str) -> dict[str, set[str]]:
+        """The values of one of NCCL's variables, each with the hosts that had it ("" where that is not known)."""
+        found = {value: set(hosts) for value, hosts in self.log.settings.get(name, {}).items()}
+        stated = self.section("environment").get(name)
+        if isinstance(stated, str):
+            found.setdefault(stated, set())
+        return found
+
+    def setting(self, name: str) -> str:
+        """The value of a variable, where it is set; the first of several."""
+        return next(iter(sorted(value for value in self.settings(name) if value)), "")
+
+    def is_on(self, name: str) -> bool:
+        """Whether a variable is set to something else than 0, anywhere."""
+        return any(value not in ("", "0") for value in self.settings(name))
+
+    # --- the node ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def interconnect(self) -> str:
+        """``nvlink4``, ``pcie5``: of the GPUs of a node, by the cluster file or what a node says; empty: not known."""
+        stated = self.section("expected", "compute").get("interconnect")
+        if isinstance(stated, str) and stated != "none":
+            return stated
+        topology = next((facts.topology for facts in self.facts if facts.topology), "")
+        if topology:
+            return "nvlink" if has_nvlink(topology) else "pcie"
+        if self.log.gpu_paths:
+            return "nvlink" if "NVL" in self.log.gpu_paths else "pcie"
+        return ""
+
+    @property
+    def nvlink(self) -> bool:
+        """Whether NVLink joins the GPUs of a node."""
+        return self.interconnect.startswith("nvlink")
+
+
+def number(value: object) -> float:
+    """A figure of the document; 0 where it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return 0.0
+    return float(value) if math.isfinite(value) else 0.0
+
+
+def has_nvlink(topology: str) -> bool:
+    """Whether ``nvidia-smi topo -m`` shows NVLink between GPUs (``NV4``, ``NV18``)."""
+    rows = [line.split() for line in topology.splitlines() if line.lstrip().startswith("GPU")]
+    return any(word.startswith("NV") and word[2:].isdigit() for row in rows for word in row)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "list": (list,),
+    "dict": (dict,),
+}
+
+
+def _typed(item: Any) -> Any:
+    """A record with an empty value wherever one is not of the type that it must have: a file may come from anywhere."""
+    for part in fields(item):
+        declared, value = str(part.type), getattr(item, part.name)
+        kind = declared.partition("[")[0].partition(" ")[0]
+        as_number = kind in ("int", "float") and isinstance(value, bool)
+        good = not as_number and isinstance(value, _TYPES.get(kind, (object,)))
+        if not good:
+            empty: dict[str, Any] = {} if "None" in declared else {"str": "", "list": [], "dict": {}}
+            setattr(item, part.name, empty.get(kind))
+        elif isinstance(value, list) and "str" in declared:
+            setattr(item, part.name, [word for word in value if isinstance(word, str)])
+        elif isinstance(value, list):
+            for inner in value:
+                if is_dataclass(inner):
+                    _typed(inner)
+    return item
+
+
+def page(checks: Sequence[Check]) -> str:
+    """The rules as a page of the docs."""
+    lines = [
+        "# What nccl-check judges",
+        "",
+        "Written from the rules by `python3 -m clustertune.nccl_check.judge`. Each rule says `pass`, `warn` "
+        "or `fail`, `unknown`",
+        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them; the",
+        "exit code is 0, 1 (warnings) or 2 (failures). The same rules judge a log alone, on a bare login node:",
+        "",
+        "```sh",
+        "python3 -m clustertune.nccl_check.log nccl.log",
+        "```",
+        "",
+        f"There are {len(checks)} rules, what is closest to a cause first.",
+        "",
+    ]
+    for one in checks:
+        lines += [f"## {one.rule.id}", "", f"{one.rule.title}. {one.rule.why}", "", f"What to do: {one.fix}.", ""]
+        lines += [f"<{one.rule.link}>", ""]
+    return "\n".join(lines)

@@ -1,0 +1,380 @@
+"""Rules of interfaces and TCP: which interface, which addresses, bonds, sockets, frames."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Iterator
+
+from clustertune.host.facts import HostFacts, Nic
+from clustertune.nccl_check.rules import (
+    ENOUGH,
+    ENV,
+    FAIL,
+    ISSUES,
+    PASS,
+    TESTS,
+    WARN,
+    Context,
+    Seen,
+    check,
+    gbit,
+    names,
+    number,
+    short,
+)
+
+VIRTUAL = (
+    *("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tailscale", "tun", "zt", "vmnet", "podman", "lxc"),
+    *("ip6tnl", "ip6gre", "gre", "sit", "dummy", "kube", "nodelocaldns", "weave", "cilium"),
+)
+"""Interfaces that lead to no other node, by their names; ``br-`` is what docker calls its bridges."""
+FAST, VERY_FAST = 25, 100
+"""Gbit/s from which frames of 1500 bytes, and one TCP connection, keep a CPU from filling the line (NCCL's guide: 100)."""
+BALANCING = ("802.3ad", "balance-xor", "balance-rr", "balance-tlb", "balance-alb")
+ONE_LINK = ("layer2", "layer2+3", "vlan+srcmac", "encap2+3")
+"""Hashes that put all traffic between two nodes on one link."""
+
+
+_TO_LINK_LOCAL = re.compile(r"\bto (?:fe80:|169\.254\.)", re.IGNORECASE)
+
+
+def leads_nowhere(name: str) -> bool:
+    """Whether an interface's name says that no other node is behind it."""
+    return name == "lo" or any(name.startswith(start) for start in VIRTUAL if start != "lo")
+
+
+def _hosts(context: Context) -> list[str]:
+    """Hosts whose interfaces are known."""
+    if context.facts:
+        return [facts.hostname for facts in context.facts]
+    return sorted({*context.log.sockets, *context.log.bootstrap} - {""})
+
+
+def _matters(context: Context) -> bool:
+    """Whether interfaces carry something between nodes: the start-up of NCCL always, and gloo."""
+    return context.nodes > 1
+
+
+@check(
+    "wrong-interface",
+    "The interface that ranks use",
+    "The first interface in the kernel's list is often a bridge of docker or the 1 GbE port for management.",
+    f"{ISSUES}/697",
+    "give network.interface in the cluster file, or set NCCL_SOCKET_IFNAME==NAME and GLOO_SOCKET_IFNAME=NAME, the interface of "
+    "the fast network",
+)
+def wrong_interface(context: Context) -> Iterator[Seen]:
+    if not _matters(context):
+        return
+    told, good = context.told_interface, set()
+    for host in _hosts(context):
+        used = [device.name for device in context.used_interfaces(host)]
+        bad = [name for name in used if leads_nowhere(name)]
+        facts = next((item for item in context.facts if short(item.hostname) == short(host)), None)
+        # Over RDMA the interface carries the start-up only: its speed does not matter then.
+        slow = _slower(facts, used) if facts and (context.by_socket or context.backend == "gloo") else ""
+        if bad and len(bad) == len(used):
+            yield Seen(FAIL, f"traffic between nodes uses {names(bad)}, which leads to no other node", where=host)
+        elif told and used and told not in used and context.over <= {"Socket"}:
+            yield Seen(FAIL, f"traffic uses {names(used)} instead of {told}", where=host)
+        elif slow:
+            yield Seen(FAIL, slow, where=host)
+        else:
+            good |= set(used)
+    if good:
+        yield Seen(PASS, f"ranks use {names(good)}")
+
+
+def _slower(facts: HostFacts, used: list[str]) -> str:
+    """Words where an interface four times as fast, up and with an address, stands idle; empty otherwise."""
+    mine = [nic for nic in facts.nics if nic.name in used and nic.mbit]
+    others = [
+        nic
+        for nic in facts.nics
+        if nic.name not in used and nic.up and nic.addresses and nic.mbit and not nic.virtual and not leads_nowhere(nic.name)
+    ]
+    if not mine or not others:
+        return ""
+    slow, fast = max(mine, key=_speed), max(others, key=_speed)
+    if _speed(fast) < 4 * _speed(slow):
+        return ""
+    return f"{slow.name} ({gbit(_speed(slow))}) is used, while {fast.name} ({gbit(_speed(fast))}) is up"
+
+
+def _speed(nic: Nic) -> float:
+    return (nic.mbit or 0) / 1000
+
+
+@check(
+    "interface-down",
+    "The interface that ranks were told is up and has an address",
+    "Ranks fail at the start, or take another interface than the one that was meant.",
+    f"{ISSUES}/1837",
+    "bring it up (`ip link set NAME up`, an address), or mend network.interface in the cluster file; the name must be that of "
+    "every node",
+)
+def interface_down(context: Context) -> Iterator[Seen]:
+    said = [fault for fault in context.log.faults if fault.kind == "no-interface"]
+    if said:
+        value = context.setting("NCCL_SOCKET_IFNAME") or context.setting("NCCL_OOB_NET_IFNAME")
+        told = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
+        yield Seen(FAIL, f"NCCL found no interface to use{told}: {said[0].text}", where=names(fault.host for fault in said))
+    name = context.told_interface
+    if not name or not _matters(context):
+        return
+    good = []
+    for facts in context.facts:
+        nic = next((nic for nic in facts.nics if nic.name == name), None)
+        if nic is None:
+            if facts.nics:
+                yield Seen(
+                    FAIL, f"there is no interface {name}, but {names(nic.name for nic in facts.nics)}", where=facts.hostname
+                )
+        elif nic.up is False or nic.carrier is False:
+            yield Seen(FAIL, f"{name} is down", where=facts.hostname)
+        elif not nic.addresses:
+            yield Seen(FAIL, f"{name} has no address", where=facts.hostname)
+        elif nic.up:
+            good.append(facts.hostname)
+    if good:
+        yield Seen(PASS, f"{name} is up and has an address", where=names(good))
+
+
+@check(
+    "ifname-prefix",
+    "What NCCL_SOCKET_IFNAME matches",
+    "NCCL takes the value as the beginning of a name: bond0 matches bond0.2093 too.",
+    f"{TESTS}/9",
+    "write the name with one more =: NCCL_SOCKET_IFNAME==bond0 in a shell, or network.interface in the cluster file",
+)
+def ifname_prefix(context: Context) -> Iterator[Seen]:
+    for value in sorted(context.settings("NCCL_SOCKET_IFNAME")):
+        if not value or value.startswith("^"):
+            continue
+        exact, wanted = value.startswith("="), [name for name in value.lstrip("=").split(",") if name]
+        good = []
+        for facts in context.facts:
+            there = [nic.name for nic in facts.nics]
+            matched = [n for n in there if any(n == name if exact else n.startswith(name) for name in wanted)]
+            if there and not matched:
+                found = f"NCCL_SOCKET_IFNAME={value} matches none of {names(there)}"
+                yield Seen(FAIL, found, where=facts.hostname)
+            elif len(matched) > len(wanted) and not exact:
+                yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} matches {names(matched)}", where=facts.hostname)
+            elif matched:
+                good.append(facts.hostname)
+        if good:
+            yield Seen(PASS, f"NCCL_SOCKET_IFNAME={value} matches what it names", where=names(good))
+        taken = {device.name for devices in context.log.bootstrap.values() for device in devices} - set(wanted)
+        other = [name for name in taken if any(name.startswith((f"{want}.", f"{want}:")) for want in wanted)]
+        if other and not context.facts and not exact:
+            yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} took {names(other)}")
+
+
+@check(
+    "extra-interfaces",
+    "No bridges among the interfaces of NET/Socket",
+    "NCCL opens connections over every interface that it lists, and those of a bridge lead nowhere.",
+    f"{ISSUES}/697",
+    "hold NCCL to one interface: network.interface in the cluster file, or NCCL_SOCKET_IFNAME==NAME",
+)
+def extra_interfaces(context: Context) -> Iterator[Seen]:
+    if not context.by_socket:
+        return
+    for host, devices in sorted(context.log.sockets.items()):
+        bad = [device.name for device in devices if leads_nowhere(device.name)]
+        if bad and len(bad) < len(devices):
+            yield Seen(FAIL, f"NET/Socket uses {names(bad)} beside {devices[0].name}", where=host)
+            return
+
+
+@check(
+    "several-subnets",
+    "Addresses of all nodes in one network",
+    "Nodes in networks without a way between them cannot connect; over a router every byte takes a detour.",
+    f"{ISSUES}/1581",
+    "give the interface of the network that joins all nodes (network.interface), with addresses of one subnet",
+)
+def several_subnets(context: Context) -> Iterator[Seen]:
+    if not _matters(context):
+        return
+    stated = context.section("expected", "network").get("subnet")
+    wanted = _network(stated) if isinstance(stated, str) else None
+    seen: dict[str, set[str]] = {}
+    for facts in context.facts:
+        mine = [net for nic in context.used_nics(facts) for net in map(_network, nic.addresses) if net and net.version == 4]
+        if wanted and mine and not any(net.overlaps(wanted) for net in mine if net.version == wanted.version):
+            yield Seen(FAIL, f"{mine[0]} is not in {wanted} of the cluster file", where=facts.hostname)
+            return
+        if len(mine) == 1:
+            seen.setdefault(str(mine[0]), set()).add(facts.hostname)
+    if len(seen) > 1:
+        told = "; ".join(f"{names(hosts)} in {net}" for net, hosts in sorted(seen.items())[:4])
+        yield Seen(WARN, f"nodes are in different networks: {told}")
+    elif seen:
+        yield Seen(PASS, f"all nodes are in {next(iter(seen))}")
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
+@check(
+    "link-local",
+    "No link-local addresses between nodes",
+    "An address that begins with fe80: or 169.254. is valid on one wire only: other nodes cannot connect to it.",
+    f"{ISSUES}/975",
+    "give the interface an address, or set NCCL_SOCKET_FAMILY=AF_INET and NCCL_SOCKET_IFNAME to one that has an IPv4 address",
+)
+def link_local(context: Context) -> Iterator[Seen]:
+    log = context.log
+    refused = [fault for fault in log.faults if fault.kind == "refused" and _TO_LINK_LOCAL.search(fault.text)]
+    if refused:
+        yield Seen(FAIL, refused[0].text, where=names(fault.host for fault in refused))
+        return
+    if not context.several:
+        return
+    for known in (log.sockets if context.by_socket else {}, log.bootstrap):
+        # Ranks meet over the first interface; data goes over all of them.
+        first = known is log.bootstrap
+        bad = {
+            host: many[0] for host, many in known.items() if many and _link_local(d.detail for d in many[: 1 if first else 99])
+        }
+        if bad:
+            device = next(iter(bad.values()))
+            yield Seen(FAIL, f"{device.name} is used with {device.detail.partition('%')[0]}", where=names(bad))
+            return
+
+
+def _link_local(addresses: Iterable[str]) -> bool:
+    """Whether no other address stands beside them."""
+    given = [address for address in addresses if address]
+    return bool(given) and all(address.lower().startswith(("fe80", "169.254.")) for address in given)
+
+
+@check(
+    "bond-hash",
+    "How a bond spreads its traffic",
+    "With a hash over MAC addresses (layer2) everything between two nodes goes over one link of the bond.",
+    "https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_optionxmithashpolicy.html",
+    "set xmit_hash_policy=layer3+4 on the nodes and the like on the switch, and several connections "
+    "(NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4)",
+)
+def bond_hash(context: Context) -> Iterator[Seen]:
+    if not _matters(context) or (context.over and not context.by_socket):
+        return
+    good = []
+    for facts in context.facts:
+        for nic in context.used_nics(facts):
+            if nic.bond_mode not in BALANCING or len(nic.bond_links) < 2 or not nic.bond_hash:
+                continue
+            if nic.bond_hash in ONE_LINK and nic.bond_mode in ("802.3ad", "balance-xor"):
+                reached = _one_link(context, nic)
+                status = FAIL if reached else WARN
+                found = f"{nic.name} ({nic.bond_mode}, {len(nic.bond_links)} links) hashes by {nic.bond_hash}{reached}"
+                yield Seen(status, found, where=facts.hostname)
+            else:
+                good.append(nic.name)
+    if good:
+        yield Seen(PASS, f"{names(good)} spreads connections over its links")
+
+
+def _one_link(context: Context, nic: Nic) -> str:
+    """Words where what was measured is about the speed of one link."""
+    speeds = [number(item.get("busbw_gb_s")) for item in context.entries("results") if item.get("scope") in ("world", "inter")]
+    best = max(speeds, default=0.0)
+    link = (nic.mbit or 0) / 8000 / len(nic.bond_links)
+    enough = ENOUGH * number(context.section("expected", "inter").get("expected_gb_s"))
+    if not best or not link or not 0.5 <= best / link <= 1.1 or 0 < enough <= best:
+        return ""
+    return f"; {best:.3g} GB/s were measured, the speed of one link ({link:.3g} GB/s)"
+
+
+@check(
+    "bond-link-down",
+    "All links of a bond are up",
+    "A bond with a link down goes on at a part of its speed, without a word.",
+    "https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_troubleshooting.html",
+    "look at /proc/net/bonding/NAME: cable, switch port, LACP partner",
+)
+def bond_link_down(context: Context) -> Iterator[Seen]:
+    good = []
+    for facts in context.facts:
+        for nic in facts.nics:
+            down = set(nic.bond_links) - set(nic.bond_links_up)
+            if nic.bond_mode and nic.bond_mode != "active-backup" and down and (nic.up is not False):
+                yield Seen(WARN, f"{nic.name}: {names(down)} of {len(nic.bond_links)} links is down", where=facts.hostname)
+            elif nic.bond_links and not down:
+                good.append(nic.name)
+    if good:
+        yield Seen(PASS, f"all links of {names(good)} are up")
+
+
+@check(
+    "one-socket",
+    "TCP connections for each of NCCL's channels",
+    "One TCP connection is served by one core, which does not fill a line of 100 Gbit/s.",
+    f"{ENV}#nccl-socket-nthreads",
+    "set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4 (their product is 64 at most); `clustertune nccl-check --tune` "
+    "measures which pair is best here",
+)
+def one_socket(context: Context) -> Iterator[Seen]:
+    if not context.by_socket or context.line_gbit < VERY_FAST:
+        return
+    threads = _count(context.setting("NCCL_SOCKET_NTHREADS"))
+    sockets = _count(context.setting("NCCL_NSOCKS_PERTHREAD"))
+    said = context.log.socket_threads
+    if threads * sockets == 0 and said:
+        threads, sockets = said
+    total = max(1, threads) * max(1, sockets)
+    line = f"{gbit(context.line_gbit)} with {total} TCP connection{'s' if total > 1 else ''} for each channel"
+    yield Seen(WARN if total == 1 else PASS, line)
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdigit() and len(text) < 5 else 0
+
+
+@check(
+    "mtu",
+    "Frame size of the interfaces",
+    "Nodes with different MTUs lose large packets and stall; frames of 1500 bytes cost the CPU six times the packets of 9000.",
+    f"{ISSUES}/709",
+    "set one MTU, 9000 where switches allow it (RoCE: 4200 is enough), on all nodes and switch ports; "
+    "`ping -M do -s 8972 NODE` shows whether it passes",
+)
+def mtu(context: Context) -> Iterator[Seen]:
+    if not _matters(context):
+        return
+    sizes: dict[int, set[str]] = {}
+    fastest = 0.0
+    for facts in context.facts:
+        for nic in context.used_nics(facts):
+            if nic.mtu:
+                sizes.setdefault(nic.mtu, set()).add(facts.hostname)
+                fastest = max(fastest, (nic.mbit or 0) / 1000)
+    if len(sizes) > 1:
+        told = "; ".join(f"{names(hosts)} {size}" for size, hosts in sorted(sizes.items()))
+        yield Seen(FAIL, f"nodes differ in MTU: {told}")
+    elif sizes:
+        size = next(iter(sizes))
+        slow = size <= 1500 and fastest >= FAST and (context.by_socket or context.kind == "roce")
+        yield Seen(WARN if slow else PASS, f"MTU {size}" + (f" on {gbit(fastest)}" if fastest else ""))
+
+
+CHECKS = (
+    interface_down,
+    wrong_interface,
+    link_local,
+    extra_interfaces,
+    several_subnets,
+    ifname_prefix,
+    bond_hash,
+    bond_link_down,
+    mtu,
+    one_socket,
+)

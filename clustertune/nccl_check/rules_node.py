@@ -1,0 +1,303 @@
+"""Rules of one node: how its GPUs reach each other, PCIe, shared and locked memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from clustertune.nccl_check.rules import ENV, FAIL, ISSUES, PASS, TROUBLE, UNKNOWN, WARN, Context, Seen, check, names, short
+
+GIB = 2**30
+MIB = 2**20
+SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
+"""Room in /dev/shm: docker's default of 64 MiB is below the first (9.6 MB for each connection, by the log in
+https://github.com/NVIDIA/nccl/issues/525); eight ranks with two channels between neighbours come near the second."""
+MEMLOCK_LEAST, MEMLOCK_SMALL = 64 * MIB, 4 * GIB
+"""Locked memory: what ranks register for RDMA, buffers of 4 MiB for each connection of each rank."""
+
+ACS_OFF = (
+    "turn the IOMMU and ACS off in the BIOS (or iommu=pt and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge); until "
+    "then NCCL_P2P_DISABLE=1 goes through the node's memory"
+)
+
+
+def _gpus(context: Context) -> int:
+    """Most GPUs of a node that NCCL used."""
+    if context.backend != "nccl":
+        return 0
+    return max(context.ranks, context.log.highest_gpu + 1 if context.nodes else 0)
+
+
+@check(
+    "p2p-hang",
+    "Two GPUs of a node exchange data",
+    "Behind an IOMMU or ACS the first all-reduce over PCIe never ends, and the GPUs stay at 100 % until they are reset.",
+    f"{ISSUES}/2079",
+    ACS_OFF,
+)
+def p2p_hang(context: Context) -> Iterator[Seen]:
+    good: set[str] = set()
+    for item in context.entries("p2p_probe"):
+        node, status = str(item.get("node", "")), item.get("status")
+        given = item.get("gpus")
+        gpus = " and ".join(map(str, given)) if isinstance(given, list) else "?"
+        if status == "hung":
+            yield Seen(FAIL, f"an all-reduce between GPUs {gpus} did not end in time", where=node)
+        elif status == "failed":
+            message = str(item.get("message") or "it failed")[:200]
+            yield Seen(FAIL, f"an all-reduce between GPUs {gpus} failed: {message}", where=node)
+        elif status == "ok":
+            good.add(node)
+    if good:
+        yield Seen(PASS, "pairs of GPUs exchange data", where=names(good))
+
+
+@check(
+    "p2p-refused",
+    "The driver lets GPUs reach each other's memory",
+    "NCCL was told that P2P works, and the driver refuses it when the first buffer is opened.",
+    f"{ISSUES}/2079",
+    "give ranks all GPUs of the node (no CUDA_VISIBLE_DEVICES or cgroup of one GPU each); cards without "
+    "P2P: NCCL_P2P_DISABLE=1",
+)
+def p2p_refused(context: Context) -> Iterator[Seen]:
+    said = [fault for fault in context.log.faults if fault.kind in ("p2p-refused", "no-transport")]
+    if said:
+        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+
+
+@check(
+    "nvlink-unused",
+    "NVLink carries the traffic inside a node",
+    "Through PCIe or the node's memory it is a tenth of NVLink's bandwidth.",
+    f"{ISSUES}/1781",
+    "look at `nvidia-smi nvlink -s` and at the fabric manager (`systemctl status nvidia-fabricmanager`); "
+    "all ranks of a node in one "
+    "container, which sees all its GPUs; NCCL_P2P_DISABLE and NCCL_P2P_LEVEL unset",
+)
+def nvlink_unused(context: Context) -> Iterator[Seen]:
+    if not context.nvlink or _gpus(context) < 2:
+        return
+    broken = [fault for fault in context.log.faults if fault.kind == "p2p-broken"]
+    if broken or context.log.p2p_off:
+        found = broken[0].text if broken else f"P2P is disabled between {len(context.log.p2p_off)} pairs of GPUs"
+        yield Seen(FAIL, found, where=names(fault.host for fault in broken))
+        return
+    inside = _inside(context)
+    slow = {name: count for name, count in inside.items() if not name.startswith("P2P")}
+    if slow:
+        yield Seen(FAIL, f"GPUs of a node talk over {names(slow)}, while NVLink joins them")
+        return
+    bad = {kind for kind in context.log.gpu_paths if kind in ("PHB", "SYS", "NODE")}
+    if bad:
+        yield Seen(FAIL, f"NCCL sees paths of kind {names(bad)} between GPUs that NVLink should join")
+    elif inside:
+        yield Seen(PASS, f"GPUs of a node talk over {names(inside)}")
+
+
+def _inside(context: Context) -> dict[str, int]:
+    """Transports inside a node, with how often the log names them."""
+    found = {name: count for name, count in context.log.transports.items() if name.startswith(("P2P/", "SHM/"))}
+    for edge, count in context.log.edges.items():
+        if not context.log.is_between(edge):
+            found[f"NET/{edge.plugin}"] = found.get(f"NET/{edge.plugin}", 0) + count
+    return found
+
+
+@check(
+    "p2p-disabled",
+    "P2P between the GPUs of a node",
+    "Without it everything passes through the node's memory, twice.",
+    f"{ISSUES}/631",
+    "unset NCCL_P2P_DISABLE, and where the first all-reduce hangs then: " + ACS_OFF,
+)
+def p2p_disabled(context: Context) -> Iterator[Seen]:
+    told = bool(context.log.nodes or context.document.get("gpus_per_node"))
+    if context.backend == "gloo" or (context.ranks == 1 and told):
+        return
+    if context.is_on("NCCL_P2P_DISABLE"):
+        yield Seen(FAIL if context.nvlink else WARN, "NCCL_P2P_DISABLE is set")
+    elif context.setting("NCCL_P2P_LEVEL") in ("LOC", "0"):
+        yield Seen(FAIL if context.nvlink else WARN, f"NCCL_P2P_LEVEL={context.setting('NCCL_P2P_LEVEL')} turns P2P off")
+    elif context.log.p2p_off and not context.nvlink:
+        yield Seen(WARN, f"the driver has P2P disabled between {len(context.log.p2p_off)} pairs of GPUs")
+    elif _gpus(context) < 2:
+        return
+    elif not context.nvlink and not any(name.startswith("P2P") for name in context.log.transports) and _near(context):
+        if any(name.startswith("SHM") for name in context.log.transports):
+            yield Seen(WARN, f"{_near(context)} share a PCIe switch, but talk through the node's memory")
+    elif any(name.startswith("P2P") for name in context.log.transports):
+        yield Seen(PASS, f"{names(name for name in context.log.transports if name.startswith('P2P'))} is in use")
+
+
+def _near(context: Context) -> str:
+    """The first pair of GPUs that share a PCIe switch, by ``nvidia-smi topo -m``; empty where none does."""
+    for facts in context.facts:
+        for line in facts.topology.splitlines():
+            words = line.split()
+            if not words or not words[0].startswith("GPU") or "X" not in words:
+                continue
+            for index, word in enumerate(words[1 : len(facts.gpus) + 1]):
+                if word in ("PIX", "PXB"):
+                    return f"{words[0]} and GPU{index}"
+    return ""
+
+
+@check(
+    "shm-disabled",
+    "Shared memory inside a node",
+    "GPUs without P2P between them talk through shared memory; without that too, over the network card.",
+    ENV,
+    "unset NCCL_SHM_DISABLE; where it was set for want of space, enlarge /dev/shm",
+)
+def shm_disabled(context: Context) -> Iterator[Seen]:
+    inside = [name for name in _inside(context) if name.startswith("NET/")]
+    if context.is_on("NCCL_SHM_DISABLE"):
+        yield Seen(FAIL if inside else WARN, "NCCL_SHM_DISABLE is set" + (f": {names(inside)} inside a node" if inside else ""))
+    elif inside and _gpus(context) > 1:
+        yield Seen(
+            WARN, f"GPUs of a node talk over {names(inside)}", "run all ranks of a node in one container, with one /dev/shm"
+        )
+
+
+@check(
+    "acs-redirect",
+    "No ACS or IOMMU between GPUs on PCIe",
+    "They send what one GPU writes to another up to the CPU: slow at best, and with some boards it hangs.",
+    f"{TROUBLE}#pci-access-control-services-acs",
+    ACS_OFF,
+)
+def acs_redirect(context: Context) -> Iterator[Seen]:
+    hung = {str(item.get("node")) for item in context.entries("p2p_probe") if item.get("status") == "hung"}
+    said = [f for f in context.log.faults if "iommu=pt" in f.text]
+    if said:
+        yield Seen(WARN, said[0].text, "add iommu=pt to the kernel's command line", names(fault.host for fault in said))
+    good = []
+    works = {str(item.get("node")) for item in context.entries("p2p_probe") if item.get("status") == "ok"} - hung
+    for facts in context.facts:
+        if len(facts.gpus) < 2 or context.nvlink:
+            continue
+        if facts.acs_redirect:
+            status = FAIL if facts.hostname in hung else WARN
+            yield Seen(status, f"ACS redirects traffic at {names(facts.acs_redirect)}", where=facts.hostname)
+        elif facts.iommu and facts.hostname not in works:
+            yield Seen(
+                FAIL if facts.hostname in hung else WARN, "an IOMMU translates addresses of devices", where=facts.hostname
+            )
+        elif facts.acs_redirect is None and facts.iommu is None:
+            yield Seen(UNKNOWN, "ACS and IOMMU could not be read (root is needed)", where=facts.hostname)
+        else:
+            good.append(facts.hostname)
+    if good:
+        yield Seen(PASS, "neither ACS nor an IOMMU is in the way", where=names(good))
+
+
+@check(
+    "pcie-degraded",
+    "GPUs at the PCIe speed that they can do",
+    "A card that came up with half of its lanes, or a generation below, has half of the bandwidth and makes all others wait.",
+    "https://github.com/NVIDIA/nccl-tests/issues/106",
+    "reseat the card and its riser, look at the slot's bifurcation in the BIOS and at `nvidia-smi -q -d PCIE`; a reboot may do",
+)
+def pcie_degraded(context: Context) -> Iterator[Seen]:
+    good = []
+    for facts in context.facts:
+        bad = []
+        for gpu in facts.gpus:
+            if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
+                bad.append(f"GPU {gpu.index} x{gpu.pcie_width} of x{gpu.pcie_width_max}")
+            elif gpu.pcie_gen and gpu.pcie_gen_max and gpu.pcie_gen < gpu.pcie_gen_max:
+                bad.append(f"GPU {gpu.index} generation {gpu.pcie_gen} of {gpu.pcie_gen_max}")
+        if bad:
+            yield Seen(WARN, f"PCIe: {names(bad)}", where=facts.hostname)
+        elif any(gpu.pcie_width for gpu in facts.gpus):
+            good.append(facts.hostname)
+    if good:
+        yield Seen(PASS, "all GPUs have all their PCIe lanes", where=names(good))
+
+
+@check(
+    "small-shm",
+    "Room in /dev/shm",
+    "Ranks of a node map 10 MB for each connection there; docker and Kubernetes give 64 MiB.",
+    f"{TROUBLE}#shared-memory",
+    "give the container --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with medium: Memory at "
+    "/dev/shm), and remove stale "
+    "files /dev/shm/nccl-*",
+)
+def small_shm(context: Context) -> Iterator[Seen]:
+    said = [fault for fault in context.log.faults if fault.kind == "shm"]
+    if said:
+        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    if _gpus(context) < 2:
+        return
+    good = []
+    for facts in context.facts:
+        size, free = facts.shm_bytes, facts.shm_free_bytes
+        if size is None:
+            continue
+        if size < SHM_LEAST or (free is not None and free < SHM_LEAST):
+            least = size if free is None else min(size, free)
+            yield Seen(FAIL, f"{least / MIB:.0f} MiB free of {size / MIB:.0f} MiB in /dev/shm", where=facts.hostname)
+        elif size < SHM_SMALL:
+            yield Seen(WARN, f"only {size / MIB:.0f} MiB in /dev/shm", where=facts.hostname)
+        else:
+            good.append(facts.hostname)
+    if good:
+        yield Seen(PASS, "enough room in /dev/shm", where=names(good))
+
+
+@check(
+    "shm-lost",
+    "Shared memory of other ranks can be opened",
+    "A rank's file in /dev/shm was gone when its neighbour opened it: another container's, removed, or that rank had ended.",
+    f"{ISSUES}/1589",
+    "run all ranks of a node in one container (or with one /dev/shm, --ipc=host), set RemoveIPC=no in "
+    "logind.conf; look for the rank "
+    "that failed first",
+)
+def shm_lost(context: Context) -> Iterator[Seen]:
+    said = [fault for fault in context.log.faults if fault.kind == "shm-lost"]
+    if said:
+        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+
+
+@check(
+    "low-memlock",
+    "Locked memory for RDMA",
+    "RDMA registers memory that must stay in place; Slurm's services start with a limit of 64 KiB or 8 MiB.",
+    "https://github.com/NVIDIA/nccl-tests/issues/206",
+    "LimitMEMLOCK=infinity in slurmd's unit (limits.conf does not reach services), PropagateResourceLimitsExcept=MEMLOCK in "
+    "slurm.conf, --ulimit memlock=-1 for a container; check with `srun bash -c 'ulimit -l'`",
+)
+def low_memlock(context: Context) -> Iterator[Seen]:
+    said = [fault for fault in context.log.faults if fault.kind == "memlock"]
+    if said:
+        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    if not context.several or (context.by_socket and context.kind == "ethernet"):
+        return
+    good = []
+    for facts in context.facts:
+        limit = facts.memlock_bytes
+        if limit is None or not any(port.active for port in facts.rdma):
+            continue
+        if 0 <= limit < MEMLOCK_SMALL:
+            status = FAIL if limit < MEMLOCK_LEAST else WARN
+            yield Seen(status, f"at most {limit / MIB:.3g} MiB of locked memory", where=facts.hostname)
+        else:
+            good.append(short(facts.hostname))
+    if good:
+        yield Seen(PASS, "enough memory can be locked", where=names(good))
+
+
+CHECKS = (
+    p2p_hang,
+    p2p_refused,
+    small_shm,
+    shm_lost,
+    low_memlock,
+    nvlink_unused,
+    p2p_disabled,
+    shm_disabled,
+    acs_redirect,
+    pcie_degraded,
+)

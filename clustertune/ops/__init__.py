@@ -1,0 +1,1 @@
+"""What an operator sets up from the cluster file: storage, Slurm."""

@@ -1,0 +1,174 @@
+"""Look at file systems that may hang: each look in a child of its own, all at once, with one limit for all.
+
+A process that waits for a hung NFS server or a frozen file system cannot be killed (``D`` in ps) until that answers. Such a
+child is left behind: it holds none of this process's files, so nobody who reads our output waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Work = Callable[[], Mapping[str, Any]]
+"""What a child does; its answer is sent as JSON. It may raise OSError."""
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20000, 0x4000, 1 << 18, 2  # linux/sched.h, sys/mount.h
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one look."""
+
+    found: dict[str, Any] | None = None
+    errno: int | None = None
+    """What the system said instead."""
+    left: int | None = None
+    """The child that did not answer in time and could not be ended."""
+    silent: bool = False
+    """It did not answer in time."""
+
+
+def ask_all(works: Mapping[str, Work], seconds: float) -> dict[str, Answer]:
+    """Run every work in a child; what has not answered after ``seconds`` is killed, or left."""
+    started = {name: _start(work) for name, work in works.items()}
+    texts: dict[str, bytes] = dict.fromkeys(started, b"")
+    done: set[str] = set()
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as waiting:
+        for name, (_, fd) in started.items():
+            waiting.register(fd, selectors.EVENT_READ, name)
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(left):
+                if data := os.read(key.fd, 65536):
+                    texts[key.data] += data
+                else:
+                    waiting.unregister(key.fd)
+                    done.add(key.data)
+    for name, (pid, _) in started.items():
+        if name not in done:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    gone_by = time.monotonic() + 0.5
+    return {name: _end(pid, fd, texts[name], name in done, gone_by) for name, (pid, fd) in started.items()}
+
+
+def ask(work: Work, seconds: float) -> Answer:
+    """:func:`ask_all` of one."""
+    return ask_all({"": work}, seconds)[""]
+
+
+def _start(work: Work) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    with contextlib.suppress(BaseException):
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(nothing, fd)
+        os.closerange(3, writer)
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        try:
+            answer: dict[str, Any] = {"found": dict(work())}
+        except OSError as error:
+            answer = {"errno": error.errno or errno.EIO}
+        os.write(writer, json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _end(pid: int, fd: int, text: bytes, done: bool, gone_by: float) -> Answer:
+    os.close(fd)
+    gone = _reap(pid, gone_by)
+    if done and text:
+        return Answer(**json.loads(text))
+    if done:  # it died, of want of memory or by a hand: nothing is known
+        return Answer(errno=errno.ECHILD)
+    return Answer(silent=True, left=None if gone else pid)
+
+
+def _reap(pid: int, deadline: float) -> bool:
+    """Whether the child has ended; a killed one takes a moment, one in ``D`` for ever."""
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                return True
+            if time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
+            return False
+        return True
+
+
+def below(points: list[str], work: Work) -> Work:
+    """``work`` in a mount namespace of its own with nothing mounted at ``points``: it sees what lies below. Root only."""
+
+    def inner() -> Mapping[str, Any]:
+        _check(_LIBC.unshare(_CLONE_NEWNS))
+        _check(_LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
+        for mounted in reversed(mount_points()):
+            if any(mounted == point or mounted.startswith(f"{point}/") for point in points):
+                _check(_LIBC.umount2(os.fsencode(mounted), _MNT_DETACH))
+        return work()
+
+    return inner
+
+
+def _check(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def mount_points() -> list[str]:
+    """Where file systems are mounted in this process's namespace, in the order of mounting."""
+    return [entry.point for entry in mounts()]
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """One line of ``/proc/self/mountinfo``."""
+
+    point: str
+    fstype: str
+    source: str
+    root: str
+    """The folder of the file system that is mounted there: more than ``/`` for a bind."""
+    options: tuple[str, ...]
+    """Of the mount and of the file system."""
+    device: str
+    """``major:minor``."""
+
+
+def mounts(text: str | None = None) -> list[Mounted]:
+    """What is mounted, in the order of mounting; ``text`` is that of mountinfo, proc(5). Reading it asks no file system."""
+    if text is None:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+            text = file.read()
+    found = []
+    for line in text.splitlines():
+        first, _, rest = line.partition(" - ")
+        fields, more = first.split(" "), rest.split(" ")
+        if len(fields) < 6 or len(more) < 3:
+            continue
+        options = tuple(dict.fromkeys([*fields[5].split(","), *more[2].split(",")]))
+        found.append(Mounted(_plain(fields[4]), more[0], _plain(more[1]), _plain(fields[3]), options, fields[2]))
+    return found
+
+
+def _plain(field: str) -> str:
+    """Without the octal escapes that blanks and backslashes get."""
+    parts = field.split("\\")
+    return parts[0] + "".join(chr(int(part[:3], 8)) + part[3:] if part[:3].isdigit() else "\\" + part for part in parts[1:])

@@ -1,0 +1,265 @@
+"""The difference between what a machine has of Slurm and what the cluster file asks for."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.cluster_schema import Cluster, Host
+from clustertune.errors import Problem, UserError
+from clustertune.health import FAIL, WARN, Finding, as_json, finding, in_order
+from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
+from clustertune.ops.slurm import judge as rules
+from clustertune.ops.slurm import node as node_room
+from clustertune.ops.slurm.check import require_slurm
+from clustertune.ops.slurm.node import NodeFacts
+from clustertune.ops.slurm.reading import entries, hide, losses, repeated
+from clustertune.ops.slurm.steps import Before, Step, steps
+from clustertune.ops.slurm.texts import BLOCK, ETC, HOSTS, MUNGE_KEY, Folder, Wanted, wanted_files, wanted_folders
+from clustertune.ops.slurm.version import Version, parse_version
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """One file that is to be written."""
+
+    change: Change
+    owner: str
+    taken_over: tuple[str, ...] | None = None
+    """What of a file that somebody else wrote is lost; None: it is ours, or new."""
+
+    def diff(self) -> list[str]:
+        """A unified diff; what a password or key is stays hidden."""
+        before = self.change.before
+        hidden = None if before is None else _encode(hide(_decode(before)))
+        return diff(replace(self.change, before=hidden, after=_encode(hide(_decode(self.change.after)))))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A folder that is to be made, or a file or folder whose owner or mode is to be set."""
+
+    path: str
+    owner: str
+    mode: int
+    folder: bool
+    was: str
+    """``missing``, or what it is now."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one machine."""
+
+    cluster: Cluster
+    node: Host
+    facts: NodeFacts
+    version: Version | None
+    version_from: str
+    accounting: bool
+    files: tuple[FileChange, ...]
+    modes: tuple[Mode, ...]
+    findings: tuple[Finding, ...]
+    seen: Before
+    bare: bool
+    """Whether nothing was looked at: another machine, and no tree of it."""
+
+    @property
+    def changes(self) -> int:
+        """How many files and folders are to be touched."""
+        return len(self.files) + len(self.modes)
+
+    @property
+    def blocked(self) -> list[Finding]:
+        """What keeps ``apply`` from writing."""
+        return rules.blocks(self.findings)
+
+    def steps(self, *, applied: bool = False) -> list[Step]:
+        """What an operator does, in order."""
+        key = not self.facts.here or MUNGE_KEY in self.facts.places
+        return steps(self.cluster, self.node, self.seen, key_there=key, accounting=self.accounting, applied=applied)
+
+    def exit_code(self) -> int:
+        """0: nothing to do; 1: something differs, or a rule failed; 2: something stands in the way."""
+        if self.blocked:
+            return 2
+        return int(bool(self.changes) or any(item.status == FAIL for item in self.findings))
+
+    def as_json(self) -> dict[str, Any]:
+        """The ``--json`` document."""
+        return {
+            "cluster": self.cluster.name,
+            "node": self.node.name,
+            "roles": list(self.node.roles),
+            "slurm": str(self.version) if self.version else None,
+            "slurm_from": self.version_from,
+            "accounting": self.accounting,
+            "files": [
+                {
+                    "path": item.change.path,
+                    "new": item.change.before is None,
+                    "owner": item.owner,
+                    "mode": f"{item.change.mode:04o}",
+                    "lost": None if item.taken_over is None else list(item.taken_over),
+                    "diff": item.diff(),
+                }
+                for item in self.files
+            ],
+            "modes": [{**asdict(item), "mode": f"{item.mode:04o}"} for item in self.modes],
+            "findings": as_json(self.findings),
+            "steps": [asdict(step) for step in self.steps()],
+            "exit_code": self.exit_code(),
+        }
+
+
+def choose_node(cluster: Cluster, name: str | None) -> Host:
+    """The machine that is meant: the one named, else this one. Raises UserError."""
+    host = cluster.host(name if name is not None else socket.gethostname())
+    if host is not None:
+        return host
+    known = ", ".join(host.name for host in cluster.nodes[:8]) + (", ..." if len(cluster.nodes) > 8 else "")
+    text = f"{name or 'this machine, ' + socket.gethostname() + ','} is not in {cluster.source}"
+    raise UserError(Problem(text, file="command line", key="--node", fix=f"one of {known}"))
+
+
+def make_plan(
+    cluster: Cluster,
+    node: Host,
+    *,
+    root: Path = NODE,
+    accounting: bool | None = None,
+    adopt: bool = False,
+    force: bool = False,
+    facts: NodeFacts | None = None,
+) -> Plan:
+    """Compare one machine, or a tree below ``root``, with what the cluster file asks for. Writes nothing.
+
+    ``adopt`` takes over files that somebody else wrote, ``force`` replaces what was edited by hand between our markers.
+    A machine that is not this one, without a tree, is taken for bare. Raises UserError with everything that is wrong with the
+    cluster file, and for files that cannot be read.
+    """
+    require_slurm(cluster)
+    assert cluster.slurm
+    bare = root == NODE and not node_room.is_here(cluster, node)
+    seen = facts if facts is not None else NodeFacts(False) if bare else node_room.collect(cluster, node, root)
+    version, version_from = _version(cluster, seen)
+    with_accounting = cluster.slurm.accounting if accounting is None else accounting
+    wanted = wanted_files(cluster, node, version=version, accounting=with_accounting, hybrid=seen.cgroup == "hybrid")
+    found, files, problems = rules.judge(cluster, node, seen, version=version), list[FileChange](), list[Problem]()
+    texts: dict[str, str | None] = {}
+    after: dict[str, str] = {}
+    for want in wanted:
+        before = None if bare else read(root, want.path)
+        try:
+            item, told = _file(cluster, want, before, adopt=adopt, force=force)
+        except UserError as error:
+            problems += error.problems
+            continue
+        found += told
+        files += [item] if item.change.needed else []
+        texts[want.path] = None if before is None else _decode(before)
+        after[want.path] = _decode(item.change.after)
+    if problems:
+        raise UserError(problems)
+    modes = _modes(node, wanted, seen)
+    return Plan(
+        cluster=cluster,
+        node=node,
+        facts=seen,
+        version=version,
+        version_from=version_from,
+        accounting=with_accounting,
+        files=tuple(files),
+        modes=modes,
+        findings=tuple(in_order(found)),
+        seen=Before(texts, after),
+        bare=bare,
+    )
+
+
+def all_texts(plan: Plan) -> dict[str, str]:
+    """The files of all roles together, by path: what a rehearsal of the whole cluster needs."""
+    everywhere = plan.node.model_copy(update={"roles": ("compute", "slurmctld")})
+    wanted = wanted_files(plan.cluster, everywhere, version=plan.version, accounting=plan.accounting, hybrid=False)
+    return {want.path: "\n".join(want.lines) + "\n" for want in wanted}
+
+
+def _version(cluster: Cluster, facts: NodeFacts) -> tuple[Version | None, str]:
+    """The release that reads the files: what is installed here, which is certain, else what the cluster file says."""
+    for answer in facts.versions:
+        if (found := parse_version(answer)) is not None:
+            return found, "installed here"
+    if cluster.slurm and cluster.slurm.version:
+        return parse_version(cluster.slurm.version), "slurm.version of the cluster file"
+    return None, "unknown"
+
+
+def _file(
+    cluster: Cluster, want: Wanted, before: bytes | None, *, adopt: bool, force: bool
+) -> tuple[FileChange, list[Finding]]:
+    """What becomes of one file, and what there is to say about its other lines."""
+    if want.shared:
+        after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
+        told = rules.hosts_findings(cluster, foreign(before, BLOCK, shown=want.path)) if want.path == HOSTS else []
+        return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), told
+    others = [(number, line) for number, line in foreign(before, BLOCK, shown=want.path) if entries(line)]
+    if others and block(before, BLOCK, shown=want.path) is None:
+        return _take_over(cluster, want, before or b"", adopt)
+    after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
+    told = [
+        finding(rules.EXTRA, WARN, f"line {number} sets again what the block sets: {text}", "keep one of them", want.path)
+        for number, text in repeated(others, want.lines)
+    ]
+    return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), told
+
+
+def _take_over(cluster: Cluster, want: Wanted, before: bytes, adopt: bool) -> tuple[FileChange, list[Finding]]:
+    after = with_block(None, BLOCK, want.lines, shown=want.path, origin=cluster.name)
+    lost = tuple(losses(*(data.decode(errors="replace") for data in (before, after))))  # what is shown is valid text
+    item = FileChange(Change(want.path, before, after, mode=want.mode), want.owner, lost)
+    if adopt:
+        return item, []
+    text = f"somebody else wrote it; {len(lost)} of its settings would be lost or change"
+    fix = "--adopt takes it over (a backup stays beside it); settings to keep go below our block afterwards"
+    return item, [finding(rules.FOREIGN, FAIL, text, fix, want.path)]
+
+
+def _modes(node: Host, wanted: Sequence[Wanted], facts: NodeFacts) -> tuple[Mode, ...]:
+    """Folders that are missing, and owners and modes that are not as they should be."""
+    strict = [(Folder(want.path, want.owner, want.mode, ""), False) for want in wanted if want.owner != "root"]
+    found = []
+    for item, is_folder in [*((folder, True) for folder in wanted_folders(node)), *strict]:
+        place = facts.places.get(item.path)
+        if place is None:
+            found += [Mode(item.path, item.owner, item.mode, True, "missing")] if is_folder else []
+            continue
+        ids = (facts.users or {}).get(item.owner) if item.owner != "root" else (0, 0)
+        wrong = ids is not None and place.uid != ids[0] and (facts.owns or facts.here)
+        if place.folder != is_folder:
+            fix = "move it away"
+            raise UserError(Problem(f"is {'a folder' if place.folder else 'a file'}", file=item.path, fix=fix))
+        if wrong or place.mode != item.mode:
+            found.append(Mode(item.path, item.owner, item.mode, is_folder, f"owner {place.uid}, mode {place.mode:04o}"))
+    return (*found, *_unreadable(wanted, facts))
+
+
+def _unreadable(wanted: Sequence[Wanted], facts: NodeFacts) -> list[Mode]:
+    """What every user must read and cannot, or could write: ``put`` leaves a file that is there with the mode that it has."""
+    found = []
+    for path, mode in [(ETC, 0o755), *((want.path, want.mode) for want in wanted if want.owner == "root" and not want.shared)]:
+        place = facts.places.get(path)
+        if place is not None and (mode & 0o555 & ~place.mode or place.mode & 0o002):
+            found.append(Mode(path, "root", mode, place.folder, f"owner {place.uid}, mode {place.mode:04o}"))
+    return found
+
+
+def _decode(data: bytes) -> str:
+    """Bytes that are no UTF-8 come through unchanged."""
+    return data.decode(errors="surrogateescape")
+
+
+def _encode(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")

@@ -1,0 +1,94 @@
+"""What stands in a file of Slurm's form that somebody else wrote: settings and records, and what of it a new one lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RECORDS = ("nodename", "partitionname", "downnodes", "nodeset", "frontendname", "name")
+"""Keys that stand several times, each with a name (``Name`` in gres.conf)."""
+SECRET = re.compile(r"(?im)(?<![a-z_])([a-z_]*(?:pass|secret|jwt_key)[a-z_]*(?:[ \t]*=|[ \t])(?:[ \t]|\\\r?\n)*)([^\s\\].*)$")
+"""A setting whose value is nobody's business: in a comment too, behind another one, in the next line, or without its sign."""
+_PAIR = re.compile(r'(?<!\S)[\w.]+ ?[-*+/]?= ?(?:"[^"]*"|\S+)(?= |$)')
+"""One of several settings that stand in one line, as Slurm's own parser takes them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting, or one record."""
+
+    line: int
+    """From 1."""
+    key: str
+    """Lower case; of a record with its name: ``partitionname=debug``."""
+    text: str
+    """The line without comment, with single blanks; secrets are hidden."""
+
+
+def hide(text: str) -> str:
+    """``text`` with the values of passwords and keys replaced."""
+    return SECRET.sub(r"\1(hidden)", text)
+
+
+def entries(text: str) -> list[Entry]:
+    """The settings of ``slurm.conf``, ``gres.conf``, ``cgroup.conf`` or ``slurmdbd.conf``; lines ended by ``\\`` go on."""
+    found = []
+    pending, start = list[str](), 0
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = re.sub(r"(?<!\\)#.*", "", raw.rstrip("\r"))
+        start = start or number
+        pending.append(line.removesuffix("\\"))
+        if line.endswith("\\"):
+            continue
+        words = " ".join(" ".join(pending).split())
+        found += [Entry(start, _key(shown), shown) for shown in map(hide, _parts(words))]
+        pending, start = [], 0
+    return found
+
+
+def _parts(words: str) -> list[str]:
+    """The settings of one line; a record is one, and so is what is none."""
+    pairs = _PAIR.findall(words)
+    if _key(words).partition("=")[0] in RECORDS or " ".join(pairs) != words:
+        return [words] if words else []
+    return pairs
+
+
+def _key(words: str) -> str:
+    if words.lower().startswith("include "):
+        return words.lower()
+    key, _, value = words.partition("=")
+    key = key.strip().lower()
+    return f"{key}={(value.split() or [''])[0]}" if key in RECORDS else key
+
+
+def losses(before: str, after: str) -> list[str]:
+    """What of ``before`` is not in ``after``, and what has another value there; a sentence each, with the line."""
+    ours = {entry.key: entry for entry in entries(after)}
+    told = []
+    for entry in entries(before):
+        new = ours.get(entry.key)
+        if new is None:
+            told.append(f"line {entry.line} is lost: {entry.text}")
+        elif _same(new.text) != _same(entry.text):
+            told.append(f"line {entry.line} changes: {entry.text} becomes {new.text}")
+    return told
+
+
+def repeated(outside: Sequence[tuple[int, str]], block: Sequence[str]) -> list[tuple[int, str]]:
+    """Lines of an operator that set again what our block sets: Slurm takes the last one. Records of other names are no such."""
+    ours = {entry.key for entry in entries("\n".join(block))}
+    told = []
+    for number, text in outside:
+        told += [(number, entry.text) for entry in entries(text) if entry.key in ours]
+    return told
+
+
+def settings(text: str) -> dict[str, str]:
+    """Key to its line, of the settings and records."""
+    return {entry.key: entry.text for entry in entries(text)}
+
+
+def _same(text: str) -> str:
+    return re.sub(r"\s*=\s*", "=", text).lower()

@@ -1,0 +1,277 @@
+"""Bring a node's storage to what the cluster file says, in steps that each leave it whole: any run completes another."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.lock import held
+from clustertune.ops.bounded import ask, mount_points
+from clustertune.ops.files import NODE, inside, put
+from clustertune.ops.storage import devices, points, verify
+from clustertune.ops.storage.fstab import FSTAB
+from clustertune.ops.storage.layout import Folder
+from clustertune.ops.storage.plan import PROBE_SECONDS, Plan, lacking, make_plan, own_disk, tool
+from clustertune.ops.storage.step import Step
+
+LOCK = "clustertune-storage.lock"
+COMMAND_SECONDS = 60.0
+"""For one command: systemd's own limit for a mount is 90."""
+MKFS_SECONDS = 600.0
+"""mkfs.xfs discards a whole disk first, which takes minutes on some."""
+FOLDER_SECONDS = 20.0
+"""For one folder."""
+_FRESH = ".clustertune-new"
+
+Told = Callable[[str], None]
+"""Is called before each step with what it does."""
+
+
+@dataclass
+class Done:
+    """What a run did, and what it could not do."""
+
+    did: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Each with what to do; the next run takes it up."""
+    backups: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``--json`` form."""
+        return {"did": self.did, "left": self.left, "backups": self.backups, "notes": self.notes}
+
+
+def apply(
+    cluster: Cluster,
+    node: str,
+    root: Path,
+    *,
+    force: bool = False,
+    format_device: str | None = None,
+    told: Told = lambda _: None,
+) -> Done:
+    """Make the difference of :func:`make_plan` go away. The same call again does nothing, and completes one that was killed.
+
+    Order: checks and systemd's verdict on the new fstab, before anything is written; mount points; files with their backups;
+    the disk (only ``format_device``, only blank); mounts of this node; folders; exports; what other nodes serve; the pool.
+    Raises UserError: exit 2 where something stands in the way, 73 and 75 as :func:`files.put`.
+    """
+    live = root == NODE
+    lock = inside(root, f"/run/{LOCK}" if live else f"/etc/.{LOCK}")
+    umask = os.umask(0o022)  # folders on the way to a mount point are for users too, whatever root's shell says
+    try:
+        with held(lock, "sets up storage here", shown=lock, fix="wait for it, then run the same command again"):
+            try:
+                return _apply(cluster, node, root, force, format_device, told)
+            finally:
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+    except OSError as error:
+        raise storage_error(error, "cannot be written", error.filename or str(root)) from None
+    finally:
+        os.umask(umask)
+
+
+def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: str | None, told: Told) -> Done:
+    plan = make_plan(cluster, node, root, force=force)
+    formatted = _require(plan, format_device)
+    done = Done(notes=list(plan.notes))
+    if plan.live and any(change.needed and change.path == FSTAB for change in plan.changes):
+        told("ask systemd about the new fstab")
+        _verify(plan, done)
+    _write(plan, done, told)
+    if plan.live:
+        _run_steps(plan, done, told, formatted)
+    return done
+
+
+def _require(plan: Plan, format_device: str | None) -> str | None:
+    """Everything that must hold before anything is touched."""
+    problems = []
+    if plan.live:
+        if packages := lacking(plan.layout):
+            fix = f"apt-get install {' '.join(packages)}"
+            problems.append(Problem(f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed", fix=fix))
+        group = plan.layout.group
+        if group and (plan.layout.own or plan.layout.local) and _gid(group) is None:
+            fix = f"groupadd {group}, with the same number on every node, then run the same command again"
+            problems.append(Problem(f"this node has no group {group}", file="cluster file", key="storage.group", fix=fix))
+    formatted = None
+    if format_device is not None:
+        try:
+            mounts = (mount for mount in plan.layout.mounts if mount.kind == "device")
+            mount = devices.require_blank(format_device, mounts)
+            formatted = mount.source
+            if plan.live and mount.target in mount_points():
+                message = f"something else is mounted at {mount.target}, where {formatted} belongs"
+                problems.append(Problem(message, file="command line", key="--format", fix=f"umount {mount.target}"))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return formatted
+
+
+def _gid(group: str) -> int | None:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        return None
+
+
+def _verify(plan: Plan, done: Done) -> None:
+    old = next(change.before or b"" for change in plan.changes if change.path == FSTAB)
+    said = verify.complaints(old, plan.fstab, plan.layout.mounts)
+    if said is None:
+        done.notes.append(
+            "systemd could not be asked about the new fstab: systemd-fstab-generator or systemd-analyze is missing"
+        )
+    elif said:
+        fix = "fstab is as it was; mend the lines that systemd names, or the cluster file"
+        raise UserError(
+            [Problem(f"systemd would not boot with the new lines: {line}", file=FSTAB, fix=fix) for line in said[:10]]
+        )
+
+
+def _write(plan: Plan, done: Done, told: Told) -> None:
+    wanted = [point for point in plan.points if points.missing(point, live=plan.live)]
+    for words in plan.point_words:
+        told(words)
+    if wanted:
+        made, said = points.make(wanted, plan.root)
+        done.notes += [f"{path}: {why}" for path, why in said.items() if path in made]
+        done.left += [f"{path} {why}" for path, why in said.items() if path not in made]
+        done.did += [points.missing(point, live=plan.live) or "" for point in wanted if point.path in made]
+    for change in plan.changes:
+        if change.needed:
+            told(f"write {change.path}")
+            backup = put(plan.root, change)
+            done.did.append(f"wrote {change.path}")
+            done.backups += [str(backup)] if backup else []
+
+
+def _run_steps(plan: Plan, done: Done, told: Told, formatted: str | None) -> None:
+    """The commands, and the folders as soon as this node's disks are mounted."""
+    local = {mount.target for mount in plan.layout.mounts if mount.kind in ("device", "bind")}
+    waiting = list(plan.steps)
+    if formatted:
+        step = next(step for step in waiting if step.argv[-1] == formatted and step.argv[0].startswith("mkfs"))
+        waiting.remove(step)
+        if not _command(step, done, told, MKFS_SECONDS):
+            return
+    for step in [
+        step for step in waiting if (step.argv[0] == "systemctl" and "daemon-reload" in step.argv) or step.target in local
+    ]:
+        waiting.remove(step)
+        _step(step, plan, done, told)
+    for brick in plan.layout.own:
+        folders = [folder for folder in plan.folders if folder.path.startswith(f"{brick.path}/")]
+        _make_folders(folders, done, told, brick.path)
+    _make_folders([folder for folder in plan.folders if folder in plan.layout.local], done, told)
+    for step in waiting:
+        _step(step, plan, done, told)
+
+
+def _step(step: Step, plan: Plan, done: Done, told: Told) -> None:
+    if step.by_hand:
+        done.left.append(f"{step.why}: {step}")
+    elif step.target and (reason := _not_yet(plan, step.target)):
+        done.left.append(reason)
+    else:
+        _command(step, done, told)
+
+
+def _not_yet(plan: Plan, target: str) -> str | None:
+    """Why something cannot be mounted yet: a bind of a folder whose disk is absent would show the root disk in its place."""
+    mount, now = plan.layout.at(target), mount_points()
+    assert mount
+    if mount.kind == "bind":
+        disk = plan.layout.at(mount.source)
+        if disk and mount.source not in now:
+            return f"{target} is not mounted: {mount.source} is missing, {disk.source} is not mounted there"
+        answer = ask(partial(own_disk, mount.source), PROBE_SECONDS)
+        if answer.silent or answer.errno:
+            said = "does not answer" if answer.silent else os.strerror(answer.errno or 0)
+            return f"{target} is not mounted: {mount.source}: {said}; mount its file system"
+        if not (answer.found or {})["own"]:
+            return f"{target} is not mounted: {mount.source} lies on the root disk; mount its file system"
+    if mount.kind == "pool":
+        absent = [brick.mount for brick in plan.layout.bricks if plan.layout.at(brick.mount) and brick.mount not in now]
+        if absent:
+            return f"the pool is not mounted: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+    return None
+
+
+def _command(step: Step, done: Done, told: Told, seconds: float = COMMAND_SECONDS) -> bool:
+    """Run one command. What it says against itself is kept for the report; a hung one is left behind after its limit."""
+    told(str(step))
+    program = tool(step.argv[0]) or step.argv[0]
+    child = subprocess.Popen(
+        [program, *step.argv[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    said = ""
+    try:
+        _, said = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, 9)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(2)
+        done.left.append(f"{step}: no answer in {seconds:g} s; run the same command again once what it waits for is there")
+        return False
+    if child.returncode == 0:
+        done.did.append(str(step))
+        return True
+    words = next(iter(said.strip().splitlines()[-1:]), f"exit status {child.returncode}")
+    later = "; run the same command again once that node serves" if "fg,retry=0" in step.argv else ""
+    done.left.append(f"{step}: {words}{later}")
+    return False
+
+
+def _make_folders(folders: list[Folder], done: Done, told: Told, brick: str | None = None) -> None:
+    """Each in a child: a frozen file system would hold us for ever. On the root disk only what is no part of a ``brick``."""
+    for folder in folders:
+        told(f"make {folder.path}")
+        answer = ask(partial(_make_folder, folder, brick), FOLDER_SECONDS)
+        if (answer.found or {}).get("made"):
+            done.did.append(f"made {folder.path}, mode {folder.mode:04o}")
+        elif answer.silent:
+            done.left.append(f"{folder.path}: no answer in {FOLDER_SECONDS:g} s; clustertune ops storage check says more")
+            return
+        elif answer.errno:
+            done.left.append(f"{folder.path} cannot be made: {os.strerror(answer.errno)}")
+        else:
+            done.left.append(f"{brick} is not mounted: no folders are made on the root disk")
+            return
+
+
+def _make_folder(folder: Folder, brick: str | None) -> dict[str, bool]:
+    """A folder with its mode and group, all at once: a killed run leaves none with half of them."""
+    if brick and not own_disk(brick)["own"]:
+        return {"made": False}
+    place = Path(folder.path)
+    fresh = place.with_name(f".{place.name}{_FRESH}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        fresh.rmdir()
+    fresh.mkdir(0o700)
+    os.chown(fresh, 0, (_gid(folder.group) if folder.group else None) or 0)
+    fresh.chmod(folder.mode)
+    fresh.rename(place)
+    return {"made": True}

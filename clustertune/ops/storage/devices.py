@@ -1,0 +1,140 @@
+"""Block devices of bricks: whether one is blank, and the command that would format it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.ops.bounded import ask
+from clustertune.ops.storage.layout import Mount
+from clustertune.ops.storage.step import Step
+
+MKFS = {"xfs": ("mkfs.xfs",), "ext4": ("mkfs.ext4", "-m", "0"), "btrfs": ("mkfs.btrfs",)}
+"""``-m 0``: ext4 would keep 5 % of a brick for root, 0.7 TB of 14."""
+_SECONDS = 10
+_START = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is on a block device."""
+
+    path: str
+    state: str
+    """``absent``, ``other`` (no block device), ``blank``, ``holds`` (a file system, a table, a member of an array), ``busy``,
+    ``silent`` (it does not answer) or ``unknown`` (only root can look)."""
+    holds: str = ""
+    """blkid's word: ``xfs``, ``LVM2_member``, ``gpt``."""
+
+
+def look(path: str) -> Device:
+    """What a device holds, by blkid's low-level probe and wipefs: both must find nothing for it to be blank."""
+    try:
+        mode = Path(path).stat().st_mode
+    except OSError as error:
+        return Device(path, "absent" if isinstance(error, FileNotFoundError) else "unknown")
+    if not stat.S_ISBLK(mode):
+        return Device(path, "other")
+    if os.geteuid() != 0:
+        return Device(path, "unknown")
+    # In a child: a disk that does not answer holds whoever reads it, for ever.
+    answer = ask(partial(_asked, path), 3 * _SECONDS)
+    return Device(**answer.found) if answer.found else Device(path, "silent" if answer.silent else "unknown")
+
+
+def _asked(path: str) -> dict[str, Any]:
+    try:
+        return asdict(_content(path))
+    except subprocess.SubprocessError:
+        return asdict(Device(path, "silent"))
+
+
+def _content(path: str) -> Device:
+    probe = _run("blkid", "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", path)
+    signatures = _run("wipefs", "--no-act", "--noheadings", "--output", "TYPE", path)
+    if words := [*probe.stdout.split(), *signatures.stdout.split()]:
+        return Device(path, "holds", words[0])
+    # blkid: 2 says that nothing was found, 8 that it found several things at once.
+    if probe.returncode != 2 or signatures.returncode != 0:
+        return Device(path, "unknown")
+    if _busy(path):
+        return Device(path, "busy")
+    return Device(path, "holds", "data without a known signature") if _data(path) else Device(path, "blank")
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    program = shutil.which(argv[0], path=path)
+    if program is None:
+        raise FileNotFoundError(argv[0])
+    return subprocess.run([program, *argv[1:]], capture_output=True, text=True, timeout=_SECONDS, check=False)
+
+
+def _busy(path: str) -> bool:
+    """Whether the kernel holds it: mounted, or part of something (open(2), O_EXCL on block devices)."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.EBUSY
+    return False
+
+
+def _data(path: str) -> bool:
+    """Whether the first MiB holds anything: a disk of ciphertext bears no signature."""
+    try:
+        with Path(path).open("rb") as file:
+            return any(file.read(_START))
+    except OSError:
+        return True
+
+
+def steps(mount: Mount) -> Iterator[Step]:
+    """The command that a blank device needs first; only a person or ``--format`` runs it."""
+    assert mount.brick
+    device = look(mount.source)
+    command = (*MKFS[mount.brick.filesystem], mount.source)
+    if device.state == "blank":
+        why = f"the device is blank; clustertune ops storage apply --format {mount.source} runs it"
+        yield Step(command, why, by_hand=True)
+    elif device.state == "holds" and device.holds != mount.brick.filesystem:
+        why = f"{mount.source} holds {device.holds}, not {mount.brick.filesystem}: look whether this is the brick's device"
+        yield Step(("wipefs", "--no-act", mount.source), why, by_hand=True)
+    elif device.state in ("absent", "other"):
+        text = "does not exist" if device.state == "absent" else "is no block device"
+        yield Step(("lsblk", "-f"), f"{mount.source} {text}: mend storage.bricks.device", by_hand=True)
+    elif device.state == "silent":
+        yield Step(("dmesg",), f"{mount.source} does not answer: look for errors of the disk", by_hand=True)
+    elif device.state == "busy":
+        yield Step(("lsblk", "-f", mount.source), f"{mount.source} is in use already", by_hand=True)
+
+
+def require_blank(asked: str, mounts: Iterator[Mount]) -> Mount:
+    """The mount whose device may be formatted. Raises UserError where ``--format`` names another one, or it is not blank."""
+    key = "--format"
+    known = list(mounts)
+    mount = next((mount for mount in known if mount.source == asked), None)
+    if mount is None:
+        names = ", ".join(mount.source for mount in known) or "none"
+        raise UserError(Problem(f"{asked} is no device of this node's bricks ({names})", file="command line", key=key))
+    device = look(asked)
+    if device.state != "blank":
+        said = {
+            "holds": f"holds {device.holds}",
+            "absent": "does not exist",
+            "other": "is no block device",
+            "busy": "is in use",
+            "silent": "does not answer",
+        }
+        message = f"{asked} {said.get(device.state, 'cannot be looked at')}: only a blank device is formatted"
+        fix = f"leave {key} out, or make sure that nothing on it is needed and run wipefs yourself"
+        raise UserError(Problem(message, file="command line", key=key, fix=fix))
+    return mount

@@ -1,0 +1,128 @@
+"""What fstab and exports hold that is not ours, and whether it is at odds with what is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Brick
+from clustertune.errors import Problem
+from clustertune.ops.bounded import Mounted
+
+FSTAB = "/etc/fstab"
+_BLANKS = re.compile(r"[ \t]+")
+"""What parts the fields of fstab; other blanks are letters of a path."""
+_BY = {"UUID": "by-uuid", "LABEL": "by-label", "PARTUUID": "by-partuuid", "PARTLABEL": "by-partlabel"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of fstab that mounts something."""
+
+    number: int
+    text: str
+    source: str
+    target: str
+    """Without needless slashes; ``none`` for swap."""
+
+
+def entries(lines: Iterable[tuple[int, str]]) -> list[Entry]:
+    """The mounts among numbered lines; comments and what is no entry are passed over."""
+    found = []
+    for number, line in lines:
+        fields = _BLANKS.split(line.strip(" \t\r"))
+        if len(fields) < 2 or fields[0].startswith("#"):
+            continue
+        source, target = (_plain(field) for field in fields[:2])
+        found.append(Entry(number, line.strip(), source, os.path.normpath(target).replace("//", "/", 1)))
+    return found
+
+
+def _plain(field: str) -> str:
+    """Without fstab's octal escapes."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def taken(found: Iterable[Entry], targets: Iterable[str]) -> Iterator[Problem]:
+    """Lines that mount something else where we would: a second line for one place is an error for systemd."""
+    ours = set(targets)
+    for entry in found:
+        if entry.target in ours:
+            fix = "remove that line, or choose another path in the cluster file"
+            yield Problem(
+                f"{entry.target} is mounted by this line already: {entry.text[:200]}", f"{FSTAB}:{entry.number}", fix=fix
+            )
+
+
+def elsewhere(found: Iterable[Entry], mounted: Iterable[Mounted], bricks: Iterable[Brick], *, live: bool) -> dict[str, str]:
+    """Devices of bricks that are mounted above the exported folder by other means, and where.
+
+    ``live``: the lines are this machine's own, so a device's other names (``UUID=``, links of ``/dev``) can be followed.
+    """
+    places = [(entry.source, entry.target) for entry in found] + [(m.source, m.point) for m in mounted if m.root == "/"]
+    result: dict[str, str] = {}
+    for brick in bricks:
+        for source, target in places:
+            if brick.device and brick.path.startswith(target.rstrip("/") + "/") and _same(source, brick.device, live):
+                result.setdefault(brick.device, target)
+    return result
+
+
+def _same(one: str, other: str, live: bool) -> bool:
+    if one == other:
+        return True
+    key, _, value = one.partition("=")
+    if key in _BY:
+        one = f"/dev/disk/{_BY[key]}/{value.strip(chr(34))}"
+    return live and one.startswith("/dev/") and os.path.realpath(one) == os.path.realpath(other)
+
+
+# --- exports -----------------------------------------------------------------------------------------------------------
+
+
+def exported(texts: Mapping[str, bytes], paths: Iterable[str]) -> Iterator[Problem]:
+    """Other files that export one of our folders: the server would serve it as one of them says, and nobody knows which."""
+    ours = set(paths)
+    for file, text in texts.items():
+        for number, line in _logical(text.decode(errors="replace")):
+            folder = _folder(line)
+            if folder in ours:
+                fix = "remove that line: the cluster file says to whom the folder is exported"
+                yield Problem(f"{folder} is exported by this line already: {line[:200]}", f"{file}:{number}", fix=fix)
+
+
+def _logical(text: str) -> Iterator[tuple[int, str]]:
+    """Lines without comments, those that a backslash continues as one (exports(5))."""
+    held, start = "", 0
+    for number, line in enumerate(text.split("\n"), 1):
+        start = start or number
+        held += line.rstrip("\r")
+        if held.endswith("\\"):
+            held = held[:-1]
+            continue
+        bare = held.partition("#")[0].strip() if '"' not in held else held.strip()
+        if bare and not bare.startswith("#"):
+            yield start, bare
+        held, start = "", 0
+
+
+def _folder(line: str) -> str:
+    try:
+        words = shlex.split(line.replace("\\", "\\\\"), posix=True)
+    except ValueError:
+        words = line.split()
+    first = words[0] if words else ""
+    return os.path.normpath(_plain(first)) if first.startswith("/") else ""
+
+
+def other_exports(folder: Path, own: str) -> list[str]:
+    """The names in ``/etc/exports.d`` that exportfs reads beside ``own``."""
+    try:
+        names = sorted(found.name for found in folder.iterdir())
+    except OSError:
+        return []
+    return [name for name in names if name.endswith(".exports") and not name.startswith(".") and name != own]

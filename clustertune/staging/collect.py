@@ -1,0 +1,364 @@
+"""``stage --to``: everything that a recipe needs from outside, with sums, in one folder for machines without network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.resolved import Resolved
+from clustertune.console import say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.ifeval import punkt
+from clustertune.ifeval import task as tasks
+from clustertune.manifest import SHA256, FileRecord
+from clustertune.staging import hub, needs, parcel, worker
+from clustertune.staging.copying import Done
+from clustertune.staging.shelf import JOURNAL
+from clustertune.staging.survey import SourceFile
+from clustertune.staging.worker import Bounds
+
+SPARE = 64 << 20
+
+
+@dataclass
+class Part:
+    """One thing that goes into the folder."""
+
+    what: str
+    """``model``, ``data``, ``benchmark``, ``nltk``, ``container`` or ``recipe``."""
+    name: str
+    target: str
+    """Its folder below the parcel."""
+    root: Path | None = None
+    """Where it lies here; None: on the network."""
+    files: list[SourceFile] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """The files to load, where it is on the network."""
+    revision: str | None = None
+    path: str | None = None
+    """What of it a run reads, below the parcel, where that is not found by its name."""
+    fetch: Callable[[Path], None] | None = None
+
+    @property
+    def bytes(self) -> int | None:
+        """None: only the network knows."""
+        return None if self.root is None else sum(file.size for file in self.files)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json`` and ``--dry-run``."""
+        values = {"what": self.what, "name": self.name, "revision": self.revision, "to": self.target}
+        count = len(self.files) if self.root is not None else len(self.names)
+        return {**values, "from": str(self.root or "the network"), "files": count, "bytes": self.bytes}
+
+
+class Collector:
+    """Gathers the parts of one recipe."""
+
+    def __init__(self, resolved: Resolved, cluster: Cluster, out: Path, ifeval: Path | None, bounds: Bounds) -> None:
+        self._resolved, self._cluster, self._out, self._ifeval, self._bounds = resolved, cluster, out, ifeval, bounds
+        self.notes: list[str] = []
+
+    def plan(self) -> list[Part]:
+        """What goes in, and from where. Raises UserError with everything that cannot be had."""
+        parts: list[Part] = []
+        problems: list[Problem] = []
+        for find in (self._model, self._data, self._benchmark, self._nltk, self._container, self._recipe):
+            try:
+                parts += find()
+            except UserError as error:
+                problems += error.problems
+        if problems:
+            raise UserError(problems)
+        return parts
+
+    def _model(self) -> list[Part]:
+        model = self._resolved.recipe.model
+        if model.weights == "random":
+            self.notes.append(f"model {model.name}: the run makes it itself, nothing is staged")
+            return []
+        if model.path:
+            name = Path(model.path).name
+            files = self._survey(Path(model.path), "model")
+            target = f"{parcel.MODEL}/{name}"
+            return [Part("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
+        return [self._repository("model", model.name, model.revision)]
+
+    def _repository(self, kind: str, name: str, revision: str | None) -> Part:
+        """A repository of the Hub: from the cache of this machine where it is whole there, else from the network."""
+        plural = f"{kind}s"
+        revision = revision or "main"
+        target = needs.snapshot(Path(parcel.HUB), plural, name, revision).as_posix()
+        what = "data" if kind == "dataset" else kind
+        path = target if kind == "model" else None
+        root = needs.snapshot(needs.hub_cache(), plural, name, revision)
+        if root.is_dir():
+            with contextlib.suppress(UserError):
+                files = self._survey(root, kind)
+                if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
+                    return Part(what, name, target, root, files, revision=revision, path=path)
+        names = hub.list_files(kind, name, revision)
+        return Part(
+            what, name, target, names=names, revision=revision, path=path, fetch=self._fetching(kind, name, revision, names)
+        )
+
+    def _fetching(self, kind: str, name: str, revision: str, names: list[str]) -> Callable[[Path], None]:
+        return lambda out: hub.download(kind, name, revision, names, out)
+
+    def _data(self) -> list[Part]:
+        data, source = self._resolved.recipe.data, self._resolved.input_path
+        if data.input is None:
+            return [self._repository("dataset", data.name, data.revision)]
+        assert source is not None
+        folder = Path(self._resolved.folder)
+        if source.is_relative_to(folder):  # goes with the recipe
+            path = f"{parcel.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
+            return [Part("data", data.name, f"{parcel.RECIPES}/{folder.name}", folder, path=path)]
+        if source.is_file():
+            return [Part("data", data.name, parcel.DATA, source.parent, [_one(source)], path=f"{parcel.DATA}/{source.name}")]
+        target = f"{parcel.DATA}/{source.name}"
+        return [Part("data", data.name, target, source, self._survey(source, "data"), path=target)]
+
+    def _benchmark(self) -> list[Part]:
+        if (path := self._ifeval) is not None:
+            _check_prompts(path)
+            target = f"{parcel.EVAL}/{path.name}"
+            return [Part("benchmark", path.name, parcel.EVAL, path.parent, [_one(path)], path=target)]
+        if self._resolved.recipe.model.weights == "random":
+            self.notes.append("benchmark: random weights are scored on the project's own prompts, nothing is staged")
+            return []
+        place = tasks.read_task_file().hub
+        target = needs.snapshot(Path(parcel.HUB), "datasets", place.name, place.revision).as_posix()
+        found = tasks.fetch_benchmark(place)
+        if found is None:
+            text = f"{place.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
+            self.notes.append(f"warning: {text} -> --ifeval FILE names a copy of its {place.file}")
+            return []
+        return [Part("benchmark", place.name, target, found.parent, [_one(found)], revision=place.revision)]
+
+    def _nltk(self) -> list[Part]:
+        target = (Path(parcel.NLTK) / punkt.FOLDER).as_posix()
+        site = punkt.locate_site_copy()
+        if site is not None:
+            root = site / punkt.FOLDER
+            files = [_one(root / name) for name in punkt.FILES if (root / name).is_file()]
+            return [Part("nltk", "punkt_tab", target, root, files)]
+
+        def fetch(_out: Path) -> None:
+            if not hub.fetch_punkt(self._out / parcel.NLTK):
+                text = "NLTK's punkt_tab cannot be had: answers will be scored with a splitter trained here"
+                self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
+
+        return [Part("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]
+
+    def _container(self) -> list[Part]:
+        image = self._cluster.container.image
+        if self._cluster.container.runtime == "none" or image is None:
+            return []
+        path = Path(image)
+        if not path.is_file():
+            fix = "build it (make build-sif), or name another cluster: --cluster NAME"
+            raise UserError(Problem("no such image", file=image, key="container.image", fix=fix))
+        beside = path.with_name(path.name + ".sha256")
+        files = [_one(path), *([_one(beside)] if beside.is_file() else [])]
+        return [Part("container", path.name, parcel.CONTAINER, path.parent, files, path=f"{parcel.CONTAINER}/{path.name}")]
+
+    def _recipe(self) -> list[Part]:
+        folder = Path(self._resolved.folder)
+        found = Part("recipe", folder.name, f"{parcel.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))
+        base = self._resolved.recipe.base
+        if base is None:
+            return [found]
+        from clustertune.config.load import RECIPES
+
+        beside = folder.parent / "_base"
+        root = beside if beside.is_dir() else RECIPES / "_base"
+        return [found, Part("recipe", base, f"{parcel.RECIPES}/_base", root, [_one(root / f"{base}.yaml")])]
+
+    def _survey(self, root: Path, what: str) -> list[SourceFile]:
+        return worker.survey(root, what, self._bounds)
+
+    def go(self, parts: Sequence[Part], overrides: Sequence[str]) -> dict[str, Any]:
+        """Fill the folder and seal it; what an earlier try has left whole is kept. Raises UserError."""
+        began = time.perf_counter()
+        try:
+            self._begin_folder()
+            records = self._kept(parts)
+            self._check_room(parts, records)
+            with (self._out / JOURNAL).open("a") as journal:
+                for part in parts:
+                    say(hub.as_words(part.as_json()))
+                    self._collect(part, records, lambda name, record: _note(journal, name, record))
+            self._seal(parts, records, overrides)
+        except OSError as error:
+            raise storage_error(error, "cannot be written", error.filename or self._out) from error
+        size = sum(record.size for record in records.values())
+        summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
+        return {**summary, "seconds": round(time.perf_counter() - began, 3), "parts": [part.as_json() for part in parts]}
+
+    def check_folder(self) -> None:
+        """The folder is ours: new, empty, or one that we began for this recipe. Writes nothing. Raises UserError."""
+        out = self._out
+        if out.exists() and not out.is_dir():
+            raise UserError(Problem("is a file, not a folder", file=str(out), key="--to", fix="give another"))
+        if not out.exists():
+            return
+        if any(out.iterdir()) and not (out / JOURNAL).exists() and not (out / manifest.MANIFEST).exists():
+            raise UserError(Problem("holds something else", file=str(out), key="--to", fix="give a new or empty folder"))
+        if (out / manifest.MANIFEST).exists():
+            found = parcel.read(out)
+            if found.meta.get("recipe") != self._resolved.name:
+                text = f"holds what recipe {found.meta.get('recipe')} needs"
+                raise UserError(Problem(text, file=str(out), key="--to", fix="give a new folder"))
+
+    def _begin_folder(self) -> None:
+        """Take the seal off a finished one, and keep what is whole of it."""
+        self.check_folder()
+        out = self._out
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / manifest.MANIFEST).exists():
+            found = parcel.read(out)
+            lines = [_line(name, record) for name, record in found.files.items() if name != parcel.SUMS]
+            manifest.write_durably(out / JOURNAL, "".join(lines))
+            (out / manifest.MANIFEST).unlink()
+
+    def _kept(self, parts: Sequence[Part]) -> dict[str, FileRecord]:
+        """What an earlier try has left, hashed again."""
+        records: dict[str, FileRecord] = {}
+        with contextlib.suppress(OSError):
+            for line in (self._out / JOURNAL).read_text().splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    body = json.loads(line)
+                    records[str(body["name"])] = manifest.parse_record(body)
+        wanted = {f"{part.target}/{file.name}": file for part in parts for file in part.files}
+        wanted_names = {f"{part.target}/{name}" for part in parts for name in part.names} | wanted.keys()
+        there = {
+            name: record
+            for name, record in records.items()
+            if name in wanted_names and (self._out / name).is_file() and _fits(wanted.get(name), record)
+        }
+        answers = worker.hash_files([(self._out / name, SHA256) for name in there], self._bounds)
+        kept = {n: r for (n, r), answer in zip(there.items(), answers, strict=True) if answer == (r.size, r.digest)}
+        for name in manifest.list_files(self._out):
+            if name not in kept and f"/{hub.DOWNLOADS}/" not in name and name in records:
+                (self._out / name).unlink()
+        manifest.write_durably(self._out / JOURNAL, "".join(_line(*item) for item in sorted(kept.items())))
+        return kept
+
+    def _check_room(self, parts: Sequence[Part], kept: dict[str, FileRecord]) -> None:
+        needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in kept)
+        free = shutil.disk_usage(self._out).free
+        if needed + SPARE > free:
+            text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
+            raise UserError(Problem(text, file=str(self._out), fix="free space, or give another --to"), ExitCode.STORAGE)
+
+    def _collect(self, part: Part, records: dict[str, FileRecord], note: Callable[[str, FileRecord], None]) -> None:
+        target = self._out / part.target
+        if part.root is not None:
+            wanted = [file for file in part.files if f"{part.target}/{file.name}" not in records]
+
+            def keep(done: Done) -> None:
+                records[f"{part.target}/{done.name}"] = FileRecord(done.size, done.digest, done.algorithm)
+                note(f"{part.target}/{done.name}", records[f"{part.target}/{done.name}"])
+
+            with worker.shown(f"copying {part.name}", sum(file.size for file in wanted)) as advance:
+                if wanted:
+                    worker.copy(part.root, target, wanted, self._bounds, done=keep, advance=advance, record=SHA256)
+        else:
+            self._load(part, target, records, note)
+        if part.revision and part.target.startswith(parcel.HUB):
+            kind = "models" if part.what == "model" else "datasets"
+            hub.note_revision(self._out / parcel.HUB, kind, part.name, part.revision)
+
+    def _load(self, part: Part, target: Path, records: dict[str, FileRecord], note: Callable[[str, FileRecord], None]) -> None:
+        """From the network, each file compared with the Hub's own digest of it."""
+        missing = [name for name in part.names if f"{part.target}/{name}" not in records]
+        if missing and part.fetch is not None:
+            part.fetch(target)
+        said = hub.digests(target)
+        names = [name for name in missing if (target / name).is_file()]
+        answers = worker.hash_files([(target / name, SHA256) for name in names], self._bounds)
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, str):
+                raise UserError(Problem(f"cannot be read: {answer}", file=str(target / name)), ExitCode.STORAGE)
+            expected = said.get(name, "")
+            found = answer[1] if len(expected) == 64 else _git_sha1(target / name) if len(expected) == 40 else expected
+            if found != expected:
+                (target / name).unlink()
+                text = f"came from the network as {found[:12]}, the Hub says {expected[:12]}"
+                raise UserError(Problem(text, file=str(target / name), fix="run the same command again"), ExitCode.AGAIN)
+            records[f"{part.target}/{name}"] = FileRecord(answer[0], answer[1])
+            note(f"{part.target}/{name}", records[f"{part.target}/{name}"])
+        hub.tidy(target)
+
+    def _seal(self, parts: Sequence[Part], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
+        """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
+        (self._out / JOURNAL).unlink(missing_ok=True)
+        (self._out / parcel.SUMS).unlink(missing_ok=True)
+        other = [name for name in manifest.list_files(self._out) if name not in records]
+        for name, record in manifest.record_files(self._out, other).items():
+            records[name] = record
+        lines = [f"{record.sha256}  {name}\n" for name, record in sorted(records.items())]
+        manifest.write_durably(self._out / parcel.SUMS, "".join(lines))
+        records[parcel.SUMS] = manifest.hash_file(self._out / parcel.SUMS)
+        own = {part.what: {"name": part.name, "revision": part.revision, "path": part.path} for part in parts[::-1]}
+        words = [word for word in overrides if not word.startswith(f"{parcel.STAGED}=")]
+        data = self._resolved.recipe.data
+        if data.input is not None:
+            own["data"]["revision"] = None
+        asked = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": words}
+        meta = {**asked, "parts": own, "host": os.uname().nodename}
+        manifest.seal(self._out, parcel.KIND, meta, records)
+
+
+def _check_prompts(path: Path) -> None:
+    """The file has the form of IFEval's rows; the rehearsal checks each of them. Raises UserError."""
+    try:
+        rows = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path), key="--ifeval")) from None
+    except ValueError:
+        rows = []
+    columns = ("key", "prompt", "instruction_id_list", "kwargs")
+    if not rows or not all(isinstance(row, dict) and all(column in row for column in columns) for row in rows):
+        fix = f"JSON lines with {', '.join(columns)}, as google/IFEval has them"
+        raise UserError(Problem("holds no rows of IFEval", file=str(path), key="--ifeval", fix=fix))
+
+
+def _one(path: Path) -> SourceFile:
+    """A single file, by name."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path))) from None
+    return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+
+
+def _fits(file: SourceFile | None, record: FileRecord) -> bool:
+    if file is None:
+        return True
+    return file.size == record.size and (file.algorithm != SHA256 or file.digest == record.digest)
+
+
+def _git_sha1(path: Path) -> str:
+    import hashlib
+
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _line(name: str, record: FileRecord) -> str:
+    return json.dumps({"name": name, **record.as_json()}) + "\n"
+
+
+def _note(journal: Any, name: str, record: FileRecord) -> None:
+    journal.write(_line(name, record))
+    journal.flush()

@@ -1,0 +1,65 @@
+"""Which folders the ranks of a run read, and whether a copy of them on the node's own disk is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.resolved import Resolved, expand_home
+from clustertune.launch import visible
+from clustertune.manifest import MANIFEST
+from clustertune.rundir import RunDir
+from clustertune.staging import parcel
+from clustertune.staging.tree import Source
+
+
+def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """The Hub's cache, as huggingface_hub finds it (constants.py of 2.4), without its import of half a second."""
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")  # noqa: PTH118
+    return expand_home(environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub"))  # noqa: PTH118
+
+
+def snapshot(cache: Path, kind: str, name: str, revision: str) -> Path:
+    """Where a cache keeps one commit of a repository. ``kind``: ``models`` or ``datasets``."""
+    return cache / f"{kind}--{name.replace('/', '--')}" / "snapshots" / revision
+
+
+def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
+    """Where the base model lies, whether or not it is there; None where the run makes it and no run is known."""
+    model = resolved.recipe.model
+    if model.weights == "random":
+        return run.local_model(model.name) if run else None
+    if (staged := parcel.staged_folder(resolved)) and (found := parcel.model_folder(staged)):
+        return found
+    if model.path:
+        return Path(model.path)
+    return snapshot(hub_cache(), "models", model.name, model.revision or "main")
+
+
+def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[Source], list[str]]:
+    """What the ranks of a run read, and a note for each thing that is not there yet."""
+    found, notes = [], []
+    recipe = resolved.recipe
+    root = model_folder(resolved, run)
+    made = recipe.model.weights == "random"
+    if root is None or (made and not (root / MANIFEST).is_file()):
+        notes.append(f"{recipe.model.name} is made by the run itself, which has not prepared it yet: clustertune prepare")
+    else:
+        found.append(Source("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))
+    if run is not None and (run.data / MANIFEST).is_file():
+        found.append(Source("data", "data", run.data))
+    else:
+        notes.append(f"no prepared data{f' in {run.path}' if run else ''}: the chain's first stage makes it, and jobs copy it")
+    return found, notes
+
+
+def is_wanted(resolved: Resolved, cluster: Cluster, place: Path, mounts: str) -> bool:
+    """Whether ``place`` is to be copied to the node's disk: ``slurm.staging``, else where it lies on shared storage.
+
+    ``mounts``: the text of ``/proc/self/mountinfo``.
+    """
+    if cluster.storage.staging is None or resolved.recipe.slurm.staging is False:
+        return False
+    return bool(resolved.recipe.slurm.staging) or visible.is_shared(place, cluster, mounts)

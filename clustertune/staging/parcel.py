@@ -1,0 +1,144 @@
+"""One folder with everything that a recipe needs from outside: what lies where in it, and how a run reads from it alone.
+
+``hub/`` is a cache of the Hub (plain files in place of links, as huggingface_hub itself makes where links cannot be):
+``HF_HUB_CACHE`` names it for any program. ``model/``, ``data/`` and ``eval/`` hold what was named by path, ``nltk_data/`` the
+sentence splitter, ``container/`` the image, ``recipes/`` the recipe. ``MANIFEST.json`` is written last; ``SHA256SUMS`` says the
+same to ``sha256sum --check``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.resolved import Resolved, expand_home
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import Manifest, read_manifest
+
+KIND = "parcel"
+HUB, MODEL, DATA, EVAL, NLTK, CONTAINER, RECIPES, SUMS = (
+    *("hub", "model", "data", "eval", "nltk_data", "container", "recipes"),
+    "SHA256SUMS",
+)
+STAGED = "staged"
+"""The recipe key that names a parcel."""
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a parcel. Raises UserError where the folder is none."""
+    try:
+        return read_manifest(folder, KIND)
+    except UserError as error:
+        fix = f"clustertune stage RECIPE --to {folder} makes it"
+        raise UserError([*error.problems, Problem("is no folder of staged inputs", file=str(folder), fix=fix)]) from None
+
+
+def parts(found: Manifest) -> dict[str, Any]:
+    """What a parcel holds: ``model``, ``data``, ``benchmark``, ... with name, revision and path."""
+    held = found.meta.get("parts")
+    return held if isinstance(held, dict) else {}
+
+
+def model_folder(folder: Path) -> Path | None:
+    """The base model in a parcel; None where its recipe makes its own."""
+    return _place(folder, "model")
+
+
+def data_input(resolved: Resolved) -> Path | None:
+    """The file or folder with a recipe's conversations, in its parcel where it has one.
+
+    None where they are a dataset of the Hub, which lies in the cache. A recipe scaled down has conversations of its own,
+    which come with the project.
+    """
+    folder = staged_folder(resolved)
+    if folder is None or bool(read(folder).meta.get("tiny")) != resolved.tiny:
+        return resolved.input_path
+    return _place(folder, "data") or resolved.input_path
+
+
+def prompts(resolved: Resolved) -> Path | None:
+    """The file of prompts that a recipe's parcel was given; None: the benchmark in the cache, or the project's own."""
+    folder = staged_folder(resolved)
+    return _place(folder, "benchmark") if folder else None
+
+
+def _place(folder: Path, what: str) -> Path | None:
+    found = parts(read(folder)).get(what) or {}
+    return folder / found["path"] if found.get("path") else None
+
+
+def staged_folder(resolved: Resolved) -> Path | None:
+    """The parcel that a recipe reads from, as an absolute path."""
+    return expand_home(resolved.recipe.staged).absolute() if resolved.recipe.staged else None
+
+
+def find_problems(resolved: Resolved) -> list[Problem]:
+    """What keeps a recipe from running on the parcel that it names: none there, or one of another model or dataset."""
+    folder = staged_folder(resolved)
+    if folder is None:
+        return []
+    if not expand_home(str(resolved.recipe.staged)).is_absolute():
+        fix = f"staged={folder}"
+        return [Problem("is relative, and jobs run elsewhere", file=str(resolved.recipe.staged), key=STAGED, fix=fix)]
+    try:
+        held = parts(read(folder))
+    except UserError as error:
+        return error.problems
+    problems: list[Problem] = []
+    if resolved.tiny:  # makes its model, and its conversations come with the project
+        return problems
+    for what, own in (("model", _model_of(resolved)), ("data", _data_of(resolved))):
+        have = {key: (held.get(what) or {}).get(key) for key in own}
+        if have != own and own["name"] is not None:
+            text = f"holds {_words(have)}, the recipe asks for {_words(own)}"
+            fix = "stage the recipe again into a new folder, or name its folder: staged=DIR"
+            problems.append(Problem(text, file=str(folder), key=what, fix=fix))
+    return problems
+
+
+def _model_of(resolved: Resolved) -> dict[str, Any]:
+    model = resolved.recipe.model
+    if model.weights == "random":  # made by the run
+        return {"name": None}
+    return {"name": model.name, "revision": model.revision}
+
+
+def _data_of(resolved: Resolved) -> dict[str, Any]:
+    data = resolved.recipe.data
+    return {"name": data.name, "revision": None if data.input else data.revision}
+
+
+def _words(found: dict[str, Any]) -> str:
+    name, revision = found.get("name"), found.get("revision")
+    return f"{name}@{revision[:12]}" if revision else str(name)
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """The environment in which every library finds what it needs in a parcel, and asks nobody else."""
+    return {
+        "HF_HUB_CACHE": str(folder / HUB),
+        "HF_HUB_OFFLINE": "1",
+        "NLTK_DATA": str(folder / NLTK),
+        "WANDB_MODE": "offline",
+    }
+
+
+def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have this process, and all that it starts, read from the recipe's parcel. Call before a library of the Hub is loaded.
+
+    Nothing happens for a recipe without one. Raises UserError where it does not fit the recipe.
+    """
+    folder = staged_folder(resolved)
+    if folder is None:
+        return
+    if problems := find_problems(resolved):
+        raise UserError(problems)
+    ours = variables(folder)
+    if (before := environ.get("NLTK_DATA")) and before != ours["NLTK_DATA"]:
+        places = [ours["NLTK_DATA"], *(place for place in before.split(os.pathsep) if place != ours["NLTK_DATA"])]
+        ours["NLTK_DATA"] = os.pathsep.join(places)
+    if environ.get("WANDB_MODE"):
+        del ours["WANDB_MODE"]
+    environ.update(ours)

@@ -1,0 +1,260 @@
+"""The chain up to its first step from a parcel alone: ``python -m clustertune.staging.rehearsal``, an order as JSON on stdin.
+
+Started by :mod:`clustertune.staging.verify` without a network, and with empty caches of its own. Answers with one JSON object a
+line, for each step what it found or what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+from clustertune.staging import netwatch, parcel
+
+FORWARD_BYTES = 4e9
+"""Weights up to this size are loaded, and take one step; of larger ones only the headers are read."""
+_SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+MADE_PARAMETERS = 200e6
+"""A model that the run makes itself is made up to this size."""
+
+
+class Lacking(Exception):
+    """A step that has nothing to work on, for one before it has failed: that one is told, and once is enough."""
+
+
+class Rehearsal:
+    """The steps, each on what those before it left."""
+
+    def __init__(self, order: Mapping[str, Any], out: TextIO) -> None:
+        self._order, self._out = order, out
+        self._folder, self._scratch = Path(order["folder"]), Path(order["scratch"])
+        self._resolved: Resolved | None = None
+        self._conversation: list[dict[str, Any]] = []
+        self._model: Path | None = None
+        self._tokenizer: Any = None
+
+    @property
+    def resolved(self) -> Resolved:
+        if self._resolved is None:
+            raise Lacking("left out, for want of the recipe")
+        return self._resolved
+
+    def go(self) -> None:
+        """All steps; one that fails is told, and the others go on with what there is."""
+        steps: list[tuple[str, Callable[[], str]]] = [
+            ("recipe", self.recipe),
+            ("libraries", self.libraries),
+            ("data", self.data),
+            ("model", self.model),
+            ("tokenizer", self.tokenizer),
+            ("training", self.training),
+            ("forward", self.forward),
+            ("benchmark", self.benchmark),
+        ]
+        for name, step in steps:
+            os.environ[netwatch.STEP] = name
+            began = time.time()
+            problems: list[dict[str, Any]] = []
+            found = ""
+            try:
+                found = step()
+            except Lacking as error:
+                found = str(error)
+            except UserError as error:
+                problems = [asdict(problem) for problem in error.problems]
+            except Exception as error:  # whatever a library raises is what the run would meet
+                traceback.print_exc()
+                text = (str(error).splitlines() or [""])[0]
+                problems = [asdict(Problem(f"{type(error).__name__}: {text}", file=str(self._folder)))]
+            line = {"step": name, "found": found, "problems": problems, "began": began, "ended": time.time()}
+            self._out.write(json.dumps(line) + "\n")
+            self._out.flush()
+
+    def recipe(self) -> str:
+        """Resolved, and the parcel is its."""
+        from clustertune.config.resolve import resolve
+
+        words = [*self._order["overrides"], f"{parcel.STAGED}={self._folder}"]
+        self._resolved = resolve(self._order["recipe"], words, tiny=self._order["tiny"])
+        parcel.enter(self._resolved)
+        return f"{self._resolved.name}, {self._resolved.world_size} ranks"
+
+    def libraries(self) -> str:
+        """Everything that a rank and the evaluation import."""
+        wanted = ["accelerate.commands.launch", "clustertune.training.session", "lm_eval.evaluator"]
+        trackers = self._resolved.train_args.get("report_to") if self._resolved else None
+        wanted += [name for name in ([trackers] if isinstance(trackers, str) else trackers or []) if find_spec(name)]
+        for name in wanted:
+            import_module(name)
+        return ", ".join(name.split(".")[0] for name in wanted)
+
+    def data(self) -> str:
+        """The conversations, prepared from what lies in the parcel."""
+        from clustertune.data.prepare import prepare
+
+        recipe = self.resolved.recipe
+        out = self._scratch / "data"
+        result = prepare(
+            recipe.data,
+            recipe_folder=Path(self.resolved.folder),
+            seed=int(self.resolved.train_args.get("seed", 42)),
+            out=out,
+            input_path=parcel.data_input(self.resolved),
+        )
+        with (out / "train.jsonl").open(encoding="utf-8") as lines:
+            self._conversation = json.loads(next(lines))["messages"]
+        return ", ".join(f"{split}: {result[split]['conversations']} conversations" for split in ("train", "eval"))
+
+    def model(self) -> str:
+        """Configuration and the header of every shard; a model that the run makes is made."""
+        from transformers import AutoConfig
+
+        if self.resolved.recipe.model.weights == "random":
+            return self._make_model()
+        folder = parcel.model_folder(self._folder)
+        if folder is None:
+            raise UserError(Problem("holds no model", file=str(self._folder), fix="stage the recipe again"))
+        from clustertune.ifeval.model import check_weights, raise_if
+
+        self._model = folder
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        raise_if([*check_weights(folder), *self._differences(config.to_dict(), folder / "config.json")])
+        if self.resolved.recipe.lora is None:
+            return f"{config.model_type}, weights are whole"
+        from clustertune.merge.base import read_base
+
+        base = read_base(folder)
+        return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
+
+    def _differences(self, config: Mapping[str, Any], place: Path) -> list[Problem]:
+        """Where the model is another than the recipe says: its adapter would be refused after the training."""
+        fix = "name the model that the recipe's model.json describes, or correct that file"
+        return [
+            Problem(f"{config[key]}, the recipe's model.json says {wanted}", file=str(place), key=key, fix=fix)
+            for key, wanted in self.resolved.architecture.items()
+            if key in _SIZES and key in config and config[key] != wanted
+        ]
+
+    def _make_model(self) -> str:
+        from clustertune.config.parameters import parameter_count
+        from clustertune.data.local_model import conversation_texts, make_local_model
+
+        count = parameter_count(self.resolved.architecture)
+        if count is None or count > MADE_PARAMETERS:
+            return "the run makes it itself; too large to make here"
+        name = self.resolved.recipe.model.name.rsplit("/", 1)[-1]
+        texts = conversation_texts(self._scratch / "data")
+        seed = int(self.resolved.train_args.get("seed", 42))
+        self._model = make_local_model(self.resolved.architecture, texts, self._scratch / "model" / name, seed)
+        return f"made here, {count:,} parameters"
+
+    def tokenizer(self) -> str:
+        """Loaded, and the chat template renders a conversation of the data."""
+        if self._model is None:
+            raise Lacking("left out, for want of the model")
+        from clustertune.training.tokens import load_tokenizer
+
+        pad = self.resolved.train_args.get("pad_token")
+        self._tokenizer = load_tokenizer(str(self._model), None, self.resolved.chat_template, pad)
+        if not self._conversation:
+            return "loaded"
+        ids = self._tokenizer.apply_chat_template(self._conversation, tokenize=True, return_dict=True)["input_ids"]
+        return f"a conversation of {len(self._conversation)} messages is {len(ids)} tokens"
+
+    def training(self) -> str:
+        """The trainer's arguments and the rows that it reads."""
+        from peft import LoraConfig
+        from trl import SFTConfig
+
+        from clustertune.training import build
+
+        build.check_packages(self.resolved.train_args)
+        fitted = build.fit_to_device(self.resolved.train_args, cuda=False).values
+        values = {key: value for key, value in fitted.items() if key != "pad_token"}
+        SFTConfig(output_dir=str(self._scratch / "run"), **values)
+        if self.resolved.recipe.lora is not None:
+            LoraConfig(**self.resolved.recipe.lora)
+        train, held_out = build.load_conversations(self._scratch / "data")
+        return f"{len(train)} and {len(held_out or [])} rows"
+
+    def forward(self) -> str:
+        """One step of a model that is small enough."""
+        if self._model is None or self._tokenizer is None:
+            return "no model here"
+        size = sum(path.stat().st_size for path in self._model.glob("*.safetensors"))
+        if not 0 < size <= FORWARD_BYTES:
+            return f"left out: {size / 1e9:.1f} GB of weights"
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(str(self._model), trust_remote_code=False)
+        ids = self._tokenizer("A batch job asks for nodes.", return_tensors="pt")["input_ids"][:, :32]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        if not bool(torch.isfinite(logits).all()):
+            raise UserError(Problem("its logits are not finite", file=str(self._model), fix="copy the model again"))
+        return f"{tuple(logits.shape)} logits, finite"
+
+    def benchmark(self) -> str:
+        """lm-eval's task on the prompts that the chain will score, with the sentence splitter."""
+        from clustertune.ifeval import punkt, quiet
+        from clustertune.ifeval import task as tasks
+
+        task = tasks.read_task_file()
+        published = self.resolved.recipe.model.weights == "hub"
+        given = parcel.prompts(self.resolved)
+        source = tasks.choose_source(task, given, benchmark=published)
+        own = given is None and source.name != task.hub.name
+        lacks = f" (the folder has no {task.hub.name})" if published and own else ""
+        corpus = [(tasks.FOLDER / "punkt.txt").read_text(encoding="utf-8")]
+        splitter = punkt.prepare(corpus, self._scratch / "nltk")
+        with punkt.installed(splitter.path), quiet.quiet():
+            count = self._read_task(task, source)
+        if splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(self._folder):
+            fix = "stage the recipe where NLTK_DATA names the data"
+            raise UserError(Problem(f"the sentence splitter came from {splitter.path}, not from the folder", fix=fix))
+        return f"{count} prompts of {source.name}, sentence splitter: {splitter.source}{lacks}"
+
+    def _read_task(self, task: Any, source: Any) -> int:
+        from lm_eval.tasks import TaskManager
+
+        from clustertune.ifeval import task as tasks
+        from clustertune.ifeval.prompts import find_difference, read_prompts
+        from clustertune.manifest import write_durably
+
+        checked = read_prompts(source.file)
+        place = self._scratch / "prompts.jsonl"
+        write_durably(place, checked.to_jsonl())
+        file = self._scratch / "task" / f"{task.task}.yaml"
+        tasks.write_task(task, self.resolved.recipe.eval.ifeval, place, file)
+        loaded = TaskManager(include_path=str(file.parent), include_defaults=False).load([task.task])
+        documents = list(itertools.chain.from_iterable(found.eval_docs for found in loaded["tasks"].values()))
+        if difference := find_difference(checked, documents):
+            raise UserError(difference)
+        return len(documents)
+
+
+def main() -> int:
+    """Read the order, rehearse; whatever libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        Rehearsal(json.loads(sys.stdin.readline()), out).go()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""The staging folder of a node: one tree for each model or dataset, who uses it, and what makes room for the next.
+
+``PATH/clustertune-UID/KEY/`` holds ``MANIFEST.json`` (written last) and the tree in a folder that has the source's name. Beside
+it lies ``KEY.lock``: whoever fills or removes the tree holds it alone, whoever reads from it shares it. The kernel frees a
+lock with its process, so that a killed job uses nothing; the file's time says when the tree was used last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Staging
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import MANIFEST, fsync_path, read_manifest, write_durably
+from clustertune.staging.worker import amount
+
+KIND = "staged"
+PLANNED = ".planned.tmp"
+"""Bytes that a tree will take, while it is filled: room that is promised is not given twice."""
+JOURNAL = ".whole.tmp"
+"""The files that are whole, one JSON line each, while the tree is filled."""
+SPARE = 64 << 20
+"""Bytes of the disk that are left free."""
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What lies on the shelf under one key."""
+
+    key: str
+    bytes: int
+    used: float
+    """Unix time."""
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A user's part of the staging folder."""
+
+    root: Path
+    limit: int
+    """Bytes that may lie here."""
+
+    def folder(self, key: str) -> Path:
+        return self.root / key
+
+    def lock_file(self, key: str) -> Path:
+        return self.root / f"{key}.lock"
+
+    def trees(self) -> list[Tree]:
+        """All trees, the one that was used longest ago first."""
+        found = []
+        for path in self.root.iterdir():
+            if not path.is_dir() or path.is_symlink():
+                continue
+            try:
+                used = self.lock_file(path.name).stat().st_mtime
+            except OSError:
+                used = 0.0
+            found.append(Tree(path.name, tree_bytes(path), used, (path / MANIFEST).exists()))
+        return sorted(found, key=lambda tree: tree.used)
+
+    def shared(self, key: str, *, wait: Callable[[str], None]) -> Lock:
+        """Share a tree with all who read from it. ``wait``: told once whom it waits for, who fills or removes it."""
+        lock = _take(self.lock_file(key), fcntl.LOCK_SH, wait)
+        assert lock is not None
+        return lock
+
+    @contextlib.contextmanager
+    def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[Lock | None]:
+        """Hold a tree alone. ``wait``: told once whom it waits for; None: gives None at once where somebody has it."""
+        lock = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
+        try:
+            yield lock
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[Tree]:
+        """Promise ``size`` bytes to a tree; what was used longest ago goes. Returns what went.
+
+        Call with the tree's own lock held. Raises UserError: more than the limit, or no room (exit 73).
+        """
+        if size > self.limit:
+            text = f"{amount(size)} do not fit into the {amount(self.limit)} that may be kept there"
+            fix = "raise storage.staging.gb in the cluster file, or slurm.staging=false reads from the shared storage"
+            raise UserError(Problem(text, file=str(self.root), fix=fix), ExitCode.STORAGE)
+        removed: list[Tree] = []
+        with _held_shortly(self.root / ".lock"):
+            others = [tree for tree in self.trees() if tree.key != key]
+            there = tree_content(self.folder(key))
+            kept = sum(tree.bytes for tree in others)
+            # What others are still filling is promised on the disk too.
+            promised = sum(max(0, tree.bytes - tree_content(self.folder(tree.key))) for tree in others if not tree.whole)
+
+            def lacking() -> int:
+                disk = size - there + promised + SPARE - shutil.disk_usage(self.root).free
+                return max(kept + size - self.limit, disk)
+
+            for tree in others:
+                if (lack := lacking()) <= 0:
+                    break
+                if self.remove(tree.key, tree, say, f"to make room for {amount(lack)}"):
+                    removed.append(tree)
+                    kept -= tree.bytes
+            if (lack := lacking()) > 0:
+                raise self._no_room(size, lack, len(others) - len(removed))
+            write_durably(self.folder(key) / PLANNED, str(size))
+        return removed
+
+    def _no_room(self, size: int, lack: int, in_use: int) -> UserError:
+        text = f"no room for {amount(size)}: {amount(lack)} are lacking"
+        text += f", and {in_use} trees there are in use" if in_use else ""
+        fix = "free space there, or slurm.staging=false reads from the shared storage"
+        return UserError(Problem(text, file=str(self.root), fix=fix), ExitCode.STORAGE)
+
+    def remove(self, key: str, tree: Tree, say: Callable[[str], None], why: str) -> bool:
+        """Remove a tree that nobody uses; False where somebody does. The manifest goes first: half a tree is never whole."""
+        with self.alone(key, wait=None) as lock:
+            if lock is None:
+                return False
+            say(f"removes {self.folder(key)} ({amount(tree.bytes)}, used {ago(tree.used)}) {why}")
+            discard(self.folder(key))
+            self.lock_file(key).unlink(missing_ok=True)
+        return True
+
+
+@dataclass
+class Lock:
+    """An open lock of a tree."""
+
+    path: Path
+    fd: int
+
+    def touch(self) -> None:
+        """The tree was used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+def open_shelf(staging: Staging) -> Shelf:
+    """This user's shelf on this node, made where it is missing.
+
+    ``storage.staging.path`` itself is made only where its parent is there: on a node whose disk is not mounted it would fill
+    the system's. Raises UserError.
+    """
+    path = Path(staging.path)
+    root = path / f"clustertune-{os.getuid()}"
+    try:
+        path.mkdir(exist_ok=True, mode=0o755)
+        root.mkdir(exist_ok=True, mode=0o700)
+        found = root.lstat()
+    except FileNotFoundError:
+        host = os.uname().nodename
+        fix = "mount the node's disk, or correct storage.staging.path in the cluster file"
+        raise UserError(Problem(f"{host} has no such folder", file=str(path), fix=fix), ExitCode.STORAGE) from None
+    except OSError as error:
+        raise storage_error(error, "cannot be used for staging", path) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        message = "belongs to somebody else, or others can write to it: ranks would load what they put there"
+        raise UserError(Problem(message, file=str(root), fix="remove it, or set another storage.staging.path"))
+    return Shelf(root, int(staging.gb * 1e9))
+
+
+def discard(folder: Path) -> None:
+    """Remove a tree, its manifest first. Raises OSError."""
+    if not folder.exists():
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    fsync_path(folder)
+    shutil.rmtree(folder)
+
+
+def tree_bytes(folder: Path) -> int:
+    """What a tree takes, or was promised while it is filled."""
+    try:
+        return sum(record.size for record in read_manifest(folder, KIND).files.values())
+    except UserError:
+        pass
+    planned = 0
+    with contextlib.suppress(OSError, ValueError):
+        planned = int((folder / PLANNED).read_text())
+    return max(planned, tree_content(folder))
+
+
+def tree_content(folder: Path) -> int:
+    """Bytes that lie in a folder."""
+    total = 0
+    for root, _dirs, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - thousands of files
+    return total
+
+
+def ago(used: float) -> str:
+    """``3 days ago``."""
+    seconds = max(0.0, time.time() - used)
+    for size, word in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {word} ago" if used else "never"
+    return "just now"
+
+
+def _take(path: Path, kind: int, wait: Callable[[str], None] | None) -> Lock | None:
+    """Lock a file that is made where it is absent. Raises OSError."""
+    told = False
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            if wait is None:
+                return None
+            if not told:
+                wait(holder)
+                told = True
+            time.sleep(POLL_SECONDS)
+            continue
+        except BaseException:
+            os.close(fd)
+            raise
+        if _is_at(path, fd):
+            if kind == fcntl.LOCK_EX:
+                before = os.fstat(fd)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
+                os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # to look is not to use
+            return Lock(path, fd)
+        os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _held_shortly(path: Path) -> Iterator[None]:
+    """One at a time counts and promises room; nobody holds this longer than a removal takes."""
+    lock = _take(path, fcntl.LOCK_EX, lambda _holder: None)
+    assert lock is not None
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def read_journal(folder: Path) -> list[dict[str, object]]:
+    """The files that were whole when a killed process left the tree; a torn last line is none."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (folder / JOURNAL).read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found

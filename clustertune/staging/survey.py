@@ -1,0 +1,141 @@
+"""What a folder to be copied holds, which of its files are needed, and what is known of their content. Touches the storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import MANIFEST, SHA256, read_manifest
+
+GIT_SHA1 = "git_sha1"
+"""The name that git, and with it the Hub, gives a small file: SHA-1 over ``blob SIZE\\0`` and the content."""
+INDEX = ".index.json"
+_OTHER_WEIGHTS = re.compile(
+    r".*\.(pth|pt|gguf|ggml|onnx|onnx_data|msgpack|h5|ot|tflite|mlmodel|nemo|bin|safetensors|ckpt)(\.index\.json)?"
+)
+_SHARDS = ("model.safetensors", "pytorch_model.bin")
+"""What transformers loads, the first that is there; each alone or as shards that ``NAME.index.json`` lists."""
+_BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file as it was found."""
+
+    name: str
+    """Below the folder, with ``/``."""
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    digest: str | None = None
+    """What its content must hash to, where the folder says so: its manifest, or the Hub's cache, which names blobs so."""
+    algorithm: str | None = None
+    """``sha256``, ``xxh3_128`` or ``git_sha1``."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; ``SourceFile(**values)`` gives an equal one back."""
+        return asdict(self)
+
+
+def survey(root: Path, what: str) -> list[SourceFile]:
+    """The files of ``root`` that a run needs, sorted by name.
+
+    ``what``: ``model`` leaves out weights that transformers would not load (other formats, the publisher's own); anything
+    else is taken whole. Raises UserError where the folder is none, lacks a shard, or contradicts its own manifest, OSError.
+    """
+    if not root.is_dir():
+        problem = "is a file, not a folder" if root.exists() else "no such folder"
+        raise UserError(Problem(problem, file=str(root), fix="is the storage mounted, and the name right?"))
+    found = dict(_walk(root))
+    names = choose(found, _read_index(found)) if what == "model" else sorted(found)
+    known = _known_digests(root, found)
+    files, problems = [], []
+    for name in names:
+        path = found[name]
+        state = path.stat()
+        size, digest, algorithm = known.get(name) or (state.st_size, *_blob_digest(path))
+        if size != state.st_size:
+            problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {size}", file=str(path)))
+        files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
+    problems += [Problem("missing", file=str(root / name)) for name in known if name not in found]
+    if problems:
+        fix = "copy or make it again"
+        raise UserError([*problems, Problem("is not whole", file=str(root), fix=fix)])
+    if not files:
+        raise UserError(Problem("holds no file", file=str(root), fix="is the storage mounted, and the name right?"))
+    return files
+
+
+def _walk(root: Path) -> Iterable[tuple[str, Path]]:
+    """All files, links to files followed, without hidden folders (.git, .cache of a download) and unfinished downloads."""
+    for folder, dirs, names in os.walk(root):
+        dirs[:] = sorted(name for name in dirs if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name.endswith((".incomplete", ".lock", ".tmp")) or not path.is_file():
+                if path.is_symlink() and not path.exists():
+                    fix = "the cache is damaged: load the model again"
+                    raise UserError(Problem("a link to a file that is not there", file=str(path), fix=fix))
+                continue
+            yield path.relative_to(root).as_posix(), path
+
+
+def choose(names: Iterable[str], indices: Mapping[str, Sequence[str]]) -> list[str]:
+    """The files of a model that transformers and the tokenizer read, sorted.
+
+    ``indices``: for each ``NAME.index.json`` the shards that it lists. Weights in other formats stay behind: beside Llama's
+    safetensors lie the publisher's own, as large again. Raises UserError where a listed shard is missing.
+    """
+    there = set(names)
+    kept = {name for name in there if "/" not in name and not _OTHER_WEIGHTS.fullmatch(name)}
+    for stem in _SHARDS:
+        index = stem + INDEX
+        if index in there:
+            if missing := sorted(set(indices[index]) - there):
+                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+                text = f"lacks {', '.join(missing[:3])}{more}"
+                raise UserError(Problem(text, file=index, fix="load or copy the model again"))
+            return sorted(kept | {index} | set(indices[index]))
+        if stem in there:
+            return sorted(kept | {stem})
+    if any(_OTHER_WEIGHTS.fullmatch(name) for name in there):  # weights under a name of their own: nothing is left out
+        return sorted(there)
+    return sorted(kept)
+
+
+def _read_index(found: Mapping[str, Path]) -> dict[str, list[str]]:
+    indices = {}
+    for stem in _SHARDS:
+        if (path := found.get(stem + INDEX)) is None:
+            continue
+        try:
+            shards = json.loads(path.read_bytes())["weight_map"].values()
+            indices[stem + INDEX] = sorted({str(shard) for shard in shards})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fix = "load or copy the model again"
+            raise UserError(Problem(f"no index of weights: {error!r}", file=str(path), fix=fix)) from None
+    return indices
+
+
+def _known_digests(root: Path, found: Mapping[str, Path]) -> dict[str, tuple[int, str, str]]:
+    """Size, digest and its kind by name, where the folder was made by this project."""
+    if MANIFEST not in found:
+        return {}
+    records = read_manifest(root).files
+    return {name: (record.size, record.digest, record.algorithm) for name, record in records.items()}
+
+
+def _blob_digest(path: Path) -> tuple[str | None, str | None]:
+    """The Hub's cache keeps each content once, under its digest, and links to it."""
+    if not path.is_symlink():
+        return None, None
+    target = path.readlink()
+    if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
+        return None, None
+    return target.name, SHA256 if len(target.name) == 64 else GIT_SHA1

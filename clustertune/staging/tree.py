@@ -1,0 +1,274 @@
+"""One tree on the shelf: known by what the source holds, filled, verified, and leased for as long as somebody reads from it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+from clustertune.console import say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import FileRecord
+from clustertune.staging import shelf, worker
+from clustertune.staging.copying import Done, signs
+from clustertune.staging.shelf import JOURNAL, KIND, PLANNED, Lock, Shelf
+from clustertune.staging.survey import SourceFile
+from clustertune.staging.worker import Bounds
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that a recipe needs."""
+
+    what: str
+    """``model`` or ``data``."""
+    name: str
+    """The folder's name in the copy: a model's is what the adapter will say of its base."""
+    root: Path
+    """The folder on the shared storage."""
+    revision: str | None = None
+
+
+@dataclass
+class Staged:
+    """A tree that is whole, and leased until :meth:`release`."""
+
+    source: Source
+    path: Path
+    """The folder to read from."""
+    bytes: int
+    files: int
+    copied: int
+    """Bytes that were copied now; 0 where the tree was there."""
+    seconds: float
+    """What copying and verifying took."""
+    removed: list[str] = field(default_factory=list)
+    lease: Lock | None = None
+
+    def release(self) -> None:
+        """Let the tree be removed again."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json`` and a run's records."""
+        return {
+            "what": self.source.what,
+            "name": self.source.name,
+            "revision": self.source.revision,
+            "from": str(self.source.root),
+            "path": str(self.path),
+            "bytes": self.bytes,
+            "files": self.files,
+            "copied": self.copied,
+            "reused": self.copied == 0,
+            "seconds": round(self.seconds, 3),
+            "gb_s": round(self.copied / max(self.seconds, 1e-9) / 1e9, 3) if self.copied else None,
+            "removed": self.removed,
+        }
+
+
+def key_of(source: Source, files: Sequence[SourceFile]) -> str:
+    """A tree's name: another one for another content. A file without a known digest counts with its time."""
+    body = [[file.name, file.size, file.digest or [str(source.root.absolute()), file.mtime_ns]] for file in files]
+    digest = hashlib.sha256(json.dumps([source.what, source.name, body]).encode()).hexdigest()[:16]
+    return f"{source.what}-{re.sub(r'[^A-Za-z0-9._-]+', '-', source.name)[:60].strip('.-') or 'tree'}-{digest}"
+
+
+class Stager:
+    """Brings trees onto a shelf."""
+
+    def __init__(self, on: Shelf, bounds: Bounds, *, deep: bool = True, tell: Callable[[str], None] = say) -> None:
+        """``deep``: hash a tree that is there, byte for byte; else look only whether it was written to since."""
+        self._shelf, self._bounds, self._deep, self._tell = on, bounds, deep, tell
+
+    def plan(self, source: Source) -> dict[str, Any]:
+        """What :meth:`stage` would do. Raises UserError."""
+        files = worker.survey(source.root, source.what, self._bounds)
+        key = key_of(source, files)
+        size = sum(file.size for file in files)
+        there = (self._shelf.folder(key) / manifest.MANIFEST).exists()
+        target = self._shelf.folder(key) / source.name
+        return {
+            **{"what": source.what, "name": source.name, "from": str(source.root), "path": str(target)},
+            **{"bytes": size, "files": len(files), "there": there},
+        }
+
+    def stage(self, source: Source) -> Staged:
+        """The tree of ``source``: as it is there, or copied now. Waits where another process is copying it.
+
+        Raises UserError: the source is not whole, changes, or hangs; no room, or the disk is full (exit 73). Nothing that
+        is not whole counts as whole, and what is whole of an interrupted copy is kept for the next try.
+        """
+        began = time.perf_counter()
+        files = worker.survey(source.root, source.what, self._bounds)
+        key, size = key_of(source, files), sum(file.size for file in files)
+        folder = self._shelf.folder(key)
+        copied, removed, deep = 0, list[str](), self._deep
+        try:
+            while True:
+                lease = self._shelf.shared(key, wait=lambda holder: self._waits(holder, folder))
+                wrong = self._find_wrong(folder, source, files, deep=deep)
+                if wrong == []:
+                    lease.touch()
+                    seconds = time.perf_counter() - began
+                    return Staged(source, folder / source.name, size, len(files), copied, seconds, removed, lease)
+                lease.close()
+                with self._alone(key, folder, damaged=bool(wrong)):
+                    if wrong or self._find_wrong(folder, source, files, deep=False) != []:
+                        self._spoil(folder, wrong or [])
+                        removed += self._make_room(key, size)
+                        copied += self._fill(folder, source, files)
+                        deep = False  # what was just hashed on its way is not hashed again
+        except OSError as error:
+            raise storage_error(error, "cannot hold the copy", error.filename or folder) from error
+
+    @contextlib.contextmanager
+    def _alone(self, key: str, folder: Path, *, damaged: bool) -> Iterator[Lock]:
+        """Hold the tree alone, to fill or mend it. Raises UserError where a job reads from what has to be mended."""
+        wait = None if damaged else lambda holder: self._waits(holder, folder)
+        with self._shelf.alone(key, wait=wait) as lock:
+            if lock is None:
+                fix = "the shared storage is read until that job has ended"
+                raise UserError(Problem("is damaged, and another job reads from it", file=str(folder), fix=fix))
+            yield lock
+
+    def _waits(self, holder: str, folder: Path) -> None:
+        self._tell(f"waits for {holder}, which uses or fills {folder}")
+
+    def _make_room(self, key: str, size: int) -> list[str]:
+        self._shelf.folder(key).mkdir(mode=0o700, exist_ok=True)
+        return [str(self._shelf.folder(tree.key)) for tree in self._shelf.make_room(key, size, self._tell)]
+
+    def _find_wrong(self, folder: Path, source: Source, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
+        """The files of a tree that are not as they were sealed; None where there is no tree. Changes nothing."""
+        if not (folder / manifest.MANIFEST).exists():
+            return None
+        try:
+            found = manifest.read_manifest(folder, KIND)
+        except UserError as error:
+            self._tell(f"warning: {error.problems[0]}")
+            return [manifest.MANIFEST]
+        kept = found.meta.get("signs", {})
+        records = {f"{source.name}/{file.name}" for file in files}
+        # What is none of the copy's: transformers would read some files by their names. Hidden folders are the libraries' own
+        # (datasets keeps its tables in .cache beside the data).
+        there = {name for name in manifest.list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
+        wrong = sorted(there ^ records)
+        states = {name: _signs(folder / name) for name in sorted(records & found.files.keys())}
+        suspects = [name for name, state in states.items() if state and (deep or list(state) != kept.get(name))]
+        wrong += self._differing(folder, {name: found.files[name] for name in suspects})
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            self._tell(f"warning: {folder}: damaged, missing or foreign: {shown}")
+        return wrong
+
+    def _spoil(self, folder: Path, wrong: Sequence[str]) -> None:
+        """Take the seal off a tree, and keep what is whole of it."""
+        if not (folder / manifest.MANIFEST).exists():
+            return
+        with contextlib.suppress(UserError):
+            files = manifest.read_manifest(folder, KIND).files
+            lines = [_journal_line(name, record) for name, record in sorted(files.items()) if name not in wrong]
+            manifest.write_durably(folder / JOURNAL, "".join(lines))
+        (folder / manifest.MANIFEST).unlink()
+
+    def _differing(self, folder: Path, records: Mapping[str, FileRecord]) -> list[str]:
+        """The files whose content is not what was recorded."""
+        total = sum(record.size for record in records.values())
+        with worker.shown("verifying", total) as advance:
+            paths = [(folder / name, record.algorithm) for name, record in records.items()]
+            answers = worker.hash_files(paths, self._bounds, advance)
+        pairs = zip(records.items(), answers, strict=True)
+        return [name for (name, record), answer in pairs if answer != (record.size, record.digest)]
+
+    def _fill(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> int:
+        """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
+        whole = self._kept_from_before(folder, source, files)
+        wanted = [file for file in files if f"{source.name}/{file.name}" not in whole]
+        size = sum(file.size for file in wanted)
+        if whole:
+            self._tell(f"{len(whole)} files of an earlier copy are whole and kept")
+        self._tell(f"copies {source.name}: {len(wanted)} files, {worker.amount(size)}, {source.root} -> {folder / source.name}")
+        try:
+            with (folder / JOURNAL).open("a") as journal, worker.shown(f"copying {source.name}", size) as advance:
+
+                def keep(done: Done) -> None:
+                    name = f"{source.name}/{done.name}"
+                    whole[name] = FileRecord(done.size, done.digest, done.algorithm)
+                    journal.write(_journal_line(name, whole[name]))
+                    journal.flush()
+
+                worker.copy(source.root, folder / source.name, wanted, self._bounds, done=keep, advance=advance)
+            self._check_source(source, files)
+            self._seal(folder, source, whole)
+        except (UserError, OSError) as error:
+            self._leave(folder, error)
+            raise
+        return size
+
+    def _check_source(self, source: Source, files: Sequence[SourceFile]) -> None:
+        """The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile."""
+        if worker.survey(source.root, source.what, self._bounds) != list(files):
+            fix = "run the same command again when nobody writes there any more"
+            raise UserError(Problem("changed while it was copied", file=str(source.root), fix=fix), ExitCode.AGAIN)
+
+    def _leave(self, folder: Path, error: UserError | OSError) -> None:
+        """What stays of a copy that failed: its whole files, unless the disk is full, which harms all who use the node."""
+        words = str(error)
+        if any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT)):
+            with contextlib.suppress(OSError):
+                shelf.discard(folder)
+
+    def _kept_from_before(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> dict[str, FileRecord]:
+        """The files that a killed copy has left whole: each is hashed again, and all others are removed."""
+        records: dict[str, FileRecord] = {}
+        expected = {f"{source.name}/{file.name}": file for file in files}
+        for line in shelf.read_journal(folder):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                name, record = str(line["name"]), manifest.parse_record(line)
+                file = expected.get(name)
+                if file is None or file.size != record.size:
+                    continue
+                if file.algorithm != record.algorithm or file.digest == record.digest:
+                    records[name] = record
+        there = {name: record for name, record in records.items() if (folder / name).is_file()}
+        wrong = set(self._differing(folder, there))
+        kept = {name: record for name, record in there.items() if name not in wrong}
+        for name in manifest.list_files(folder):
+            if name not in kept:
+                (folder / name).unlink()
+        manifest.write_durably(folder / JOURNAL, "".join(_journal_line(*item) for item in sorted(kept.items())))
+        return kept
+
+    def _seal(self, folder: Path, source: Source, whole: Mapping[str, FileRecord]) -> None:
+        meta = {
+            "source": str(source.root),
+            "revision": source.revision,
+            "host": os.uname().nodename,
+            "signs": {name: list(signs(folder / name)) for name in whole},
+        }
+        for name in (JOURNAL, PLANNED):
+            (folder / name).unlink(missing_ok=True)
+        manifest.seal(folder, KIND, meta, whole)
+
+
+def _signs(path: Path) -> tuple[int, int, int] | None:
+    try:
+        return signs(path)
+    except OSError:
+        return None
+
+
+def _journal_line(name: str, record: FileRecord) -> str:
+    return json.dumps({"name": name, **record.as_json()}) + "\n"

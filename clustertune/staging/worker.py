@@ -1,0 +1,185 @@
+"""Orders to :mod:`clustertune.staging.copier`, each with a bound: a storage that answers no more is given up, with words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune import console
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.manifest import XXH3_128
+from clustertune.staging.copying import WORKERS, Done
+from clustertune.staging.survey import SourceFile
+
+STALL_SECONDS = 120.0
+"""How long nothing may move: longer than the fail-over of a file server, shorter than what holds up a job unnoticed."""
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Stalled(UserError):
+    """No byte came for the whole bound."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How an order is carried out."""
+
+    workers: int = WORKERS
+    stall: float = STALL_SECONDS
+
+
+def amount(size: float) -> str:
+    """``3.2 MB``."""
+    for unit, word in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {word}"
+    return f"{size:.0f} bytes"
+
+
+def locate(root: Path, bounds: Bounds) -> Path:
+    """Where a folder really lies, links followed. Raises UserError."""
+    return Path(_order({"do": "locate", "root": str(root)}, root, bounds))
+
+
+def survey(root: Path, what: str, bounds: Bounds) -> list[SourceFile]:
+    """:func:`clustertune.staging.survey.survey` within bounds. Raises UserError."""
+    answer = _order({"do": "survey", "root": str(root), "what": what}, root, bounds)
+    return [SourceFile(**values) for values in answer]
+
+
+def copy(
+    root: Path,
+    out: Path,
+    files: Sequence[SourceFile],
+    bounds: Bounds,
+    *,
+    done: Callable[[Done], None],
+    advance: Callable[[int], None],
+    record: str = XXH3_128,
+) -> None:
+    """Copy files; ``done`` is called for each that is whole, ``advance`` with the bytes so far. Raises UserError.
+
+    ``record``: the kind of digest that a copy is recorded by.
+    """
+    order = {
+        "do": "copy",
+        "root": str(root),
+        "out": str(out),
+        "files": [file.as_json() for file in files],
+        "workers": bounds.workers,
+        "record": record,
+    }
+    _order(order, root, bounds, done, advance, target=out)
+
+
+def hash_files(
+    paths: Sequence[tuple[Path, str]], bounds: Bounds, advance: Callable[[int], None] = lambda _: None
+) -> list[tuple[int, str] | str]:
+    """Size and digest of each file, or why it cannot be read. Raises UserError where the storage hangs."""
+    if not paths:
+        return []
+    words = [(str(path), algorithm) for path, algorithm in paths]
+    order = {"do": "hash", "paths": words, "workers": bounds.workers}
+    answer = _order(order, paths[0][0].parent, bounds, None, advance)
+    return [item if isinstance(item, str) else (int(item[0]), str(item[1])) for item in answer]
+
+
+def _order(
+    order: Mapping[str, Any],
+    place: Path,
+    bounds: Bounds,
+    done: Callable[[Done], None] | None = None,
+    advance: Callable[[int], None] | None = None,
+    target: Path | None = None,
+) -> Any:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "clustertune.staging.copier"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": _with_package(os.environ.get("PYTHONPATH"))},
+    )
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(order).encode() + b"\n")
+            child.stdin.close()
+        for line in _lines(child, bounds.stall, place):
+            if "bytes" in line and advance:
+                advance(line["bytes"])
+            elif "file" in line and done:
+                done(Done(**{**line["file"], "signs": tuple(line["file"]["signs"])}))
+            elif "error" in line:
+                raise _user_error(line["error"])
+            elif "os_error" in line:
+                raise _storage(line["os_error"], place, target)
+            elif "answer" in line:
+                return line["answer"]
+        text = f"the copying process ended (exit code {child.wait()})"
+        raise UserError(Problem(text, file=str(place), fix="run the same command again: it goes on"), ExitCode.AGAIN)
+    finally:
+        child.kill()
+        # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(2)
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def _with_package(given: str | None) -> str:
+    here = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([here, given]) if given else here
+
+
+def _lines(child: subprocess.Popen[bytes], stall: float, place: Path) -> Iterator[dict[str, Any]]:
+    """The child's lines as they come. Raises Stalled where none comes for ``stall`` seconds."""
+    assert child.stdout is not None
+    waiting, fd = b"", child.stdout.fileno()
+    while True:
+        if not select.select([fd], [], [], stall)[0]:
+            fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
+            raise Stalled(Problem(f"nothing was read or written for {stall:g} s", file=str(place), fix=fix), ExitCode.STORAGE)
+        chunk = os.read(fd, 1 << 16)
+        if not chunk:
+            return
+        *whole, waiting = (waiting + chunk).split(b"\n")
+        for line in whole:
+            yield json.loads(line)
+
+
+def _user_error(body: Mapping[str, Any]) -> UserError:
+    return UserError([Problem(**problem) for problem in body["problems"]], ExitCode(body["exit_code"]))
+
+
+def _storage(body: Mapping[str, Any], place: Path, target: Path | None) -> UserError:
+    number = body["errno"]
+    path = body["path"] or str(place)
+    doing = "cannot be written" if target is not None and Path(path).is_relative_to(target) else "cannot be read"
+    return storage_error(OSError(number, body["text"]), doing, path)
+
+
+@contextlib.contextmanager
+def shown(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that shows the bytes done so far: a bar on a terminal, elsewhere a line every half minute."""
+    with console.byte_progress() as bar:
+        task = bar.add_task(what, total=total)
+        began = last = time.monotonic()
+
+        def advance(done: int) -> None:
+            nonlocal last
+            bar.update(task, completed=done)
+            now = time.monotonic()
+            if not console.stderr.is_terminal and now - last > SECONDS_BETWEEN_LINES:
+                last = now
+                rate = done / max(now - began, 1e-9) / 1e9
+                console.say(f"{what}: {amount(done)} of {amount(total)}, {rate:.2f} GB/s")
+
+        yield advance

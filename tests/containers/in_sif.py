@@ -1,0 +1,31 @@
+"""A cluster file for the throw-away Slurm whose ranks run in a SIF, and jobs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertune.cluster.cluster import Cluster
+from tests.slurm_job import RECIPE, SETTINGS, Job
+
+
+def cluster_file(folder: Path, slurm: Cluster, *, image: Path, program: str, options: Sequence[str], extra: str = "") -> Path:
+    """``insif.yaml``: the nodes as they are, and the container."""
+    hosts = "".join(
+        f"  - {{name: {name}, address: {name}, roles: [compute{', slurmctld, login' if index == 0 else ''}]}}\n"
+        for index, name in enumerate(slurm.names)
+    )
+    file = folder / "insif.yaml"
+    file.write_text(
+        f"name: insif\nnodes:\n{hosts}"
+        "compute: {gpus: 1, gpu: rtx-pro-6000-blackwell-server, interconnect: none, cores: 2, threads: 2, memory_gb: 16}\n"
+        "network: {interface: eth0, kind: ethernet, gbit: 10}\n"
+        "slurm: {partition: gpu, gres: rtx_pro_6000}\n"
+        f"container: {{runtime: apptainer, image: {image}, program: {program}, options: [{', '.join(options)}]}}\n{extra}"
+    )
+    return file
+
+
+def job(slurm: Cluster, run: Path, file: Path, *, to: str = "export") -> Job:
+    """The tiny recipe as a job of two nodes in the container."""
+    return Job(slurm, run, words=[RECIPE, "--tiny", "--cluster", str(file), "--to", to, *SETTINGS])

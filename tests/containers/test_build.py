@@ -1,0 +1,273 @@
+"""What a build is told, what it refuses before it starts, and what is left where it fails. The engines here are scripts."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from clustertune.containers import build, engines, lockfile, pins, standin
+from clustertune.containers.build import Asked, Base
+from clustertune.containers.lockfile import Entry, Lock
+from clustertune.errors import UserError
+from tests import tree
+
+DIGEST = "example.org/base@sha256:" + "a" * 64
+INVENTORY = {"python": [], "system": [["libc6", "1", "amd64"]], "distribution": "debian", "release": "12"}
+
+
+def options(kind: str, *words: str) -> Asked:
+    parser = argparse.ArgumentParser()
+    build.arguments(parser, kind)
+    return build.asked(parser.parse_args(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--extras", "flash"], "EXTRAS"),
+        (["--extras", "ray", "--variant", "cpu"], "EXTRAS"),
+        (["--extras", "ray", "--definition", "reference"], "EXTRAS"),
+        (["--base", "ubuntu:24.04"], "BASE"),
+        (["--base", "docker.io/x@sha256:abc"], "BASE"),
+        (["--base", "no/such/file.tar"], "BASE"),
+        (["--tag", "A B"], "TAG"),
+        (["--tag", "--help"], "TAG"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(words: list[str], key: str) -> None:
+    """Before three gigabytes are fetched. A base by its tag is another one tomorrow."""
+    if words[0] == "--tag":
+        words = [f"--tag={words[1]}"]
+    with pytest.raises(UserError) as caught:
+        options("build-sif", *words)
+    assert {problem.key for problem in caught.value.problems} == {key}
+
+
+def test_every_refusal_at_once() -> None:
+    """One by one would be one try each."""
+    with pytest.raises(UserError) as caught:
+        options("build-sif", "--extras", "flash", "--base", "x:y", "--tag", "X")
+    assert [problem.key for problem in caught.value.problems] == ["EXTRAS", "TAG", "BASE"]
+
+
+def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own architecture: an image is built where it will run."""
+    for machine, lock in (("x86_64", "train"), ("aarch64", "train-aarch64")):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert options("build-sif").lock_name == lock
+    assert options("build-sif", "--variant", "vllm").lock_name == "vllm"
+    assert options("build-sif", "--definition", "reference").lock_name == "reference"
+    assert options("build-sif", "--definition", "megatron").lock_name == ""
+
+
+def test_a_version_moved_in_one_place_only_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is what is installed; a pin that it does not know yet would be ignored in silence."""
+    assert build.locked(Asked("build-sif")) is not None
+    moved = tmp_path / "versions.env"
+    moved.write_text(pins.FILE.read_text().replace("PY_WANDB=", "PY_WANDB=9"))
+    monkeypatch.setattr(build.pins, "read", lambda: pins.parse(moved.read_text()))
+    with pytest.raises(UserError, match=r"containers/train.lock: wandb: is .* run make lock"):
+        build.locked(Asked("build-sif"))
+
+
+def test_layers_are_put_on_top() -> None:
+    """One image with both, the lock's own versions unmoved."""
+    whole = build.locked(Asked("build-sif", extras=("deepspeed", "ray")))
+    below = lockfile.read(pins.FOLDER / "train.lock")
+    assert whole and below.entries.items() < whole.entries.items() and {"deepspeed", "ray"} < set(whole.entries)
+    assert "deepspeed" in whole.from_source
+
+
+def test_engines_are_not_told_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine does not know cannot get into an image or its log."""
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "PIP_INDEX_URL", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"):
+        monkeypatch.setenv(name, "planted")
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    told = build.environ()
+    assert "planted" not in told.values() and {"PATH", "http_proxy"} <= set(told)
+
+
+# --- an engine that is a script ------------------------------------------------------------------------------------------
+
+APPTAINER = """#!/bin/sh
+echo "$PWD" "$*" "token=$HF_TOKEN" >> {log}
+case $1 in
+build)
+    for word; do last=$before; before=$word; done
+    [ -e {fail} ] && echo half > "$last" && exit 255
+    ls > {log}.files
+    echo image > "$last";;
+exec) echo '{inventory}';;
+esac
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """apptainer on PATH, and a lock of nothing; what it was told is in ``log``."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "apptainer"
+    program.write_text(APPTAINER.format(log=tmp_path / "log", fail=tmp_path / "fail", inventory=json.dumps(INVENTORY)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_TOKEN", "planted")
+    monkeypatch.setattr(build, "WORK", tmp_path / "work")
+    monkeypatch.setattr(engines, "WORK", tmp_path / "work")
+    monkeypatch.setattr(engines, "locked", lambda _: Lock("train", "3.12", "any", "2030-01-31", {}))
+    house = tmp_path / "house"
+    house.mkdir()
+    (house / "requirements.txt").write_text("")
+    monkeypatch.setattr(engines, "wheels_of", lambda *_: (house, []))
+    # As an ordinary user: no mount namespace is needed to start a script.
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    return tmp_path
+
+
+def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
+    """The sum, the bill, and no path of this machine in what the definition is told."""
+    out, base = fake / "x.sif", fake / "base.tar"
+    base.write_text("")
+    made = engines.build_sif(Asked("build-sif", base=str(base), out=out), lambda _: None)
+    digest = hashlib.sha256(b"image\n").hexdigest()
+    assert (made["sha256"], made["bytes"], made["lock"]) == (digest, 6, "train")
+    assert (fake / "x.sif.sha256").read_text() == f"{digest}  x.sif\n"
+    subprocess.run(["sha256sum", "--check", "--quiet", "x.sif.sha256"], cwd=fake, check=True, timeout=30)
+    assert json.loads((fake / "x.sif.cdx.json").read_text())["components"][0]["name"] == "libc6"
+    told = (fake / "log").read_text()
+    assert "--build-arg base=base.tar" in told and "base_name=base.tar" in told and "token=\n" in told and "planted" not in told
+    files = set((fake / "log.files").read_text().split())
+    assert files == {"base.tar", "image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
+    assert sorted(path.name for path in fake.glob("*sif*")) == ["x.sif", "x.sif.cdx.json", "x.sif.sha256"]
+    assert list((fake / "work").iterdir()) == []
+
+
+def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
+    """With its own sum, and nothing half made."""
+    out = fake / "x.sif"
+    engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+    before = {path.name: path.read_text() for path in fake.glob("*sif*")}
+    (fake / "fail").write_text("")
+    with pytest.raises(UserError, match="BASE=standin"):
+        engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+    assert {path.name: path.read_text() for path in fake.glob("*sif*")} == before
+    assert list((fake / "work").iterdir()) == []
+
+
+def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever checks it would be told that the image was altered; without one, that the build did not end."""
+    out = fake / "x.sif"
+    engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engines.sbom, "document", full)
+    with pytest.raises(UserError, match="No space left"):
+        engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+    assert not (fake / "x.sif.sha256").exists() and out.exists()
+
+
+def test_production_pulls_by_digest(fake: Path) -> None:
+    """Without BASE: what base.env says."""
+    engines.build_sif(Asked("build-sif", out=fake / "x.sif"), lambda _: None)
+    assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text()
+
+
+def test_a_dry_run_does_nothing(fake: Path) -> None:
+    """It says from what it would build, also where the stand-in is not made yet."""
+    told = engines.build_sif(Asked("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
+    assert told["definition"] == "containers/train.def" and told["base"] == f"stand-in {standin.suite_of('3.12')}"
+    assert not (fake / "log").exists() and not (fake / "work").exists()
+
+
+def test_no_engine_is_told_with_the_way_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fresh machine."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(engines, "WORK", tmp_path / "build" / "containers")
+    with pytest.raises(UserError, match=r"containers/get-apptainer\.sh"):
+        engines.find_apptainer()
+    with pytest.raises(UserError, match="podman"):
+        engines.find_engine()
+
+
+def test_a_layer_that_moves_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the lock that is checked here, a hand-edited layer is."""
+    real = lockfile.read
+
+    def read(path: Path) -> Lock:
+        found = real(path)
+        return (
+            found.with_layer(Lock("", "", "", "", {"torch": Entry("torch", "0.1", ("a" * 64,))}))
+            if "ray" in path.name
+            else found
+        )
+
+    monkeypatch.setattr(build.lockfile, "read", read)
+    with pytest.raises(UserError, match=r"torch is 0\.1 here"):
+        build.locked(Asked("build-sif", extras=("ray",)))
+
+
+def test_the_command_line_tells_faults_without_a_traceback() -> None:
+    """As make shows them; nothing is on stdout but a document."""
+    command = [sys.executable, "-m", "clustertune.containers", "build-sif", "--base", "x:y", "--extras", "flash"]
+    done = subprocess.run(command, cwd=tree.REPO, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 2
+
+
+def test_it_is_built_with_nothing_installed() -> None:
+    """An image is what a bare machine builds first: only the standard library is imported."""
+    code = (
+        "import sys; import clustertune.containers.__main__; "
+        "print(sorted({m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names) - {'clustertune', '__main__'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tree.REPO, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+# --- the stand-in base ---------------------------------------------------------------------------------------------------
+
+
+def test_the_stand_in_says_nothing_of_this_machine(tmp_path: Path) -> None:
+    """Its name, its resolver and its devices stay out; the rest is as it was."""
+    whole, layer = tmp_path / "root.tar", tmp_path / "layer.tar"
+    with tarfile.open(whole, "w") as archive:
+        for name in ("./dev", "./dev/null", "./etc/hostname", "./etc/resolv.conf", "./etc/passwd", "./var/log/apt.log"):
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.DIRTYPE if name == "./dev" else tarfile.REGTYPE
+            member.size = 0 if name == "./dev" else 4
+            archive.addfile(member, io.BytesIO(b"text") if member.size else None)
+    standin._strip(whole, layer)
+    with tarfile.open(layer) as archive:
+        assert archive.getnames() == ["./dev", "./etc/passwd"] and archive.extractfile("./etc/passwd").read() == b"text"
+    standin._as_image(tmp_path, "x:y", tmp_path / "image.tar")
+    with tarfile.open(tmp_path / "image.tar") as archive:
+        config = json.load(archive.extractfile("config.json"))
+    assert config["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(layer.read_bytes()).hexdigest()}"]
+
+
+def test_keys_are_held_to_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come over the network, and everything after them is believed."""
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(b"other keys"))
+    with pytest.raises(UserError, match="another hash"):
+        standin._keyring("noble", pins.read_bases(), tmp_path)
+    assert standin._keyring("bookworm", pins.read_bases(), tmp_path) is None
+
+
+def test_a_base_is_told_by_name_not_by_path(tmp_path: Path) -> None:
+    """Labels and the bill of materials travel with the image."""
+    archive = tmp_path / "own.tar"
+    archive.write_text("")
+    assert build.base_of(Asked("build-sif", base=str(archive)), "3.12", lambda _: None) == Base("own.tar", archive)

@@ -1,0 +1,100 @@
+"""The definitions of the tree: linted, held to base.env and to each other, and free of versions and indexes of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clustertune.containers import build, deflint, pins
+from tests import tree
+
+TEXTS = {name: text for name, text in tree.texts().items() if name.startswith("containers/")}
+DEFINITIONS = sorted(name for name in TEXTS if name.endswith(".def"))
+BASES = pins.read_bases()
+
+
+def test_there_are_three() -> None:
+    """Each that make build-sif takes."""
+    assert sorted(f"containers/{name}.def" for name in build.DEFINITIONS) == DEFINITIONS
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_definition_is_clean(name: str) -> None:
+    """Sections, build arguments, and each shell section by shellcheck."""
+    assert deflint.lint(tree.REPO / name) == []
+
+
+def test_the_dockerfile_is_clean() -> None:
+    """By hadolint, without an exception."""
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [hadolint, tree.REPO / "containers/Dockerfile"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "hadolint ignore" not in TEXTS["containers/Dockerfile"]
+
+
+def test_hadolint_would_find_a_fault(tmp_path: Path) -> None:
+    """A linter that is silent may be one that does not run."""
+    (tmp_path / "Dockerfile").write_text(TEXTS["containers/Dockerfile"].replace("FROM ${BASE_IMAGE}", "FROM debian:latest"))
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "DL3007" in done.stdout
+
+
+def default(text: str) -> str:
+    """The base that a definition or the Dockerfile starts from when nobody says otherwise."""
+    found = re.search(r"^ARG BASE_IMAGE=(\S+)$", text, re.MULTILINE)
+    return found[1] if found else deflint.read(text).value("from")
+
+
+@pytest.mark.parametrize("name", [*DEFINITIONS, "containers/Dockerfile"])
+def test_the_base_is_the_one_of_base_env(name: str) -> None:
+    """A digest that is moved in one place only: two images of one name."""
+    key = "BASE_MEGATRON" if "megatron" in name else "BASE_TRAIN"
+    assert default(TEXTS[name]) == BASES[key]
+    assert default(TEXTS[name].replace("sha256:", "sha256:0", 1)) != BASES[key]
+
+
+def test_no_digest_stands_elsewhere() -> None:
+    """A fact stands once; the definitions' defaults are held to it above."""
+    digests = [value.rpartition(":")[2] for key, value in BASES.items() if key.startswith("BASE_")]
+    allowed = {"containers/base.env", "containers/Dockerfile", *DEFINITIONS}
+    assert {name for name, text in tree.texts().items() if any(digest in text for digest in digests)} == allowed
+
+
+def test_the_reference_is_built_like_the_training_image() -> None:
+    """Another lock, nothing else: else the comparison with the source document compares builds."""
+    both = [deflint.read(TEXTS[f"containers/{name}.def"]) for name in ("train", "reference")]
+    one, other = ({section.name: section.body for section in definition.sections} for definition in both)
+    differ = {name for name in one if one[name] != other[name]}
+    assert set(one) == set(other) and differ == {"arguments", "help"}
+    assert both[0].arguments() == {**both[1].arguments(), "lock": "train"}
+
+
+def test_the_dockerfile_does_what_the_definition_does() -> None:
+    """The same files in, the same installer, the same environment and labels: the same result."""
+    docker, definition = TEXTS["containers/Dockerfile"], deflint.read(TEXTS["containers/train.def"])
+    sections = {section.name: "\n".join(section.body) for section in definition.sections}
+    copied = re.search(r"^COPY (.+) /usr/local/share/clustertune/$", docker, re.MULTILINE)
+    assert copied and copied[1].split() == re.findall(r"^    (\S+) /usr", sections["files"], re.MULTILINE)
+    labels = re.findall(r'^(?:LABEL|     ) ([\w.]+)="', docker, re.MULTILINE)
+    assert labels == re.findall(r"^    ([\w.]+) ", sections["labels"], re.MULTILINE)
+    for name in re.findall(r"export (\w+)=", sections["environment"]):
+        assert re.search(rf"^(ENV|   ) {name}=", docker, re.MULTILINE), name
+    assert (
+        "install.sh" in sections["post"]
+        and "install.sh" in docker
+        and "selftest.py" in sections["test"]
+        and "selftest.py" in docker
+    )
+
+
+def test_the_image_is_no_roots() -> None:
+    """Kubernetes' runAsNonRoot looks at a number."""
+    users = re.findall(r"^USER (.*)$", TEXTS["containers/Dockerfile"], re.MULTILINE)
+    assert users[-1].split(":")[0].isdigit() and int(users[-1].split(":")[0]) > 0

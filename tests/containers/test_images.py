@@ -1,0 +1,238 @@
+"""Real images: the CPU variant as SIF and as OCI image from a stand-in base, built, run without a network, and searched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.containers import engines, lockfile, pins
+from clustertune.containers.wheelhouse import text_digest
+from clustertune.errors import UserError
+from tests import tree
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+
+PLANTED = "planted-7f3a9c51d2"
+"""In the environment of every build here, as tokens are on a person's machine."""
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "APPTAINERENV_TOKEN", "SINGULARITYENV_TOKEN", "GIT_PASSWORD")
+PIP_LIST = ["python", "-m", "pip", "list", "--format", "json"]
+SEARCH = """
+import os, sys
+wanted = [word.encode() for word in sys.stdin.read().split("\\0")]
+root = os.lstat("/").st_dev
+for folder, folders, files in os.walk("/", topdown=True):
+    folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == root]
+    for name in files:
+        path = os.path.join(folder, name)
+        found = os.lstat(path)
+        if found.st_dev != root or (found.st_mode & 0o170000) != 0o100000 or not os.access(path, os.R_OK):
+            continue
+        with open(path, "rb") as file:
+            data = file.read()
+        for word in wanted:
+            if word in data:
+                print(path, word.decode())
+"""
+"""Runs inside an image: every file of its own that holds one of the words."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that was built, and how to run something in it."""
+
+    told: dict[str, Any]
+    """What the build said."""
+    inside: Sequence[str]
+    """The words in front of a command that runs in it without network."""
+
+    def run(self, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*self.inside, *command], input=text, capture_output=True, text=True, timeout=900, check=False)
+
+
+def build(kind: str, *options: str | Path) -> dict[str, Any]:
+    """As ``make`` starts it, with secrets in the environment."""
+    command = [sys.executable, "-m", "clustertune.containers", kind, *map(str, options)]
+    environ = {**os.environ, **dict.fromkeys(SECRETS, PLANTED)}
+    done = subprocess.run(command, cwd=tree.REPO, env=environ, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def sif(cpu_sif: dict[str, Any]) -> Image:
+    """``make build-sif VARIANT=cpu BASE=standin``."""
+    return Image(cpu_sif, engines.in_sif(engines.find_apptainer(), Path(cpu_sif["file"])))
+
+
+@pytest.fixture(scope="module")
+def oci(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+    """``make build-image VARIANT=cpu BASE=standin``."""
+    try:
+        engine = engines.find_engine()
+    except UserError as error:
+        pytest.skip(str(error))
+    tag = "clustertune/test:cpu"
+    told = build("build-image", "--variant", "cpu", "--base", "standin", "--tag", tag)
+    yield Image(told, [engine, "run", "--rm", "--interactive", "--network", "none", *engines._limits(engine), tag])
+    subprocess.run([engine, "rmi", "--force", tag], capture_output=True, timeout=300, check=False)
+    Path(told["sbom"]).unlink()
+
+
+@pytest.fixture(params=["sif", "oci"])
+def image(request: pytest.FixtureRequest) -> Image:
+    """Both."""
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+def test_it_holds_what_is_locked(image: Image) -> None:
+    """Package by package, as a person lists them: nothing more, nothing less."""
+    done = image.run(*PIP_LIST)
+    assert done.returncode == 0, done.stderr
+    have = {pins.normal(item["name"]): item["version"] for item in json.loads(done.stdout)}
+    locked = lockfile.read(pins.FOLDER / "train-cpu.lock")
+    assert have == {name: entry.version for name, entry in locked.entries.items()}
+
+
+def test_it_works_without_a_network(image: Image) -> None:
+    """The image's own test: imports, two ranks that add, a few training steps."""
+    done = image.run("python", engines.SELFTEST)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^2-rank gloo all_reduce: 1 \+ 2 = 3$", done.stdout, re.MULTILINE)
+    assert "training steps: loss" in done.stdout
+    outside = image.run("python", "-c", "import socket; socket.create_connection(('192.0.2.1', 80), 2)")
+    assert outside.returncode and "unreachable" in outside.stderr
+
+
+CHECK = """
+import sys
+sys.path.insert(0, "/usr/local/share/clustertune")
+import selftest
+real = selftest.locked()
+selftest.locked = lambda: {name: version for name, version in {**real, **%s}.items() if version}
+selftest.check_installed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [("{}", ""), ("{'trl': '0'}", "trl: "), ("{'peft': ''}", "peft: "), ("{'pan': '1'}", "pan: ")]
+)
+def test_its_own_test_finds_what_is_not_locked(image: Image, change: str, told: str) -> None:
+    """Another version, one package too many, one too few: else it would pass an image that is not what was locked."""
+    done = image.run("python", "-c", CHECK % change)
+    assert (done.returncode, told in done.stderr) == (int(bool(told)), True), done.stderr
+
+
+def words_of_this_machine() -> list[str]:
+    """The planted token, the checkout, where its user, pip and pytest keep things, and its name."""
+    settings = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+    words = [PLANTED, str(tree.REPO), socket.gethostname(), "/tmp/pytest", *(os.environ.get(name, "") for name in settings)]
+    # Root's home is every image's, and a short host name (`vm`) is part of many words.
+    home = [str(Path.home())] if os.geteuid() else []
+    return [word for text in (*words, *home) for word in text.split() if len(word) > 6]
+
+
+def test_nothing_of_this_machine_is_in_it(image: Image) -> None:
+    """Tokens of the environment, and paths and the name of the machine that built it."""
+    done = image.run("python", "-c", SEARCH, text="\0".join(words_of_this_machine()))
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout[:2000] + done.stderr[-500:]
+    planted = image.run("python", "-c", SEARCH, text="2-rank gloo all_reduce")
+    assert engines.SELFTEST in planted.stdout
+
+
+def test_what_travels_beside_the_files_says_nothing_either(sif: Image, oci: Image) -> None:
+    """Labels, environment, the definition, the history of the layers."""
+    program, engine = engines.find_apptainer(), engines.find_engine()
+    told = [
+        engines.answer([program, "inspect", "--all", sif.told["file"]]),
+        engines.answer([engine, "inspect", oci.told["image"]]),
+        engines.answer([engine, "history", "--no-trunc", oci.told["image"]]),
+    ]
+    for text in told:
+        assert text and len(text) > 200
+        assert not [word for word in words_of_this_machine() if word in text]
+    digest = text_digest(lockfile.read(pins.FOLDER / "train-cpu.lock").text())
+    assert digest in str(told[0]) and digest in str(told[1])
+
+
+def test_the_sif_is_what_its_sum_says(sif: Image) -> None:
+    """And zstd inside: gzip takes ten times as long to write and longer to read."""
+    out = Path(sif.told["file"])
+    subprocess.run(["sha256sum", "--check", "--quiet", f"{out.name}.sha256"], cwd=out.parent, check=True, timeout=120)
+    data = out.read_bytes()
+    start = data.index(b"hsqs")  # a squashfs superblock; its compressor is the 16-bit word at 20: 6 is zstd
+    assert int.from_bytes(data[start + 20 : start + 22], "little") == 6
+
+
+def test_the_bill_names_every_package(image: Image) -> None:
+    """Of Python with the hash of the wheel, and of the distribution."""
+    bill = json.loads(Path(image.told["sbom"]).read_text())
+    locked = lockfile.read(pins.FOLDER / "train-cpu.lock")
+    python = {item["name"]: item for item in bill["components"] if item["purl"].startswith("pkg:pypi/")}
+    assert set(python) == set(locked.entries)
+    for name, item in python.items():
+        built = [value["value"] for value in item.get("properties", [])]
+        assert {item["hashes"][0]["content"], *built} & set(locked.entries[name].hashes), name
+    assert {"libc6", "gcc"} <= {item["name"] for item in bill["components"] if item["purl"].startswith("pkg:deb/")}
+
+
+def test_the_oci_image_is_no_roots(oci: Image) -> None:
+    """Kubernetes refuses root where it is told to, and a job's files are the user's."""
+    assert oci.run("id", "-u").stdout.strip() == "10001"
+    assert oci.run("sh", "-c", "touch $HOME/x && ! touch /usr/local/venv/x 2>/dev/null").returncode == 0
+
+
+def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
+    """With everything fetched already: the sum of one package changed in the lock is enough. No image is left."""
+    checkout = tmp_path / "checkout"
+    for part in ("clustertune", "containers"):
+        shutil.copytree(tree.REPO / part, checkout / part, ignore=shutil.ignore_patterns("__pycache__"))
+    lock = checkout / "containers" / "train-cpu.lock"
+    digest = lockfile.read(lock).entries["sqlitedict"].hashes[0]
+    lock.write_text(lock.read_text().replace(digest, digest[::-1]))
+    there, here = (root / "build" / "containers" for root in (tree.REPO, checkout))
+    shutil.copytree(there / "wheels" / "train-cpu", here / "wheels" / "train-cpu", copy_function=os.link)
+    for archive in there.glob("standin-*.tar"):
+        os.link(archive, here / archive.name)
+    out = tmp_path / "altered.sif"
+    command = [
+        sys.executable,
+        "-m",
+        "clustertune.containers",
+        "build-sif",
+        "--variant",
+        "cpu",
+        "--base",
+        "standin",
+        "--out",
+        str(out),
+    ]
+    environ = {**os.environ, "PATH": f"{Path(sif.inside[0]).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2 and "containers/train-cpu.lock: sqlitedict: a file has another hash" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("*.sif*"))
+
+
+@pytest.mark.long
+def test_the_cuda_image(tmp_path: Path) -> None:
+    """The whole stack, 3 GB to fetch: NCCL and CUDA are torch's own, and it imports where there is no GPU."""
+    program = engines.find_apptainer()
+    out = tmp_path / "train.sif"
+    told = build("build-sif", "--base", "standin", "--out", out)
+    done = subprocess.run(
+        engines.in_sif(program, out, "python", engines.SELFTEST), capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    locked = lockfile.read(pins.FOLDER / "train.lock")
+    assert f"NCCL {locked.entries['nvidia-nccl-cu13'].version}" in done.stdout and "torch's CUDA: 13.0" in done.stdout
+    assert told["bytes"] < 4 << 30

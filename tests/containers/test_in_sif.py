@@ -1,0 +1,205 @@
+"""The tiny recipe inside a SIF: two nodes of a real Slurm, faults, and nothing of the machine around it but what is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.cluster.cluster import Cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.containers import engines, pins
+from clustertune.launch import container, stack
+from tests.command import REPO
+from tests.containers.in_sif import cluster_file, job
+from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm_job import SETTINGS, Job
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+
+CANARY = "canary-61c0"
+PLANTED = ("PLANTED", "HF_TOKEN", "WANDB_API_KEY", "APPTAINERENV_PLANTED", "PYTHONPATH")
+NOTHING_ELSE = {"HOME", "LD_LIBRARY_PATH", "PATH", "PWD", "LANG", "LC_CTYPE"}
+
+
+@dataclass
+class Seen:
+    """A job that nothing happened to, and what a rank of it looked like from outside."""
+
+    job: Job
+    environ: dict[str, str] = field(default_factory=dict)
+    root: set[str] = field(default_factory=set)
+    links: set[str] = field(default_factory=set)
+    routes: str = ""
+
+
+@pytest.fixture(scope="module")
+def file(cpu_sif: dict[str, Any], slurm_session: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """The cluster file. Root without every capability starts no container but in a user namespace."""
+    options = ["--userns"] if os.geteuid() == 0 else []
+    folder = tmp_path_factory.mktemp("insif")
+    return cluster_file(folder, slurm_session, image=Path(cpu_sif["file"]), program=engines.find_apptainer(), options=options)
+
+
+@pytest.fixture(scope="module")
+def quiet(slurm_session: Cluster, file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:  # noqa: F811
+    """With tokens in the job's own environment. Read only."""
+    found = Seen(job(slurm_session, tmp_path_factory.mktemp("quiet") / "r", file))
+    before = dict(os.environ)
+    os.environ.update(dict.fromkeys(PLANTED, CANARY))
+    found.job.options.append(f"--export={','.join(PLANTED)}")
+    try:
+        found.job.submit()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    found.job.until(lambda: len(found.job.steps()) >= 2, "the first steps")
+    process = Path(f"/proc/{found.job.rank(2)}")
+    words = (process / "environ").read_bytes().decode().split("\0")
+    found.environ = dict(word.split("=", 1) for word in words if "=" in word)
+    found.root = {path.name for path in (process / "root").iterdir()}
+    found.links = {line.split(":")[0].strip() for line in (process / "net/dev").read_text().splitlines()[2:]}
+    found.routes = (process / "net/route").read_text()
+    ended = found.job.end()
+    assert ended["JobState"] == "COMPLETED", found.job.text
+    yield found
+
+
+def test_the_tiny_recipe_over_two_nodes(quiet: Seen, cpu_sif: dict[str, Any]) -> None:
+    """Every stage in the image, whose sum and versions the run keeps."""
+    run = quiet.job.run
+    hosts = [json.loads((run / f"attempts/0001/rank-{rank}.json").read_bytes())["host"] for rank in (0, 1)]
+    assert hosts == ["node1", "node2"] and quiet.job.steps() == list(range(1, 17))
+    assert ".singularity.d" in quiet.root, "the rank is in the image"
+    kept = json.loads((run / "run.json").read_bytes())["container"]
+    assert (kept["image"], kept["sha256"], kept["checked"]) == (cpu_sif["file"], cpu_sif["sha256"], True)
+    assert kept["labels"]["clustertune.lock"] == "train-cpu" and kept["python"].startswith("3.")
+    pinned = pins.read()[pins.PY]
+    assert {name: version.partition("+")[0] for name, version in kept["packages"].items()} == pinned
+    assert "warning: the image" not in quiet.job.text
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_no_token_reaches_a_rank(quiet: Seen) -> None:
+    """The job had them in its environment; inside is what Slurm and the plan say, and the runtime's own."""
+    assert CANARY not in str(quiet.environ) and not {"PLANTED", "HF_TOKEN", "WANDB_API_KEY"} & set(quiet.environ)
+    assert quiet.environ["SLURM_NODEID"] == "1" and quiet.environ["PYTHONNOUSERSITE"] == "1"
+    assert quiet.environ["GLOO_SOCKET_IFNAME"] == "eth0", "the plan's environment does"
+    left = [path for path in quiet.job.run.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    assert left == [] and CANARY not in quiet.job.text
+
+
+def test_the_nodes_reach_each_other_and_nothing_else(quiet: Seen) -> None:
+    """No route leads out of the network between them: nothing was fetched."""
+    assert quiet.links == {"lo", "eth0"}
+    assert not [line for line in quiet.routes.splitlines()[1:] if line.split()[1] == "00000000"]
+
+
+def test_warned_and_killed_in_the_container_it_ends_with_the_same_bytes(
+    slurm: Cluster,  # noqa: F811
+    quiet: Seen,
+    file: Path,
+    tmp_path: Path,
+) -> None:
+    """The warning reaches the ranks through the container's first process; a killed rank does not leave the others hanging."""
+    found = job(slurm, tmp_path / "r", file).submit()
+    found.until(lambda: len(found.steps()) >= 3, "the first steps")
+    slurm.run(["scancel", "--batch", "--signal=USR1", str(found.id)])
+    slurm.release(found.id)
+    found.until(lambda: "resume from" in found.text, "the resume after the warning")
+    warned = found.attempts()
+    found.until(lambda: len(found.steps(warned)) >= 3, "steps of the second start")
+    assert min(found.steps(warned)) == max(found.steps(1)) + 1, "warned in time nothing is lost"
+    os.kill(found.rank(2), signal.SIGKILL)
+    ended = found.end()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), found.text
+    assert "rank 1 on node2 failed first: killed (SIGKILL" in found.text
+    assert found.adapter() == quiet.job.adapter()
+    left = [pid for node in (1, 2) for pid in slurm.processes(node, "clustertune", str(found.run))]
+    assert left == []
+
+
+# --- by hand, without Slurm --------------------------------------------------------------------------------------------
+
+
+def inside(file: Path, binds: Sequence[Path], *words: str, more: Sequence[str] = (), **environ: str) -> str:
+    """What ``python3 WORDS`` prints in the container, as a job would start it."""
+    command = list(container.place([sys.executable, *words], load_cluster(str(file)), binds=binds, gpus=False).command)
+    command[command.index("exec") + 1 : command.index("exec") + 1] = more
+    environment = {"PATH": os.environ["PATH"], **environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+LOOK = """
+import json, os, subprocess, sys
+site = subprocess.run(["/usr/bin/python3", "-c", "import site; print(site.ENABLE_USER_SITE)"], capture_output=True, text=True)
+print(json.dumps({"environ": dict(os.environ), "site": site.stdout.strip(), "secret": os.path.exists(sys.argv[1]),
+                  "dev": os.listdir("/dev"), "path": sys.path, "pid": os.getpid()}))
+"""
+
+
+@pytest.fixture
+def secret() -> Iterator[Path]:
+    """A file in the real home folder: a test's own lies below /tmp, which the container sees."""
+    folder = Path(tempfile.mkdtemp(prefix=".clustertune-test-", dir=Path.home()))
+    (folder / "secret").write_text(CANARY)
+    yield folder / "secret"
+    shutil.rmtree(folder)
+
+
+def test_what_a_program_inside_sees(file: Path, secret: Path, tmp_path: Path) -> None:
+    """Neither the caller's environment, nor his home and its packages, nor this machine's devices and processes."""
+    packages = tmp_path / ".local/lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "typer.py").write_text("raise SystemExit('shadowed')\n")
+    planted = {**dict.fromkeys(PLANTED, CANARY), "HOME": str(tmp_path), "SLURM_NODEID": "3"}
+    seen = json.loads(inside(file, [], "-c", LOOK, str(secret), **planted).splitlines()[-1])
+    assert CANARY not in str(seen["environ"]) and seen["environ"]["SLURM_NODEID"] == "3"
+    named = {name for name in seen["environ"] if not name.startswith(("APPTAINER_", "SINGULARITY_"))}
+    assert named <= {*NOTHING_ELSE, "SLURM_NODEID", "HF_HOME", "PYTHONNOUSERSITE", "PROMPT_COMMAND", "PS1", "SHLVL", "_"}, named
+    assert (seen["site"], seen["secret"]) == ("False", False) and "kmsg" not in seen["dev"] and seen["pid"] < 1000
+    assert not any(".local" in entry for entry in seen["path"])
+    # Also where the home folder is bound.
+    seen = json.loads(inside(file, [secret.parent], "-c", LOOK, str(secret), **planted).splitlines()[-1])
+    assert (seen["site"], seen["secret"]) == ("False", True)
+    inside(file, [tmp_path], "-c", "import typer; assert 'local/venv' in typer.__file__", **planted)
+
+
+def test_the_chain_without_any_network(file: Path, tmp_path: Path) -> None:
+    """Two ranks over loopback; whatever asked for a host would fail."""
+    run = tmp_path / "run"
+    run.mkdir()
+    words = ["recipes/tiny-oasst2", "--tiny", "--to", "export", *SETTINGS[1:], "train.max_steps=2", "--run-dir", str(run)]
+    none = ["--net", "--network=none"]
+    probe = "import socket; socket.create_connection(('192.0.2.1', 80), 2)"
+    with pytest.raises(AssertionError, match="unreachable"):
+        inside(file, [run], "-c", probe, more=none)
+    inside(file, [run], "-m", "clustertune", "run", *words, more=none)
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_an_image_that_lacks_packages_is_told_before_the_first_stage(file: Path, tmp_path: Path) -> None:
+    """The image's other Python has none of them: what the first start of a job would say of such an image."""
+    code = "import os; os.execv('/usr/bin/python3', ['/usr/bin/python3', '-m', 'clustertune.launch.inventory'])"
+    found = stack.parse(inside(file, [], "-c", code))
+    assert found is not None
+    problems, _ = stack.judge(found, pins.read(), "x.sif", stack.oldest_python())
+    assert {"the image has no torch", "the image has no pydantic"} <= {p.message.partition(" (")[0] for p in problems}
+
+
+def test_everything_is_bound_from_the_checkout(file: Path) -> None:
+    """The code is mounted, not baked: what runs is this checkout's."""
+    told = inside(file, [], "-c", "import clustertune; print(clustertune.__file__)")
+    assert told.strip().splitlines()[-1] == str(REPO / "clustertune" / "__init__.py")

@@ -1,0 +1,155 @@
+"""From pins to locks, and whether the locks of the tree still are what the pins give."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clustertune.containers import lock, lockfile, pins
+from clustertune.containers.lock import ANY, ARM, SPECS, X86
+from clustertune.containers.lockfile import Entry, Lock
+from clustertune.errors import UserError
+from tests import tree
+
+PINS = pins.read()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+def test_the_locks_hold_to_the_pins(spec: lock.Spec) -> None:
+    """A version that is moved in one place only: the image would run another stack than the tests."""
+    assert lock.held_to_pins(spec, lockfile.read(spec.path), PINS) == []
+    assert spec.path.read_text() == lockfile.read(spec.path).text()
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [("PY", "torch"), ("BUILD", "pip"), ("EXTRA", "deepspeed"), ("REF", "trl"), ("DEV", "ray")]
+)
+def test_a_version_moved_in_one_place_only_is_found(group: str, name: str) -> None:
+    """Whichever group it stands in."""
+    moved = pins.read()
+    moved[group][name] = "99.0"
+    told = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
+    assert told and all(f"{name}: is " in line and "99.0 in containers/versions.env" in line for line in told)
+
+
+def test_a_new_pin_and_a_new_day_ask_for_new_locks() -> None:
+    """What nobody locked is not in the image."""
+    moved = pins.read()
+    moved["PY"]["spoon"] = "1"
+    moved.dates["vllm"] = "2031-01-01"
+    told = [str(problem) for spec in SPECS for problem in lock.held_to_pins(spec, lockfile.read(spec.path), moved)]
+    assert sum("spoon: is asked for and not locked" in line for line in told) == 4  # reference takes it too
+    assert sum("2031-01-01" in line for line in told) == 1
+
+
+def test_every_lock_of_the_tree_is_made_by_a_spec() -> None:
+    """A lock that nothing makes or checks any more is installed from all the same."""
+    there = {name for name in tree.files() if name.endswith(".lock")}
+    assert there == {f"containers/{spec.path.name}" for spec in SPECS}
+
+
+def test_no_lock_names_an_index() -> None:
+    """An address in a lock is tried by every machine that installs from it."""
+    texts = [spec.path.read_text() for spec in SPECS]
+    assert [text for text in texts if re.search(r"https?:|file:|--(extra-)?index|--find-links|--trusted", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("wheel", "python", "platform", "fit"),
+    [
+        ("a-1-py3-none-any.whl", "3.12", X86, True),
+        ("a-1-py2.py3-none-any.whl", "3.12", ANY, True),
+        ("a-1-py2-none-any.whl", "3.12", X86, False),
+        ("a-1-cp312-cp312-manylinux_2_28_x86_64.whl", "3.12", X86, True),
+        ("a-1-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", "3.12", X86, True),
+        ("a-1-cp312-cp312-manylinux_2_34_x86_64.whl", "3.12", X86, False),
+        ("a-1-cp312-cp312-manylinux_2_28_aarch64.whl", "3.12", X86, False),
+        ("a-1-cp312-cp312-manylinux_2_28_aarch64.whl", "3.12", ARM, True),
+        ("a-1-cp312-cp312t-manylinux_2_28_x86_64.whl", "3.12", X86, False),
+        ("a-1-cp311-cp311-manylinux_2_28_x86_64.whl", "3.12", X86, False),
+        ("a-1-cp39-abi3-manylinux_2_28_x86_64.whl", "3.12", X86, True),
+        ("a-1-cp313-abi3-manylinux_2_28_x86_64.whl", "3.12", X86, False),
+        ("a-1-py3-none-manylinux2010_x86_64.whl", "3.12", X86, True),
+        ("a-1-py3-none-win_amd64.whl", "3.12", X86, False),
+        ("a-1-py3-none-manylinux_2_28_x86_64.whl", "3.12", ANY, False),
+        ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", "3.12", X86, False),
+        ("a-1-0build-cp312-cp312-macosx_11_0_arm64.whl", "3.12", X86, False),
+    ],
+)
+def test_which_wheels_are_hashed(wheel: str, python: str, platform: str, fit: bool) -> None:
+    """A hash too many lets in a file that nobody tried; one too few and the image is built from source."""
+    assert lock.fits(wheel, python, platform) is fit
+
+
+def package(name: str, version: str, *wheels: str, sdist: str = "") -> dict[str, Any]:
+    """As uv spells it in pylock.toml."""
+    files = [{"url": f"https://index.example/{wheel}", "hashes": {"sha256": wheel}} for wheel in wheels]
+    source = {"sdist": {"url": "https://index.example/x.tar.gz", "hashes": {"sha256": sdist}}} if sdist else {}
+    return {"name": name, "version": version, "wheels": files, **source}
+
+
+def test_what_has_no_wheel_is_built_from_source() -> None:
+    """And only that: a source archive runs code where it is built."""
+    answer = {
+        "packages": [
+            package("A.b", "1", "A.b-1-py3-none-any.whl", sdist="s"),
+            package("c", "2", "c-2-cp39-cp39-win32.whl", sdist="t"),
+        ]
+    }
+    entries, sources = lock.entries_of(answer, "3.12", X86)
+    assert entries == {"a-b": Entry("a-b", "1", ("A.b-1-py3-none-any.whl",)), "c": Entry("c", "2", ("t",))} and sources == (
+        "c",
+    )
+    with pytest.raises(UserError, match=r"no file for Python 3\.12"):
+        lock.entries_of({"packages": [package("d", "1", "d-1-cp39-cp39-win32.whl")]}, "3.12", X86)
+
+
+def test_the_cpu_variant_has_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is resolved as torch's CUDA build, which every index has, and loses what only that asks for."""
+    torch = f"{PINS['PY']['torch']}+cpu"
+    wheel = "x-1-py3-none-any.whl"
+    names = ("torch", "nvidia-cublas", "cuda-bindings", "triton", "nvidia-ml-py", "tritonclient")
+    monkeypatch.setattr(lock, "uv_resolve", lambda *_: {"packages": [package(name, "1", wheel) for name in names]})
+    spec = next(spec for spec in SPECS if spec.name == "train-cpu")
+    present = Lock("train-cpu", "3.11", X86, "", {"torch": Entry("torch", torch, ("h",))})
+    made = lock.make(spec, PINS, {"train-cpu": present})
+    assert set(made.entries) == {"torch", "nvidia-ml-py", "tritonclient"} and made.entries["torch"] == Entry(
+        "torch", torch, ("h",)
+    )
+
+
+def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is resolved with every version of the lock below."""
+    asked: dict[str, list[str]] = {}
+
+    def answer(requirements: list[str], constraints: list[str], *_: str) -> dict[str, Any]:
+        asked.update(requirements=requirements, constraints=constraints)
+        return {"packages": [package(name, "1", "x-1-py3-none-any.whl") for name in ("kiln", "pan")]}
+
+    monkeypatch.setattr(lock, "uv_resolve", answer)
+    below = Lock("train", "3.12", X86, "", {"kiln": Entry("kiln", "1", ("h",))})
+    spec = next(spec for spec in SPECS if spec.name == "extra-ray")
+    assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
+    assert asked == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
+
+
+def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that the pins do not give, or another one: somebody edited, or the index changed under the date."""
+    now = {spec.name: lockfile.read(spec.path) for spec in SPECS}
+    monkeypatch.setattr(lock, "make_all", lambda *_: now)
+    assert set(lock.check_all(lambda _: None)) == set(now)
+    wheel = now["train"].entries["wandb"]
+    moved = {**now["train"].entries, "wandb": replace(wheel, hashes=("0" * 64,))}
+    monkeypatch.setattr(lock, "make_all", lambda *_: {**now, "train": replace(now["train"], entries=moved)})
+    with pytest.raises(UserError, match=r"containers/train.lock: is not what the pins resolve to .*: wandb"):
+        lock.check_all(lambda _: None)
+    lock.check_all(lambda _: None, fresh=False)
+
+
+def test_the_reference_is_the_documents_stack() -> None:
+    """Its eight packages, to the version."""
+    found = lockfile.read(lock.path_of("reference"))
+    assert {name: found.entries[name].version for name in PINS["REF"]} == PINS["REF"] and len(PINS["REF"]) == 8

@@ -1,0 +1,88 @@
+"""The vulnerability scan against a database on the loopback, one that lies, and none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.containers import vulnerabilities
+from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.vulnerabilities import Known, NoDatabase
+from clustertune.errors import UserError
+
+LOCK = Lock(
+    "x", "3.12", "any", "", {name: Entry(name, version, ("h",)) for name, version in (("kiln", "1.0"), ("oven", "2.0+cpu"))}
+)
+
+
+@contextmanager
+def database(answer: Any) -> Iterator[tuple[str, list[Any]]]:
+    """A server that answers everything with one text (or document), and what it was asked."""
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_is_known_is_told_once() -> None:
+    """With the version that is locked, without torch's mark of a build, which the database does not know."""
+    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}) as (address, asked):
+        known = vulnerabilities.ask([LOCK, LOCK], address)
+    assert known == [Known("oven", "2.0", "PYSEC-1"), Known("oven", "2.0", "GHSA-2")]
+    ((path, question),) = asked
+    assert path == "/v1/querybatch"
+    assert question["queries"] == [
+        {"package": {"name": "kiln", "ecosystem": "PyPI"}, "version": "1.0"},
+        {"package": {"name": "oven", "ecosystem": "PyPI"}, "version": "2.0"},
+    ]
+    (problem,) = vulnerabilities.judge(known, {"GHSA-2": "not used"})
+    assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
+    assert vulnerabilities.judge(known, {"GHSA-2": "a", "PYSEC-1": "b"}) == []
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[]", {"results": [{}]}, {"results": "none"}, {"error": 1}])
+def test_an_answer_that_is_none_is_no_clean_bill(answer: Any) -> None:
+    """A portal's login page is not `nothing known`."""
+    with database(answer) as (address, _), pytest.raises(NoDatabase):
+        vulnerabilities.ask([LOCK], address)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "file:///etc/passwd", "nonsense"])
+def test_no_database_is_told(address: str) -> None:
+    """Not done is not the same as clean."""
+    with pytest.raises(NoDatabase):
+        vulnerabilities.ask([LOCK], address)
+
+
+def test_what_is_lived_with_has_a_reason(tmp_path: Path) -> None:
+    """Else the list becomes a way to be quiet."""
+    listed = tmp_path / "x.txt"
+    listed.write_text("# why\nPYSEC-1 only on Windows\nGHSA-2\nGHSA-3 \n")
+    with pytest.raises(UserError) as caught:
+        vulnerabilities.accepted(listed)
+    assert [problem.file for problem in caught.value.problems] == [f"{listed}:3", f"{listed}:4"]
+    vulnerabilities.accepted()

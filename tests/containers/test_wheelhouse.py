@@ -1,0 +1,140 @@
+"""The wheelhouse: nothing gets in that the lock does not name by its hash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clustertune.containers import wheelhouse
+from clustertune.containers.lockfile import Entry, Lock
+from clustertune.containers.wheelhouse import Wheel
+from clustertune.errors import UserError
+from tests.containers.packages import digest, lock_of, sdist, wheel
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The locked build tools, from the index that this machine's pip has."""
+    folder = tmp_path_factory.mktemp("build") / "tools"
+    wheelhouse._tools(folder, lambda _: None)
+    return folder
+
+
+@pytest.fixture
+def served(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for its only index."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    (tmp_path / "tools").symlink_to(tools)
+    return folder
+
+
+def fill(lock: Lock, tmp_path: Path) -> list[Wheel]:
+    return wheelhouse.fill(lock, tmp_path / "house", tmp_path / "tools", lambda _: None)
+
+
+def test_wheels_and_what_is_built_of_source(served: Path, tmp_path: Path) -> None:
+    """The image installs by the requirements that are written here: the built wheel by its own hash."""
+    source = sdist(served, "pan")
+    lock = lock_of(wheel(served, "kiln"), source)
+    kiln, pan = fill(lock, tmp_path)
+    assert (kiln.source, pan.source) == ("", digest(source)) and pan.path.name == "pan-1.0-py3-none-any.whl"
+    written = (tmp_path / "house" / "requirements.txt").read_text()
+    assert written == f"kiln==1.0 \\\n    --hash=sha256:{kiln.digest}\npan==1.0 \\\n    --hash=sha256:{digest(pan.path)}\n"
+    target = tmp_path / "target"
+    subprocess.run(
+        [
+            sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--require-hashes",
+            "--target", target, "--find-links", tmp_path / "house", "--requirement", tmp_path / "house" / "requirements.txt",
+        ],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert (target / "kiln.py").exists() and (target / "pan.py").exists()
+
+
+def test_a_second_time_nothing_is_fetched(served: Path, tmp_path: Path) -> None:
+    """A build that failed later goes on, also where the index is gone."""
+    paths = [wheel(served, "kiln"), sdist(served, "pan")]
+    lock = lock_of(*paths)
+    first = fill(lock, tmp_path)
+    for path in paths:
+        path.unlink()
+    assert fill(lock, tmp_path) == first
+
+
+def test_only_another_architecture_or_python_is_never_taken(served: Path, tmp_path: Path) -> None:
+    """pip would take what runs here; the image's Python and platform are the lock's."""
+    wheel(served, "kiln", tag="cp311-cp311-manylinux_2_28_x86_64")
+    there = wheel(served, "kiln", tag="cp312-cp312-manylinux_2_17_x86_64")
+    lock = lock_of(there)
+    assert [item.path.name for item in fill(lock, tmp_path)] == [there.name]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "source"])
+def test_an_altered_hash_ends_the_build(kind: str, served: Path, tmp_path: Path) -> None:
+    """In the lock, or of the file: one of the two is not what was reviewed. Also where the right file is there already."""
+    lock = lock_of(wheel(served, "kiln") if kind == "wheel" else sdist(served, "kiln"))
+    fill(lock, tmp_path)
+    altered = replace(lock, entries={"kiln": Entry("kiln", "1.0", ("0" * 64,))})
+    with pytest.raises(UserError) as caught:
+        fill(altered, tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.file == "containers/train.lock" and problem.key == "kiln" and "another hash" in problem.message
+    assert not list((tmp_path / "house").glob("kiln*"))
+
+
+def test_a_file_that_was_swapped_is_fetched_again(served: Path, tmp_path: Path) -> None:
+    """The folder is a cache that others may write; so is what lies in it beside the lock's files."""
+    right = wheel(served, "kiln")
+    lock = lock_of(right)
+    fill(lock, tmp_path)
+    house = tmp_path / "house"
+    wheel(house, "kiln", text="evil = 1\n")
+    wheel(house, "stranger")
+    (house / "build-x").mkdir()
+    (house / "build-x" / "left").write_text("")
+    (item,) = fill(lock, tmp_path)
+    assert digest(item.path) == digest(right)
+    assert {path.name for path in house.iterdir()} == {right.name, "requirements.txt"}
+
+
+def test_a_built_wheel_goes_with_its_source(served: Path, tmp_path: Path) -> None:
+    """A new source hash in the lock: the wheel of the old one must not be used."""
+    lock = lock_of(sdist(served, "pan"))
+    (old,) = fill(lock, tmp_path)
+    new = sdist(
+        served, "pan", setup="from setuptools import setup\nsetup(name='pan', version='1.0', py_modules=['pan'], url='n')\n"
+    )
+    (made,) = fill(lock_of(new), tmp_path)
+    assert made.source == digest(new) != old.source
+
+
+def test_compiled_code_is_not_built_here(served: Path, tmp_path: Path) -> None:
+    """It would be for this machine's Python and C library, not the image's."""
+    extension = "ext_modules=[Extension('p', ['p.c'], optional=True)]"
+    extension = f"from setuptools import setup, Extension\nsetup(name='pan', version='1.0', {extension})\n"
+    with pytest.raises(UserError, match="not one wheel of plain Python"):
+        fill(lock_of(sdist(served, "pan", setup=extension)), tmp_path)
+
+
+def test_what_pip_does_not_find_is_told_without_the_index(served: Path, tmp_path: Path) -> None:
+    """The address of an index may hold a password."""
+    lock = replace(lock_of(wheel(served, "kiln")), entries={"kiln": Entry("kiln", "9+cpu", ("0" * 64,))})
+    with pytest.raises(UserError) as caught:
+        fill(lock, tmp_path)
+    (problem,) = caught.value.problems
+    assert "kiln==9+cpu" in problem.message and "PIP_EXTRA_INDEX_URL" in (problem.fix or "") and str(served) not in str(problem)
+
+
+def test_no_space_is_told(served: Path, tmp_path: Path) -> None:
+    """A path that cannot be is an error of the storage, not a traceback."""
+    (tmp_path / "house").write_text("a file")
+    with pytest.raises(UserError, match="house"):
+        fill(lock_of(wheel(served, "kiln")), tmp_path)

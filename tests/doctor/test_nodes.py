@@ -1,0 +1,235 @@
+"""Every node of a job is looked at by one step: on a real Slurm, with a node that differs, and with one that says nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.cluster.cluster import Cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.doctor import compare, nodes, preflight, wire
+from clustertune.errors import ExitCode, UserError
+from clustertune.health import FAIL, Rule, finding
+from clustertune.host.facts import from_dict
+from clustertune.launch.allocation import Allocation
+from tests.command import REPO, events, run
+from tests.doctor.machine_cases import GOOD
+from tests.slurm import slurm, slurm_session
+from tests.slurm_job import Job
+
+__all__ = ["slurm", "slurm_session"]
+
+CLUSTER = """name: two
+nodes:
+  - {name: ctl, address: 10.99.0.254, roles: [login, slurmctld]}
+  - {name: node1, address: 10.99.0.1, roles: [compute]}
+  - {name: node2, address: 10.99.0.2, roles: [compute]}
+compute: {gpus: 0, cores: 2, threads: 2, memory_gb: 4}
+network: {interface: eth0, kind: ethernet, gbit: 10}
+slurm: {partition: gpu}
+"""
+PYTHON = str(REPO / ".venv/bin/python")
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Path:
+    path = tmp_path / "two.yaml"
+    path.write_text(CLUSTER)
+    return path
+
+
+@pytest.fixture
+def odd(slurm: Cluster) -> Iterator[Cluster]:
+    """A Slurm whose second node has smaller frames and a small /dev/shm."""
+    slurm.run(["ip", "link", "set", "eth0", "mtu", "1400"], node=2)
+    slurm.run(["mount", "-o", "remount,size=48m", "/dev/shm"], node=2)
+    yield slurm
+    slurm.run(["ip", "link", "set", "eth0", "mtu", "1500"], node=2)
+    slurm.run(["mount", "-o", "remount,size=50%", "/dev/shm"], node=2)
+
+
+def in_a_job(cluster: Cluster, tmp_path: Path, *words: str) -> tuple[str, str]:
+    """What ``clustertune doctor WORDS`` says in a batch script of two nodes, and its exit code."""
+    script, log = tmp_path / "job.sbatch", tmp_path / "job.log"
+    command = " ".join([PYTHON, "-m", "clustertune", "doctor", *words])
+    script.write_text(f"#!/bin/bash\n#SBATCH --time=5\nexport SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n{command}\necho $?\n")
+    options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--mem=1G", f"--output={log}"]
+    cluster.wait(cluster.submit(script, options=options, cwd=REPO))
+    text, _, code = log.read_text().rstrip("\n").rpartition("\n")
+    return text, code
+
+
+def test_nodes_that_are_alike_are_well(slurm: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+    """Two nodes of one machine: nothing is said against them, each was looked at in its step."""
+    text, code = in_a_job(slurm, tmp_path, "--cluster", str(cluster_file), "--json")
+    document = json.loads(text)
+    assert code == "0", [item for item in document["findings"] if item["status"] in ("warn", "fail")]
+    assert (document["place"], document["hosts"], document["verdict"]) == ("step", ["node1", "node2"], "pass")
+    passed = {(item["rule"], item["where"]) for item in document["findings"] if item["status"] == "pass"}
+    assert {("interface", "node1"), ("interface", "node2"), ("node-names", "node2"), ("nodes-clock", "")} <= passed
+    assert {("nodes-packages", ""), ("nodes-network", ""), ("cores-in-step", "node1")} <= passed
+
+
+def test_the_odd_node_is_found(odd: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+    """One node's frames and shared memory differ, for real: which node, and by what."""
+    text, code = in_a_job(odd, tmp_path, "--cluster", str(cluster_file), "--json")
+    bad = {(item["rule"], item["status"]): item for item in json.loads(text)["findings"] if item["status"] in ("warn", "fail")}
+    assert code == "2" and set(bad) == {("shm", "warn"), ("nodes-network", "fail"), ("nodes-limits", "warn")}
+    assert bad["shm", "warn"]["where"] == "node2"
+    assert bad["nodes-network", "fail"]["found"] == "MTU: 1400: node2; 1500: node1"
+    assert "node2" in bad["nodes-limits", "warn"]["found"]
+    text, code = in_a_job(odd, tmp_path, "--cluster", str(cluster_file), "--ignore", "nodes-network")
+    assert code == "1" and "WARN    shm: node2: 50 MB in all" in text and "ignored: nodes-network" in text
+
+
+@pytest.mark.jobs
+def test_a_job_does_not_start_its_ranks_on_nodes_that_fail(odd: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+    """The words stand in the job's log, the exit code keeps it out of the queue; a rule that is left out stops nothing."""
+    job = Job(odd, tmp_path / "run", ["recipes/tiny-oasst2", "--tiny", "--to", "train", "--cluster", str(cluster_file)])
+    job.options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--mem=2G", "--time=01:00:00"]
+    ended = job.submit().end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.text
+    assert "error: nodes-network: MTU: 1400: node2; 1500: node1" in job.text
+    assert "doctor: {ignore: [nodes-network]} in the cluster file" in job.text
+    assert job.attempts() == 0 and [e["verdict"] for e in events(job.run, "doctor")] == ["fail"]
+    assert "nodes-network" in events(job.run, "doctor")[0]["faults"]
+
+
+@pytest.mark.jobs
+def test_a_rule_that_is_left_out_stops_no_job(odd: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+    """The same nodes, and a cluster file that says so."""
+    cluster_file.write_text(CLUSTER + "doctor: {ignore: [nodes-network]}\n")
+    words = ["recipes/tiny-oasst2", "--tiny", "--to", "train", "train.max_steps=2", "--cluster", str(cluster_file)]
+    job = Job(odd, tmp_path / "run", words)
+    job.options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--mem=2G", "--time=01:00:00"]
+    assert job.submit().end()["JobState"] == "COMPLETED", job.text
+    assert "ignored: nodes-network" in job.text and [e["verdict"] for e in events(job.run, "doctor")] == ["warn"]
+
+
+def test_as_a_job(slurm: Cluster, cluster_file: Path, tmp_path: Path) -> None:
+    """``--submit`` on the login node: a job of all nodes, whose log has what was found."""
+    words = [PYTHON, "-m", "clustertune", "doctor", "--submit", "--cluster", cluster_file, "--json", "--time", "5"]
+    told = json.loads(slurm.run(words, cwd=tmp_path).stdout)
+    slurm.wait(told["job"])
+    log = Path(told["folder"]) / f"doctor-{told['job']}.log"
+    assert log.is_relative_to(tmp_path) and "node1, node2 (step): " in log.read_text()
+    assert "--nodes=2" in (log.parent / "doctor.sbatch").read_text()
+
+
+# --- an srun that is none ----------------------------------------------------------------------------------------------
+
+
+def given(*names: str) -> Allocation:
+    return Allocation("7", 0, names, 0, 2, 1, None)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """An ``srun`` that runs a text of bash."""
+
+    def make(text: str) -> None:
+        path = tmp_path / "srun"
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    monkeypatch.setattr(nodes, "START_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "END_SECONDS", 0.5)
+    return make
+
+
+def lines_of(name: str, tmp_path: Path) -> Path:
+    path = tmp_path / f"{name}.lines"
+    path.write_text("".join(f"{line}\n" for line in wire.encode(from_dict({**GOOD, "hostname": name}), name)))
+    return path
+
+
+def test_a_node_that_fails_does_not_silence_the_others(fake: Any, cluster_file: Path, tmp_path: Path) -> None:
+    """One image is missing on one node: its own words are told, the others are judged."""
+    fake(f"cat {lines_of('node1', tmp_path)}; echo 'srun: error: node2: task 1: Exited with exit code 255' >&2; exit 1")
+    looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
+    assert set(looked.facts) == {"node1"} and "Exited with exit code 255" in looked.faults["node2"]
+    found = nodes.findings(looked, load_cluster(str(cluster_file)), ["node1", "node2"], nodes.Expects(nodes=2))
+    assert [(item.rule, item.where) for item in found if item.rule == "node-silent"] == [("node-silent", "node2")]
+
+
+def test_a_step_that_hangs_is_ended(fake: Any, cluster_file: Path, tmp_path: Path) -> None:
+    """What came until then is kept; the job is stopped with the name of the node, not after hours."""
+    fake(f"trap '' TERM; cat {lines_of('node1', tmp_path)}; sleep 8 & exec sleep 600")
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        preflight.check(
+            load_cluster(str(cluster_file)), given("node1", "node2"), 1, gpus=False, binds=[], say=lambda _: None,
+            log=lambda *_, **__: None, seconds=1,
+        )  # fmt: skip
+    assert time.monotonic() - began < 7, "what its child holds open was waited for"
+    told = [problem for problem in caught.value.problems if problem.message.startswith("node-silent")]
+    assert [problem.file for problem in told] == ["node2"]
+    assert "no answer within" in told[0].message
+
+
+@pytest.mark.parametrize("text", ["exit 1", "echo nonsense", "echo clustertune-facts node1 1/2 00000000 xx", "kill -9 $$"])
+def test_an_srun_that_says_nonsense(fake: Any, cluster_file: Path, text: str) -> None:
+    """Every node has a reason, and nothing raises."""
+    fake(text)
+    looked = nodes.look(load_cluster(str(cluster_file)), given("node1", "node2"), seconds=1)
+    assert looked.facts == {} and set(looked.faults) == {"node1", "node2"} and all(looked.faults.values())
+
+
+def test_without_srun(monkeypatch: pytest.MonkeyPatch, cluster_file: Path) -> None:
+    """A batch script whose PATH lost Slurm."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    looked = nodes.look(load_cluster(str(cluster_file)), given("node1"), seconds=1)
+    assert looked.faults == {"node1": "srun: No such file or directory"}
+
+
+def test_the_step_is_that_of_the_ranks(tmp_path: Path) -> None:
+    """In the container, with its binds, without the user's packages; one node's failure ends no other."""
+    text = CLUSTER + "container: {runtime: apptainer, image: /shared/train.sif, binds: ['/data:/data:ro']}\n"
+    path = tmp_path / "two.yaml"
+    path.write_text(text)
+    words = nodes.step_command(load_cluster(str(path)), given("node1", "node2"), ["/shared/run"], 20)
+    assert words[0] == "srun" and "--kill-on-bad-exit=0" in words and "--unbuffered" not in words and "--nodes=2" in words
+    inside = words[words.index("apptainer") :]
+    assert inside[:2] == ["apptainer", "exec"] and "PYTHONNOUSERSITE=1" in inside and "/data:/data:ro" in inside
+    assert inside[inside.index("/shared/train.sif") + 1 :][:4] == ["python3", "-m", "clustertune.doctor", "--facts"]
+    assert "--place=container+step" in inside
+
+
+def test_the_command_of_a_job_is_shown(cluster_file: Path) -> None:
+    """--submit --dry-run needs no Slurm; the header holds the cluster's shape."""
+    done = run("doctor", "--submit", "--dry-run", "--nodes", "1", "--cluster", cluster_file, "--json")
+    document = done.json
+    assert done.code == 0 and "#SBATCH --nodes=1\n" in document["script"] and document["command"][0] == "sbatch"
+    assert document["command"][-3:] == ["--cluster", str(cluster_file), "--seconds=30"]
+    assert run("doctor", "--submit", "--dry-run", "--nodes", "3", "--cluster", cluster_file).code == 2
+
+
+@pytest.mark.parametrize(
+    ("rules", "code"),
+    [
+        ([compare.ANSWERED], ExitCode.AGAIN),
+        ([compare.ANSWERED, compare.DRIVER], ExitCode.CONFIG),
+        ([compare.DRIVER], ExitCode.CONFIG),
+    ],
+)
+def test_a_node_that_is_gone_may_come_back(
+    monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[Rule], code: ExitCode
+) -> None:
+    """A lost node sends the job back into the queue, as everywhere; what a person has to mend does not."""
+    monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.Looked())
+    monkeypatch.setattr(nodes, "findings", lambda *_: [finding(rule, FAIL, "bad", "mend", where="node2") for rule in rules])
+    said: list[str] = []
+    with pytest.raises(UserError) as caught:
+        preflight.check(
+            load_cluster(str(cluster_file)), given("node1", "node2"), 1, gpus=False, binds=[], say=said.append,
+            log=lambda *_, **__: None,
+        )  # fmt: skip
+    assert caught.value.code is code and len(caught.value.problems) == len(rules)
+    assert said[-1].startswith("doctor: 0 of 2 nodes")

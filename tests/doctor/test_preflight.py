@@ -1,0 +1,59 @@
+"""Before a job only that stops it which is sure to: everything else is told, and the job goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertune.doctor import compare, frame, nodes, preflight
+from clustertune.doctor.nodes import Looked
+from clustertune.errors import UserError
+from clustertune.health import FAIL
+from clustertune.launch.allocation import Allocation
+from tests.doctor.machine_cases import XID, Patch, machine
+
+
+def run(monkeypatch: pytest.MonkeyPatch, facts: Patch, cluster: Any) -> tuple[list[str], list[Any]]:
+    """Preflight on one node with these facts: what it says."""
+    found = frame.machine_findings(machine(facts))
+    monkeypatch.setattr(nodes, "look", lambda *_args, **_words: Looked({"gpu01": machine(facts).facts}))
+    monkeypatch.setattr(nodes, "findings", lambda *_args: found)
+    said: list[str] = []
+    given = Allocation("7", 0, ("gpu01",), 0, 2, 1, None)
+    preflight.check(cluster, given, 8, gpus=True, binds=[], say=said.append, log=lambda *_args, **_words: None)
+    return said, found
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts"),
+    [
+        ("gpu-xid", {"xids.+": XID.format(79)}),
+        ("gpu-ecc", {"gpus.5.ecc_uncorrected": 2}),
+        ("disk-full", {"mounts.0.free_bytes": 0}),
+        ("node-names", {"names.gpu02": []}),
+        ("flock", {"probes.1.ok": False, "probes.1.said": "No locks available"}),
+    ],
+)
+def test_what_may_be_harmless_stops_nothing(monkeypatch: pytest.MonkeyPatch, rule: str, facts: Patch) -> None:
+    """A GPU that was reset since, a full disk that the job does not write to, a name that no rank asks for."""
+    from clustertune.config.cluster import load_cluster
+
+    said, found = run(monkeypatch, facts, load_cluster(None))
+    assert [item.rule for item in found if item.status == FAIL] == [rule]
+    assert any(line.startswith(f"FAIL    {rule}") for line in said) and any("goes on" in line for line in said)
+
+
+def test_what_stops_a_job_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU too few: no rank would start."""
+    from clustertune.config.cluster import load_cluster
+
+    with pytest.raises(UserError, match="gpu-count") as told:
+        run(monkeypatch, {"cuda_devices": 7}, load_cluster(None))
+    assert told.value.code == 2
+
+
+def test_those_that_stop_are_rules() -> None:
+    """A name that is misspelt would stop nothing."""
+    assert {rule.id for rule in frame.machine_rules()} >= preflight.STOPS
+    assert compare.ANSWERED.id in preflight.STOPS

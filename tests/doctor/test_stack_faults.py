@@ -1,0 +1,97 @@
+"""The table of releases with known faults: what lies in a range, and that its neighbours do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertune.doctor import stack_versions
+from clustertune.doctor.recipe_context import read_pins
+from clustertune.doctor.stack_faults import FAULTS, holds, release
+from tests.doctor.recipe_case import make
+
+
+@pytest.mark.parametrize(
+    ("version", "ranges", "inside"),
+    [
+        ("1.14.0", "<1.15", True),
+        ("1.15", "<1.15", False),
+        ("1.15.0", "<1.15", False),
+        ("1.15.0.dev0", "<1.15", True),
+        ("1.15.0rc1", "<1.15", True),
+        ("1.9.0", "<1.15", True),
+        ("2.28.9.post1", ">=2.28.3,<2.28.9", False),
+        ("2.28.3", ">=2.28.3,<2.28.9", True),
+        ("2.28.2", ">=2.28.3,<2.28.9", False),
+        ("0.21.2", ">=0.21.0,<=0.21.2", True),
+        ("0.21", ">=0.21.0,<=0.21.2", True),
+        ("0.21.3", ">=0.21.0,<=0.21.2", False),
+        ("2.5.1+cu124", "<2.6", True),
+        ("2.6.0+cpu", "<2.6", False),
+        ("v4.57.3", ">=4.57.2,<4.57.4", True),
+        ("4.57.2.post1", "==4.57.2", False),
+        ("nonsense", "<9", False),
+        ("", "<9", False),
+    ],
+)
+def test_versions_are_compared_as_pip_does(version: str, ranges: str, inside: bool) -> None:
+    """1.9 is before 1.15, a release candidate before its release, a local part counts for nothing."""
+    assert holds(version, ranges) is inside
+
+
+def test_a_release_is_a_tuple_without_trailing_zeros() -> None:
+    """Else 1.15 would come before 1.15.0."""
+    assert release("1.15.0") == release("1.15") == ((1, 15), 0)
+
+
+def test_the_pins_themselves_have_no_known_fault(tmp_path: Path) -> None:
+    """What the project installs must pass its own table, and the pins must be read at all."""
+    pins = read_pins()
+    assert pins["torch"]
+    assert pins["lm-eval"]
+    assert "pytest" not in pins
+    assert [item.rule for item in make(tmp_path).findings()] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "package", "before", "first", "last", "after"),
+    [
+        ("frozen-base-in-float32", "accelerate", None, "1.6.0", "1.12.0", "1.13.0"),
+        ("empty-adapter", "peft", "0.20.0", "0.21.0", "0.21.2", "0.21.3"),
+        ("packed-see-each-other", "transformers", None, "4.40.0", "4.53.0", "4.53.1"),
+        ("nccl-2-28", "nvidia-nccl-cu13", "2.28.2", "2.28.3", "2.28.8", "2.28.9"),
+        ("nccl-hang-2-29-2", "nvidia-nccl-cu13", "2.29.1", "2.29.2", "2.29.2", "2.29.3"),
+        ("checkpoint-runs-code", "torch", None, "2.0.0", "2.5.1", "2.6.0"),
+        ("punkt-format", "nltk", None, "3.8.0", "3.8.1", "3.8.2"),
+    ],
+)
+def test_a_range_ends_where_it_ends(
+    rule: str, package: str, before: str | None, first: str, last: str, after: str, tmp_path: Path
+) -> None:
+    """A fix that is not seen keeps people from upgrading; a fault that is not seen costs them the run."""
+    assert rule in {fault.rule.id for fault in FAULTS}
+    case = make(tmp_path)
+    for version, expected in ((before, False), (first, True), (last, True), (after, False)):
+        if version is not None:
+            case.versions[package] = version
+            found = {item.rule for item in stack_versions.check(case.context())}
+            assert (rule in found) is expected, version
+
+
+def test_every_range_can_be_read() -> None:
+    """A typing mistake in a range would silence its rule for ever."""
+    for fault in FAULTS:
+        for part in fault.ranges.split(","):
+            assert part.strip().lstrip("<>=") and holds(part.strip().lstrip("<>="), part) is ("=" in part), fault
+        assert fault.rule.title == f"{fault.package} {fault.ranges}"
+
+
+def test_what_is_in_the_image_is_not_judged_from_outside(tmp_path: Path) -> None:
+    """A faulty package of the login node's Python is not the image's, and the other way round."""
+    case = make(tmp_path)
+    case.versions["peft"] = "0.21.2"
+    case.place = "login"
+    assert {item.rule for item in stack_versions.check(case.context())} == {"stack-unseen"}
+    case.cluster["container.runtime"] = "none"
+    assert {item.rule for item in stack_versions.check(case.context())} == {"empty-adapter", "versions-differ"}

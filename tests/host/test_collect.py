@@ -1,0 +1,452 @@
+"""The facts of a machine: of a recorded tree, of this one, and of one on which something hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.host import gpus, mounts, network, pci, surroundings, system, touch
+from clustertune.host.collect import collect
+from clustertune.host.facts import from_dict
+from clustertune.host.packages import parse_torch_version
+from clustertune.host.sight import ABSENT, Answer, Sight, ask
+
+REPO = Path(__file__).resolve().parents[2]
+NET, IB, PCI = "sys/class/net", "sys/class/infiniband", "sys/bus/pci/devices"
+MOUNTINFO = r"""21 1 8:2 / / rw,relatime shared:1 - ext4 /dev/sda2 rw,errors=remount-ro
+22 21 0:5 / /proc rw - proc proc rw
+23 21 0:22 / /dev/shm rw,nosuid - tmpfs tmpfs rw
+24 21 0:30 / /home rw - autofs systemd-1 rw,direct
+25 21 0:31 / /shared rw,noatime - nfs4 10.0.0.9:/export rw,vers=4.2,hard,local_lock=none
+26 21 0:32 / /pool\040two rw - fuse.mergerfs a:b rw,user_id=0
+27 21 8:3 / /data ro,relatime - xfs /dev/sdb1 rw
+28 21 0:40 / /sys/fs/cgroup rw - cgroup2 cgroup rw
+29 21 0:41 / /run/credentials rw - tmpfs tmpfs rw
+broken line
+"""
+FILES = {
+    "proc/sys/kernel/hostname": "gpu01\n",
+    "proc/sys/kernel/osrelease": "6.8.0-45-generic\n",
+    "proc/uptime": "864000.12 1.0\n",
+    "proc/meminfo": "MemTotal:       1056768 kB\nMemAvailable:    528384 kB\nSwapTotal:  2048 kB\nSwapFree:  1024 kB\n",
+    "proc/self/mountinfo": MOUNTINFO,
+    "proc/self/cgroup": "0::/slurm/job_1/step_0\n",
+    "sys/fs/cgroup/slurm/job_1/memory.max": "1073741824\n",
+    "sys/fs/cgroup/slurm/job_1/step_0/memory.max": "max\n",
+    "proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n",
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+    "proc/modules": "nvidia 1 0 - Live 0x0\n",
+    "etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.1 LTS"\n',
+    "etc/exports": "# none\n/data 10.0.0.0/24(rw,sync) \\\n  10.0.1.0/24(ro)\n\"/with space\" *(ro)\n",
+    "etc/exports.d/more.exports": "/more *(ro)\n",
+    "etc/nccl.conf": "# set in 2023\nNCCL_ALGO=Tree # why?\nnonsense\n",
+    "sys/devices/system/cpu/online": "0-63\n",
+    "sys/devices/system/node/node0/cpulist": "0-31\n",
+    "sys/devices/system/node/node1/cpulist": "32-63\n",
+    "sys/kernel/mm/transparent_hugepage/defrag": "always defer defer+madvise [madvise] never\n",
+    "sys/kernel/iommu_groups/0/type": "DMA-FQ\n",
+    f"{NET}/bonding_masters": "bond0\n",
+    f"{NET}/bond0/operstate": "up", f"{NET}/bond0/type": "1", f"{NET}/bond0/mtu": "9000", f"{NET}/bond0/carrier": "1",
+    f"{NET}/bond0/bonding/mode": "802.3ad 4\n", f"{NET}/bond0/bonding/slaves": "ens1 ens2\n",
+    f"{NET}/bond0/bonding/xmit_hash_policy": "layer3+4 1\n", f"{NET}/bond0/speed": "-1",
+    f"{NET}/ens1/operstate": "up", f"{NET}/ens1/type": "1", f"{NET}/ens1/speed": "100000",
+    f"{NET}/ens1/device/numa_node": "1", f"{NET}/ens1/bonding_slave/mii_status": "up",
+    f"{NET}/ens2/operstate": "down", f"{NET}/ens2/type": "1", f"{NET}/ens2/speed": "4294967295",
+    f"{NET}/ens2/device/numa_node": "-1", f"{NET}/ens2/bonding_slave/mii_status": "down",
+    f"{NET}/ib0/operstate": "up", f"{NET}/ib0/type": "32", f"{NET}/ib0/device/x": "",
+    f"{NET}/lo/operstate": "unknown", f"{NET}/lo/type": "772", f"{NET}/lo/flags": "0x9",
+    f"{NET}/veth1/operstate": "unknown", f"{NET}/veth1/type": "1", f"{NET}/veth1/flags": "0x1002",
+    f"{IB}/mlx5_0/ports/1/state": "4: ACTIVE\n", f"{IB}/mlx5_0/ports/1/phys_state": "5: LinkUp\n",
+    f"{IB}/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n", f"{IB}/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+    f"{IB}/mlx5_0/ports/1/gid_attrs/ndevs/0": "ib0\n", f"{IB}/mlx5_0/device/numa_node": "0", f"{IB}/mlx5_0/fw_ver": "28.1\n",
+    f"{IB}/rocep1s0/ports/1/state": "1: DOWN\n", f"{IB}/rocep1s0/ports/1/phys_state": "3: Disabled\n",
+    f"{IB}/rocep1s0/ports/1/rate": "2.5 Gb/sec (1X SDR)\n", f"{IB}/rocep1s0/ports/1/link_layer": "Ethernet\n",
+    "dev/infiniband/uverbs0": "",
+    "dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "",
+    "usr/lib/x86_64-linux-gnu/libibverbs/libmlx5-rdmav34.so": "",
+    "usr/lib64/libibverbs/libefa-rdmav57.so": "",
+    f"{PCI}/0000:17:00.0/class": "0x060400", f"{PCI}/0000:18:00.0/class": "0x030200", f"{PCI}/0000:18:00.0/vendor": "0x10de\n",
+    f"{PCI}/0000:18:00.0/numa_node": "1", f"{PCI}/0000:19:00.1/class": "0x040300", f"{PCI}/0000:19:00.1/vendor": "0x10de",
+}  # fmt: skip
+ANSWERS = {
+    "ip": "2: bond0    inet 10.0.0.11/24 brd 10.0.0.255 scope global bond0\\       valid_lft forever\n"
+    "2: bond0    inet6 fe80::1/64 scope link\n3: eth1@if4    inet6 2001:db8::2/64 scope global\n",
+    "dmesg": "[1.0] usb 1-1: x\n[100.5] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n",
+    "chronyc": "A9FEA97B,169.254.169.123,4,1795283000.1,-0.000012345,0.00001,0.00002,1.2,0.01,0.02,0.0003,0.0001,16.1,Normal\n",
+}
+
+
+def acs(control: int) -> bytes:
+    """A configuration space whose second extended capability is ACS."""
+    space = bytearray(4096)
+    space[0x100:0x104] = (0x0001 | 1 << 16 | 0x140 << 20).to_bytes(4, "little")
+    space[0x140:0x144] = (0x000D | 1 << 16).to_bytes(4, "little")
+    space[0x146:0x148] = control.to_bytes(2, "little")
+    return bytes(space)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A node of one GPU, recorded."""
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / PCI / "0000:17:00.0/config").write_bytes(acs(0x1D))
+    (tmp_path / NET / "ens1/device/driver").symlink_to("/sys/bus/pci/drivers/mlx5_core")
+    return tmp_path
+
+
+def recorded(command: Sequence[str], seconds: float) -> Answer:
+    text = ANSWERS.get(command[0])
+    return ABSENT if text is None else Answer(text)
+
+
+def test_a_recorded_machine(tree: Path) -> None:
+    """Everything that /proc, /sys and commands tell of a GPU node."""
+    f = collect(root=str(tree), command=recorded)
+    assert f.unread == [] and (f.hostname, f.kernel, f.os, f.uptime_s) == (
+        "gpu01",
+        "6.8.0-45-generic",
+        "Ubuntu 24.04.1 LTS",
+        864000.12,
+    )
+    assert (f.memory_bytes, f.memory_available_bytes, f.swap_bytes, f.swap_used_bytes) == (
+        1056768 << 10,
+        528384 << 10,
+        2 << 20,
+        1 << 20,
+    )
+    assert (f.memory_limit_bytes, f.cpus, f.numa_cpus, f.thp_defrag) == (1 << 30, 64, {"0": "0-31", "1": "32-63"}, "madvise")
+    assert (f.driver, f.peermem, f.nvidia_devices, f.gpu_files) == ("580.65.06", True, 1, ["/dev/nvidia0", "/dev/nvidia1"])
+    assert (f.iommu, f.acs_redirect, f.port_range) == (True, ["0000:17:00.0"], [32768, 60999])
+    assert f.kernel_log_read and f.xids == ["[100.5] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
+    assert (f.clock_synchronised, f.clock_offset_s) == (True, 0.000012345)
+    assert f.exports == ["/data", "/with", "/more"] and f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
+    assert f.environment == {} and f.affinity is None and f.memlock_bytes is None, (
+        "that is this process, not the recorded machine"
+    )
+    assert from_dict(json.loads(json.dumps(f.as_dict()))) == f
+
+
+def test_recorded_interfaces(tree: Path) -> None:
+    """A bond with one link down, IPoIB, loopback, a veth that is down; the folder also holds a file."""
+    nics = {nic.name: nic for nic in collect(root=str(tree), command=recorded).nics}
+    assert set(nics) == {"bond0", "ens1", "ens2", "ib0", "lo", "veth1"}
+    bond = nics["bond0"]
+    assert (bond.bond_mode, bond.bond_hash, bond.bond_links, bond.bond_links_up) == (
+        "802.3ad",
+        "layer3+4",
+        ["ens1", "ens2"],
+        ["ens1"],
+    )
+    assert (bond.mbit, bond.virtual, bond.addresses, bond.mtu, bond.up) == (100000, False, ["10.0.0.11/24"], 9000, True)
+    assert (nics["ens1"].driver, nics["ens1"].numa, nics["ens2"].numa, nics["ens2"].mbit) == ("mlx5_core", 1, None, None)
+    assert [nics[name].kind for name in ("ib0", "lo", "ens1")] == ["infiniband", "loopback", "ethernet"]
+    assert (nics["lo"].up, nics["veth1"].up, nics["ens2"].up) == (True, False, False)
+    assert (nics["veth1"].virtual, nics["ib0"].virtual) == (True, False)
+
+
+def test_recorded_rdma(tree: Path) -> None:
+    """An InfiniBand port that is up, a RoCE port that is not, and the providers that are installed."""
+    f = collect(root=str(tree), command=recorded)
+    up, down = f.rdma
+    assert (up.device, up.port, up.active, up.gbit, up.link_layer, up.netdev, up.numa, up.firmware) == (
+        "mlx5_0", 1, True, 400.0, "InfiniBand", "ib0", 0, "28.1",
+    )  # fmt: skip
+    assert (down.active, down.state, down.physical, down.link_layer, down.numa) == (False, "DOWN", "Disabled", "Ethernet", None)
+    assert f.verbs_providers == ["efa", "mlx5"] and f.rdma_devices == ["/dev/infiniband/uverbs0"]
+
+
+def test_recorded_mounts(tree: Path) -> None:
+    """File systems that hold files; the options of the mount and of what is mounted; a read-only one is not writable."""
+    found = {mount.point: mount for mount in mounts.parse_mounts(MOUNTINFO)}
+    assert set(found) == {"/", "/dev/shm", "/shared", "/pool two", "/data"}
+    assert (found["/shared"].kind, found["/shared"].source) == ("nfs4", "10.0.0.9:/export")
+    assert "hard" in found["/shared"].options and "ro" in found["/data"].options and "rw" not in found["/data"].options
+
+
+def test_a_machine_with_nothing(tmp_path: Path) -> None:
+    """An empty tree is no error."""
+    f = collect(root=str(tmp_path), command=lambda *_: ABSENT)
+    assert f.unread == [] and f.nvidia_devices is None and f.acs_redirect is None and f.iommu is None and f.nics == []
+
+
+@pytest.mark.parametrize("junk", ["", "\0", "4: ", "x" * 70000, "-", "0x", "1:2:3", "[", "9" * 400, "\xff\xfe"])
+def test_files_full_of_nonsense(tree: Path, junk: str) -> None:
+    """A kernel of the future, a disk that is dying: facts or none, no exception."""
+    for name in FILES:
+        (tree / name).write_text(junk, errors="surrogateescape")
+    f = collect(root=str(tree), command=lambda command, seconds: Answer(junk))
+    assert [line for line in f.unread if not line.startswith("stack")] == []
+
+
+def test_configuration_spaces() -> None:
+    """Redirection is two bits of six; without root only 64 bytes are there; lists that run in circles end."""
+    assert pci.acs_control(acs(0x1D)) == 0x1D and pci.acs_control(acs(0)) == 0
+    assert pci.acs_control(bytes(4096)) is None
+    with pytest.raises(ValueError, match="root"):
+        pci.acs_control(acs(0x1D)[:64])
+    circle = bytearray(4096)
+    circle[0x100:0x104] = (0x0001 | 0x100 << 20).to_bytes(4, "little")
+    assert pci.acs_control(bytes(circle)) is None
+
+
+@pytest.mark.parametrize(
+    ("types", "cmdline", "on"),
+    [
+        (["identity"], "", False),
+        (["DMA", "identity"], "", True),
+        ([""], "iommu=pt", False),
+        ([""], "quiet", True),
+        ([], "", False),
+    ],
+)
+def test_an_iommu_that_translates(tmp_path: Path, types: list[str], cmdline: str, on: bool) -> None:
+    """In passthrough it is in nobody's way; old kernels do not tell the type."""
+    for index, kind in enumerate(types):
+        folder = tmp_path / f"sys/kernel/iommu_groups/{index}"
+        folder.mkdir(parents=True)
+        if kind:
+            (folder / "type").write_text(kind)
+    (tmp_path / "sys/kernel").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cmdline").write_text(f"root=/dev/sda {cmdline}\n")
+    assert pci.iommu(Sight(tmp_path)) == {"iommu": on}
+
+
+def test_limits_of_either_cgroup(tmp_path: Path) -> None:
+    """The smallest of those above; v1 writes a huge number where there is none."""
+    files = {
+        "proc/self/cgroup": "5:memory:/a/b\n3:cpu,cpuacct:/\n0::/a\n",
+        "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "9223372036854771712",
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4096",
+        "sys/fs/cgroup/a/memory.max": "8192",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert system.memory_limit(Sight(tmp_path)) == 4096
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert system.memory_limit(Sight(tmp_path)) is None
+
+
+def test_small_texts() -> None:
+    """CPU lists, versions, chrony, Slurm's words, torch's version file."""
+    assert system.cpu_list([3, 1, 2, 8]) == "1-3,8" and system.cpu_set("1-3,8, x,") == {1, 2, 3, 8}
+    assert system.version("6.8.0-45-generic") == (6, 8, 0) and system.version("x") == ()
+    assert system.parse_chrony("7F7F0101,,10,0,1.5,0,0,0,0,0,0,0,0,Not synchronised") == (False, 1.5)
+    assert system.parse_chrony("506 Cannot talk to daemon") is None
+    config = "TaskPlugin              = task/cgroup\nCgroup Support Configuration:\nConstrainDevices        = yes\nOther = 1\n"
+    assert surroundings.parse_config(config) == {"TaskPlugin": "task/cgroup", "ConstrainDevices": "yes"}
+    nodes = "n1|idle|none\nn2|down*|Not responding\nn3|drained|bad gpu | x\nn4|mixed|none\nn5|idle*|none\n"
+    assert surroundings.parse_nodes(nodes) == {"n2": "down* (Not responding)", "n3": "drained (bad gpu | x)", "n5": "idle*"}
+    assert parse_torch_version("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n") == "13.0"
+    assert parse_torch_version("cuda = '12.1'") == "12.1" and parse_torch_version("cuda: Optional[str] = None") == ""
+    assert network.parse_addresses("nonsense\n1: lo    inet 127.0.0.1/8 scope host lo\n") == {"lo": ["127.0.0.1/8"]}
+
+
+def test_secrets_stay_out() -> None:
+    """Facts are printed into logs, and sent along with questions."""
+    planted = {
+        "HF_TOKEN": "hf_abcdefghijklmnop", "WANDB_API_KEY": "0" * 40, "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9.x",
+        "NCCL_X": "hf_abcdefghijklmnopqrst", "APPTAINER_DOCKER_PASSWORD": "p", "APPTAINERENV_HF_TOKEN": "t", "AWS_SECRET": "s",
+        "http_proxy": "http://user:pass@proxy:3128/", "NCCL_DEBUG": "INFO", "HF_HOME": "/shared/hf", "SLURM_JOB_ID": "7",
+        "HF_HUB_ETAG_TIMEOUT": "10", "DATABASE_URL": "postgres://u:p@h/", "WANDB_NAME": "f" * 40, "SBATCH_ACCOUNT": "lab",
+    }  # fmt: skip
+    found = surroundings.environment(planted)
+    assert found == {
+        "http_proxy": "http://***@proxy:3128/", "NCCL_DEBUG": "INFO", "HF_HOME": "/shared/hf", "SLURM_JOB_ID": "7",
+        "HF_HUB_ETAG_TIMEOUT": "10", "SBATCH_ACCOUNT": "lab",
+    }  # fmt: skip
+    assert surroundings.has_login(found["http_proxy"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "slurm", "place"),
+    [
+        ("", {}, False, "here"),
+        ("", {}, True, "login"),
+        ("", {"SLURM_JOB_ID": "7"}, True, "here"),
+        ("", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, True, "step"),
+        ("", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "batch"}, True, "here"),
+        ("apptainer", {}, True, "container"),
+        ("apptainer", {"SLURM_STEP_ID": "1"}, False, "container+step"),
+        ("docker", {"SLURM_STEP_ID": "1"}, True, "step"),
+        ("docker", {}, False, "here"),
+    ],
+)
+def test_places(kind: str, environ: dict[str, str], slurm: bool, place: str) -> None:
+    """Login node, step, container; nodes that are containers themselves are no image of the ranks."""
+    assert surroundings.place(kind, environ, slurm=slurm) == place
+
+
+# --- this machine ------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """The real thing: what any Linux has, names that resolve or not, and a folder that can be written."""
+    f = collect(names=["localhost", "no-such-host.invalid"], folders=[str(tmp_path), "/nonexistent"])
+    assert f.unread == [] and f.cpus == os.cpu_count() and f.affinity == len(os.sched_getaffinity(0))
+    assert f.memory_bytes and f.kernel and f.nics and f.port_range and f.time > 1.7e9
+    assert f.names["localhost"] and f.names["no-such-host.invalid"] == []
+    root = next(mount for mount in f.mounts if mount.point == "/")
+    assert root.total_bytes and root.free_bytes is not None and not root.silent
+    probes = {(probe.folder, probe.what): probe.ok for probe in f.probes}
+    assert [probes[str(tmp_path), what] for what in ("mmap", "flock", "exec")] == [True, True, True]
+    assert probes["/nonexistent", "mmap"] is None and list(tmp_path.iterdir()) == []
+    assert any(package.name == "torch" for package in f.packages) and f.python.startswith("3.")
+
+
+def test_another_interpreter_is_asked_for_its_packages() -> None:
+    """The doctor may run by the system's Python, the ranks by the environment's."""
+    found = collect(python=sys.executable + "x")
+    assert found.packages == [] and any(line.startswith("stack") for line in found.unread)
+    link = shutil.which("python3") or sys.executable
+    assert collect(python=link).python
+
+
+def test_a_command_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A driver that does not answer: the others are told in time, and its child is killed, too."""
+    marker = tmp_path / "pid"
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ntrap '' TERM INT\necho half\nsleep 300 &\necho $! > {marker}\nwait\nsleep 300\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    began = time.monotonic()
+    f = collect(seconds=2.0)
+    assert "no answer within" in f.nvidia_smi and f.kernel and f.nics
+    assert time.monotonic() - began < 60
+    child = int(marker.read_text())
+    for _ in range(200):
+        if not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a process of the killed command lives on")
+
+
+def test_commands_that_cannot_be_asked() -> None:
+    """Absent, failing, silent, without a right to run."""
+    assert ask(["no-such-program-x"], 1) == ABSENT
+    assert ask(["sh", "-c", "echo out; echo 'why not' >&2; exit 3"], 5) == Answer("out\n", "why not")
+    assert ask(["sh", "-c", "exit 3"], 5).fault == "exit code 3"
+    assert ask(["cat"], 5, "text").text == "text"
+
+
+# --- what hangs, and what a pool cannot do ----------------------------------------------------------------------------
+
+POOL = r"""
+set -eu
+mkdir -p "$1/a" "$1/b" "$1/pool"
+mergerfs -f -o "cache.files=$2,category.create=mfs,allow_other" "$1/a:$1/b" "$1/pool" > /dev/null 2>&1 &
+pool=$!
+for _ in $(seq 200); do grep -q " $1/pool " /proc/self/mounts && break; sleep 0.05; done
+[ "$3" = frozen ] && kill -STOP "$pool"
+shift 3
+"$@" || true
+kill -KILL "$pool"
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Facts of this machine while a mergerfs pool is mounted, in a mount namespace that ends with it."""
+    if shutil.which("mergerfs") is None:
+        pytest.skip("not installed: mergerfs (apt-get install mergerfs)")
+    if os.geteuid() != 0:
+        pytest.skip("mounting a pool needs root")
+
+    def look(mode: str, state: str) -> dict[str, Any]:
+        doctor = [sys.executable, "-m", "clustertune.doctor", "--facts", f"--folder={tmp_path}/pool", "--seconds=8"]
+        command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", POOL, "pool", str(tmp_path), mode, state]
+        done = subprocess.run([*command, *doctor], capture_output=True, text=True, timeout=120, check=False, cwd=REPO)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    return look
+
+
+def test_a_pool_tells_its_settings_and_what_it_cannot_do(pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Without page caching a shared mapping is refused; the kernel's table of mounts has neither mode nor branches."""
+    facts = pool("off", "running")
+    mount = next(m for m in facts["mounts"] if m["point"] == f"{tmp_path}/pool")
+    assert mount["kind"] == "fuse.mergerfs" and "cache.files=off" in mount["options"]
+    assert any(word.startswith(f"branches={tmp_path}/a") for word in mount["options"])
+    probes = {p["what"]: p["ok"] for p in facts["probes"] if p["folder"] == f"{tmp_path}/pool"}
+    assert probes["mmap"] is False and probes["flock"] is True
+    probes = {p["what"]: p["ok"] for p in pool("auto-full", "running")["probes"] if p["folder"] == f"{tmp_path}/pool"}
+    assert probes["mmap"] is True
+
+
+def test_a_frozen_file_system_keeps_nobody(pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Its server does not answer any more: it is told as silent, and all else is told."""
+    facts = pool("off", "frozen")
+    silent = [m["point"] for m in facts["mounts"] if m["silent"]]
+    assert f"{tmp_path}/pool" in silent and "/" not in silent and facts["kernel"]
+    assert {p["ok"] for p in facts["probes"] if p["folder"] == f"{tmp_path}/pool"} == {None}
+    assert all(p["ok"] is not None for p in facts["probes"] if p["folder"] == "/tmp")
+
+
+def test_bits_that_help_nobody_are_no_fault(tmp_path: Path) -> None:
+    """A token of mode 0644 in a home of 0700, and a script of a group that is its owner's own."""
+    file = tmp_path / "home" / "token"
+    file.parent.mkdir()
+    file.write_text("x")
+    file.chmod(0o646)
+    for folder in (tmp_path, *tmp_path.parents[:-1]):
+        if folder.stat().st_mode & 0o001 == 0:
+            break
+    else:
+        assert (touch.mode(str(file)) or {})["mode"] & 0o007 == 0o006
+    file.parent.chmod(0o700)
+    assert (touch.mode(str(file)) or {})["mode"] & 0o077 == 0
+    assert touch.mode(str(tmp_path / "none")) is None
+
+
+def test_what_waits_for_its_first_use_is_known() -> None:
+    """autofs: asking for its room would mount it."""
+    text = "30 1 0:30 / /home rw shared:1 - autofs auto.home rw,fd=5\n31 1 0:31 / /x\\040y rw - autofs systemd-1 rw\n"
+    text += "32 1 8:1 / / rw - xfs /dev/a rw\n"
+    assert mounts.parse_automounts(text) == ["/home", "/x y"]
+
+
+def test_a_damaged_inforom_is_no_silent_driver(tmp_path: Path) -> None:
+    """nvidia-smi ends with 14 then, after a whole answer."""
+    text = "<?xml version='1.0' ?>\n<nvidia_smi_log><driver_version>580.95.05</driver_version><gpu id='00000000:18:00.0'/>"
+    text += "</nvidia_smi_log>\nWARNING: infoROM is corrupted at gpu 0000:18:00.0\n"
+    sight = Sight(tmp_path, lambda *_args: Answer(text, "<?xml version='1.0' ?>"))
+    found = gpus.driver(sight)
+    assert (found["nvidia_smi"], found["driver"], len(found["gpus"])) == ("", "580.95.05", 1)
+
+
+def test_a_file_system_whose_server_is_gone_may_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error: a pool whose program has died, a stale handle. A folder that is closed to us is none of these."""
+    table = "1 0 0:9 / /pool rw - fuse.mergerfs a:b rw\n2 0 0:8 / /x rw - nfs4 s:/x rw\n"
+    told = {("space", "/pool"): {"error": "Transport endpoint is not connected", "errno": 107}}
+    told |= {
+        ("space", "/x"): {"error": "Permission denied", "errno": 13},
+        ("space", "/dev/shm"): {"total_bytes": 9, "free_bytes": 8},
+    }
+    monkeypatch.setattr(mounts, "answers", lambda *_args: told)
+    monkeypatch.setattr(Sight, "read", lambda _self, path: table if path.endswith("mountinfo") else "")
+    found = mounts.look(Sight(), mounts.Wanted())
+    assert [(m.fault, m.silent) for m in found["mounts"]] == [("Transport endpoint is not connected", False), ("", False)]
+    assert (found["shm_bytes"], found["shm_free_bytes"]) == (9, 8), "a folder that is no mount serves as well"
+
+
+def test_facts_of_another_kind_are_refused() -> None:
+    """A null is what was not seen; a number where a list belongs is no document of ours."""
+    assert from_dict({"hostname": "x", "environment": None, "unread": None}).environment == {}
+    with pytest.raises(ValueError, match="unread: int, not list"):
+        from_dict({"hostname": "x", "unread": 5})

@@ -1,0 +1,92 @@
+"""Rounds of a check as their files, written by hand: what ranks and nodes leave behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clustertune.nccl_check.setup import FACTS, NODE, RECORDS, Case, Setup
+
+SETUP = Setup(
+    hosts=("n1", "n2"),
+    addresses=("10.0.0.1", "10.0.0.2"),
+    ranks_per_node=1,
+    backend="gloo",
+    seconds=60.0,
+    start_seconds=20.0,
+    case_seconds=10.0,
+    most_seconds=120.0,
+    collectives=("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p"),
+    scopes=("world", "intra", "inter", "pair"),
+    smallest=1 << 10,
+    largest=1 << 20,
+    factor=4,
+    iterations=20,
+    warmup=5,
+)
+
+
+def setup(nodes: int, each: int = 1, **changes: Any) -> Setup:
+    """A round on so many nodes."""
+    hosts = tuple(f"n{i + 1}" for i in range(nodes))
+    return replace(SETUP, hosts=hosts, addresses=hosts, ranks_per_node=each, **changes)
+
+
+class Files:
+    """The folder of a round."""
+
+    def __init__(self, folder: Path, wanted: Setup) -> None:
+        self.folder, self.setup = folder, wanted
+        wanted.write(folder)
+        for rank in range(wanted.world_size):
+            self.say(rank, "start", rank=rank, pid=1000 + rank)
+            self.say(rank, "met")
+            self.say(rank, "up", torch="2.13.0", nccl=None, cuda=None, room=1 << 30)
+        for node in range(len(wanted.hosts)):
+            self.node(node)
+
+    @classmethod
+    def bare(cls, folder: Path, wanted: Setup) -> Files:
+        """Of a round of which nothing is there yet."""
+        made = cls.__new__(cls)
+        made.folder, made.setup = folder, wanted
+        return made
+
+    def say(self, rank: int, event: str, /, **values: Any) -> None:
+        with (self.folder / RECORDS.format(rank=rank)).open("a") as out:
+            out.write(json.dumps({"event": event, "at": 1.0, **values}) + "\n")
+
+    def cut(self, rank: int, text: str) -> None:
+        """A line that a rank did not finish."""
+        with (self.folder / RECORDS.format(rank=rank)).open("a") as out:
+            out.write(text)
+
+    def node(self, number: int, codes: list[int | None] | None = None, **values: Any) -> None:
+        record = {
+            "node": number,
+            "host": self.setup.hosts[number],
+            "codes": [0] * self.setup.ranks_per_node if codes is None else codes,
+            "probe": [],
+            "problems": [],
+            "changed": {},
+            "python": "3.11.9",
+            "environment": {"GLOO_SOCKET_IFNAME": "eth0"},
+            **values,
+        }
+        (self.folder / NODE.format(node=number)).write_text(json.dumps(record))
+        (self.folder / FACTS.format(node=number)).write_text(json.dumps({"hostname": f"other-name-{number}"}))
+
+    def begin(self, step: int, case: Case, ranks: list[int], moved: int | None = None) -> None:
+        for rank in ranks:
+            self.say(rank, "begin", step=step, case=vars(case), ranks=ranks, moved=moved or case.bytes)
+
+    def done(self, step: int, rank: int, median: float, *, spread: float = 0.1, correct: bool = True) -> None:
+        self.say(rank, "done", step=step, median_s=median, spread=spread, correct=correct)
+
+    def whole(self, step: int, case: Case, medians: dict[int, float], moved: int | None = None) -> None:
+        """A step that all ended: rank to seconds."""
+        self.begin(step, case, list(medians), moved)
+        for rank, median in medians.items():
+            self.done(step, rank, median)

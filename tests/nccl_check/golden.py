@@ -1,0 +1,46 @@
+"""Writes the golden texts of ``nccl-check --submit --dry-run``: ``python -m tests.nccl_check.golden``, then read the diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clustertune.commands import nccl_checking as program
+from clustertune.commands import nccl_submitting
+from clustertune.config.cluster import load_cluster
+from clustertune.nccl_check import batch
+from clustertune.nccl_check.batch import CheckJob
+from tests.launch.machines import CLUSTER_FILES, REPO
+
+GOLDEN = REPO / "tests" / "golden"
+
+
+def asked(**changes: object) -> program.Asked:
+    """A command line with its defaults."""
+    values: dict[str, object] = {
+        "files": [], "logs": False, "cluster": None, "seconds": None, "smallest": "1K", "largest": None, "factor": 4,
+        "iterations": 20, "warmup": 5, "collectives": None, "scopes": None, "backend": "auto", "ranks": None, "nodes": None,
+        "node_rank": None, "out": None, "save": False, "tune": False, "submit": True, "time": None, "dry_run": True,
+        "as_json": False,
+    }  # fmt: skip
+    return program.Asked(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def job(name: str) -> CheckJob:
+    cluster = load_cluster(name)
+    wanted = batch.shape(cluster, None, None, program.GPU_SECONDS)
+    return batch.make(wanted, Path("/folder"), nccl_submitting.arguments(asked(cluster=name), cluster))
+
+
+def document(name: str) -> str:
+    """What is submitted, without what differs between machines."""
+    made = job(name)
+    return "\n".join([f"$ {' '.join(made.command())}", made.script.rstrip("\n")]).replace(str(REPO), "CHECKOUT") + "\n"
+
+
+def main() -> None:
+    for name in CLUSTER_FILES:
+        Path(GOLDEN, f"nccl-check-{name}.txt").write_text(document(name))
+
+
+if __name__ == "__main__":
+    main()

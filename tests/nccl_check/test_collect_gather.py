@@ -1,0 +1,231 @@
+"""From what ranks and nodes left behind to the document, also where they left it in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertune.nccl_check import check, gather
+from clustertune.nccl_check.setup import Case
+from tests.nccl_check.documents import Files, setup
+
+MIB = 1 << 20
+
+
+def test_the_slowest_rank_counts(tmp_path: Path) -> None:
+    """A rank that only hands its data over is done before anything has arrived."""
+    files = Files(tmp_path, setup(2))
+    files.whole(1, Case("world", "all_gather", MIB, 20), {0: 0.001, 1: 0.004})
+    part = gather.read_round(tmp_path, files.setup)
+    (entry,) = gather.measurements([part])["results"]
+    assert entry["algbw_gb_s"] == pytest.approx(MIB / 0.004 / 1e9, rel=1e-5)
+    assert entry["busbw_gb_s"] == pytest.approx(entry["algbw_gb_s"] / 2, rel=1e-5)
+    assert (entry["ranks"], entry["iterations"], entry["correct"]) == (2, 20, True)
+    assert not part.faulty
+
+
+def test_inside_the_nodes_the_slowest_node_counts(tmp_path: Path) -> None:
+    """``results`` is what a job on all nodes sees, ``per_node`` says whose fault it is."""
+    files = Files(tmp_path, setup(2, 2))
+    case = Case("intra", "all_reduce", MIB, 20)
+    files.whole(1, case, {0: 0.001, 1: 0.001})
+    files.whole(1, case, {2: 0.010, 3: 0.002})
+    found = gather.measurements([gather.read_round(tmp_path, files.setup)])
+    assert [(e["node"], e["median_s"]) for e in found["per_node"]] == [("n1", 0.001), ("n2", 0.01)]
+    assert [(e["scope"], e["median_s"]) for e in found["results"]] == [("intra", 0.01)]
+
+
+def test_both_ways_of_a_pair(tmp_path: Path) -> None:
+    """The sending node stands first, and all ranks of a node count together."""
+    files = Files(tmp_path, setup(2, 2))
+    files.whole(1, Case("pair", "p2p", MIB, 20), dict.fromkeys(range(4), 0.001))
+    files.whole(2, Case("pair", "p2p", MIB, 20, back=True), dict.fromkeys(range(4), 0.002))
+    found = gather.measurements([gather.read_round(tmp_path, files.setup)])["per_pair"]
+    assert [(e["nodes"], e["median_s"]) for e in found] == [(["n1", "n2"], 0.001), (["n2", "n1"], 0.002)]
+    assert found[0]["busbw_gb_s"] == pytest.approx(MIB / 0.001 / 1e9, rel=1e-5)
+
+
+def test_a_second_look_with_more_iterations_counts(tmp_path: Path) -> None:
+    """The first try of a size is made to learn how long it takes."""
+    files = Files(tmp_path, setup(2))
+    files.whole(1, Case("world", "p2p", MIB, 3), {0: 0.9, 1: 0.9})
+    files.whole(2, Case("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
+    (entry,) = gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]
+    assert (entry["iterations"], entry["median_s"]) == (20, 0.1)
+
+
+def test_a_wrong_value_on_one_rank_is_wrong(tmp_path: Path) -> None:
+    """One is enough to ruin a model."""
+    files = Files(tmp_path, setup(2))
+    files.begin(1, Case("world", "all_reduce", MIB, 20), [0, 1])
+    files.done(1, 0, 0.1)
+    files.done(1, 1, 0.1, correct=False)
+    (entry,) = gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]
+    assert entry["correct"] is False
+
+
+def test_the_silent_rank_is_named(tmp_path: Path) -> None:
+    """Those that wait say that they waited; the stopped one says nothing. What was measured before is kept."""
+    files = Files(tmp_path, setup(3))
+    files.whole(1, Case("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1))
+    files.begin(2, Case("world", "all_reduce", MIB, 20), [0, 1, 2])
+    for rank in (0, 2):
+        files.say(rank, "hung", step=2, seconds=10.02)
+    for node, codes in enumerate(([3], [None], [3])):
+        files.node(node, codes)
+    part = gather.read_round(tmp_path, files.setup)
+    hung, problems = gather.faults([part])
+    assert problems == []
+    assert [(e["collective"], e["bytes"], e["hosts"], e["ranks"], e["seconds"]) for e in hung] == [
+        ("all_reduce", MIB, ["n2"], [0, 1, 2], 10.02)
+    ]
+    assert len(gather.measurements([part])["results"]) == 1
+    following = check.next_setup(part, 30.0, 60.0)
+    assert following is not None
+    assert following.skip == (("world", "all_reduce", 0),)
+    assert ("world", "all_gather", MIB, 0, False) in following.done
+    assert following.known == (("world", "all_gather", 0, False, MIB, 0.1),), "else it would plan as on a link without limits"
+    assert following.most_seconds == 60.0
+    assert not following.facts
+    assert not following.probe
+    assert check.next_setup(part, 5.0, 60.0) is None, "no time for another round"
+    assert check.next_setup(part, 60.0, 5.0) is None
+
+
+def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
+    """Its peers only see that the connection closed."""
+    files = Files(tmp_path, setup(3))
+    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1, 2])
+    for rank in (0, 1):
+        files.say(rank, "failed", step=1, message="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.3]:4711")
+    for node, codes in enumerate(([4], [4], [-9])):
+        files.node(node, codes)
+    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
+    assert entry["hosts"] == ["n3"]
+    assert "Connection closed by peer" in entry["message"]
+
+
+def test_a_rank_that_says_why_is_believed(tmp_path: Path) -> None:
+    """Its own fault, not what the others see of it."""
+    files = Files(tmp_path, setup(2))
+    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1])
+    files.say(0, "failed", step=1, message="RuntimeError: Connection reset by peer")
+    files.say(1, "failed", step=1, message="AcceleratorError: CUDA error: uncorrectable ECC error encountered")
+    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
+    assert (entry["hosts"], entry["message"][:16]) == (["n2"], "AcceleratorError")
+
+
+def test_a_rank_that_says_why_comes_before_the_silent(tmp_path: Path) -> None:
+    """NCCL's other ranks wait in their kernels and are killed without a word."""
+    files = Files(tmp_path, setup(3))
+    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1, 2])
+    files.say(1, "failed", step=1, message="AcceleratorError: CUDA error: unspecified launch failure")
+    for node, codes in enumerate(([None], [4], [None])):
+        files.node(node, codes)
+    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
+    assert entry["hosts"] == ["n2"]
+
+
+def test_the_end_of_the_time_is_no_hang(tmp_path: Path) -> None:
+    """Nobody gave up and nobody died: the launcher ended it. That is left out, not a fault of a link."""
+    files = Files(tmp_path, setup(2))
+    files.begin(1, Case("world", "broadcast", MIB, 20), [0, 1])
+    files.node(0, [None])
+    files.node(1, [None])
+    part = gather.read_round(tmp_path, files.setup)
+    assert gather.faults([part]) == ([], [])
+    assert gather.left_out([part], gather.measurements([part])) == [
+        {"scope": "world", "collective": "broadcast", "bytes": MIB, "reason": "cut off in the middle"}
+    ]
+    assert check.next_setup(part, 100.0, 160.0) is None
+
+
+def test_a_node_that_never_came(tmp_path: Path) -> None:
+    """The others waited for it: it is the one that is named."""
+    files = Files(tmp_path, setup(3))
+    for rank in (0, 2):
+        path = tmp_path / f"rank-{rank}.jsonl"
+        path.write_text('{"event":"start","rank":0,"pid":1}\n{"event":"met"}\n{"event":"hung","step":0,"seconds":20.0}\n')
+    (tmp_path / "rank-1.jsonl").unlink()
+    (tmp_path / "node-1.json").unlink()
+    part = gather.read_round(tmp_path, files.setup)
+    (entry,), problems = gather.faults([part])
+    assert (entry["collective"], entry["bytes"], entry["hosts"]) == ("init", 0, ["n2"])
+    assert problems == [{"node": "n2", "message": "left no record: it was lost, or does not see the folder"}]
+    assert check.next_setup(part, 100.0, 160.0) is None, "the same nodes would not find each other again"
+
+
+def test_a_node_that_reached_nobody(tmp_path: Path) -> None:
+    """All gave up; it alone never got to the first node."""
+    files = Files(tmp_path, setup(3))
+    for rank in range(3):
+        met = '{"event":"met"}\n' if rank != 1 else ""
+        text = f'{{"event":"start","rank":{rank},"pid":1}}\n{met}{{"event":"hung","step":0,"seconds":20.0}}\n'
+        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
+    (entry,), _ = gather.faults([gather.read_round(tmp_path, files.setup)])
+    assert entry["hosts"] == ["n2"]
+
+
+@pytest.mark.parametrize("torn", ['{"event":"done","step":2,"med', "\x00\x00\x00", "[]\n", '"x"\n', "{}\n", "\xff\xfe"])
+def test_a_torn_line_loses_itself_only(tmp_path: Path, torn: str) -> None:
+    """A killed rank's last line, or a block of zeros after a power loss."""
+    files = Files(tmp_path, setup(2))
+    files.whole(1, Case("world", "p2p", MIB, 20), {0: 0.1, 1: 0.1})
+    files.cut(1, torn)
+    assert len(gather.measurements([gather.read_round(tmp_path, files.setup)])["results"]) == 1
+
+
+def test_an_empty_folder_is_a_lost_round(tmp_path: Path) -> None:
+    """The step never began: nothing raises, both nodes are named."""
+    part = gather.read_round(tmp_path, setup(2))
+    hung, problems = gather.faults([part])
+    assert [entry["collective"] for entry in hung] == ["init"]
+    assert [entry["node"] for entry in problems] == ["n1", "n2"]
+    assert gather.measurements([part]) == {"results": [], "per_node": [], "per_pair": []}
+
+
+def test_facts_have_the_names_that_all_else_has(tmp_path: Path) -> None:
+    """A scheduler's name of a node may be another than its own: findings of both must meet."""
+    files = Files(tmp_path, setup(2))
+    (tmp_path / "facts-1.json").write_text("{torn")
+    assert [f["hostname"] for f in gather.facts([gather.read_round(tmp_path, files.setup)])] == ["n1"]
+
+
+def test_what_a_smaller_group_rounds_is_not_left_out(tmp_path: Path) -> None:
+    """Three ranks move whole elements only, a few bytes less than asked for."""
+    files = Files(tmp_path, setup(3))
+    files.whole(1, Case("world", "all_gather", MIB, 20), dict.fromkeys(range(3), 0.1), moved=MIB - 4)
+    files.say(0, "left_out", scope="world", collective="all_gather", bytes=MIB, reason="no time was left")
+    files.say(0, "left_out", scope="world", collective="all_gather", bytes=4 * MIB, reason="no time was left")
+    part = gather.read_round(tmp_path, files.setup)
+    assert [entry["bytes"] for entry in gather.left_out([part], gather.measurements([part]))] == [4 * MIB]
+
+
+def test_pairs_that_hang_again_are_given_up(tmp_path: Path) -> None:
+    """A node that hangs with one hangs with all: each would cost the whole limit."""
+    files = Files(tmp_path, setup(4, skip=(("pair", "p2p", 0),)))
+    files.begin(1, Case("pair", "p2p", MIB, 20, turn=1), [0, 3])
+    files.say(0, "hung", step=1, seconds=10.0)
+    files.whole(1, Case("pair", "p2p", MIB, 20, turn=1), {1: 0.1, 2: 0.1})
+    part = gather.read_round(tmp_path, files.setup)
+    assert [entry["nodes"] for entry in gather.measurements([part])["per_pair"]] == [["n2", "n3"]]
+    following = check.next_setup(part, 100.0, 160.0)
+    assert following is not None
+    assert "pair" not in following.scopes
+
+
+def test_a_long_log_is_judged_at_both_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a rank failed stands at the end of its log, after megabytes of calls; a line that is cut is no line."""
+    files = Files(tmp_path, setup(2))
+    monkeypatch.setattr(gather, "LARGEST_LOG", 4096)
+    lines = [f"n1:1:2 [0] NCCL INFO line {number:04d} of many\n" for number in range(1000)]
+    for rank, many in enumerate((lines, lines[:10])):
+        path = tmp_path / gather.LOGS.format(rank=rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(many))
+    long, short = gather.logs(gather.read_round(tmp_path, files.setup)).values()
+    assert short == "".join(lines[:10])
+    kept = [line + "\n" for line in long.splitlines() if line]
+    assert kept[0] == lines[0] and kept[-1] == lines[-1] and len(long) <= 4097
+    assert set(kept) < set(lines) and len(kept) > 80

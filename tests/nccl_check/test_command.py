@@ -1,0 +1,166 @@
+"""``clustertune nccl-check`` as it is typed: here, on recorded logs, and with what cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clustertune.cli import app
+from clustertune.errors import UserError
+from clustertune.nccl_check.check import MARGIN_SECONDS
+from clustertune.nccl_check.sizes import parse_size, show_size
+from tests.command import REPO, Done, run
+from tests.nccl_check import golden
+
+SHORT = ["--seconds", "30", "--max", "64K", "--iterations", "3", "--factor", "64"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """The check of this machine, on CPUs whatever it has."""
+    out = tmp_path_factory.mktemp("here") / "out"
+    return run("nccl-check", "--backend", "gloo", "--out", out, *SHORT, "--json"), out
+
+
+def test_here_two_ranks_talk_over_gloo(here: tuple[Done, Path]) -> None:
+    """Named as what it is, judged, with one document on stdout that is the file in the folder."""
+    done, out = here
+    document = done.json
+    assert done.code == {"pass": 0, "warn": 1, "fail": 2}[document["verdict"]["status"]], document["verdict"]
+    assert document["verdict"]["status"] != "fail", document["verdict"]
+    assert (document["backend"], document["nodes"], document["gpus_per_node"]) == ("gloo", 1, 2)
+    assert document["transport"].startswith("gloo TCP")
+    assert {entry["scope"] for entry in document["results"]} == {"intra"}
+    assert all(entry["correct"] for entry in document["results"])
+    assert document == json.loads((out / "result.json").read_text())
+    assert "NCCL" not in done.err.replace("nccl-check", "")
+    assert len(document["facts"]) == 1
+
+
+def test_the_folder_of_a_check_is_not_used_again(here: tuple[Done, Path]) -> None:
+    """Records are added to files: two checks would mix."""
+    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--out", str(here[1]), *SHORT])
+    assert "holds a check already" in str(done.exception)
+
+
+def test_make_gives_the_cluster_on() -> None:
+    """The front door is the same command."""
+    words = ["make", "-n", "nccl-check", "CLUSTER=rno-rtxpro6000"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    assert "clustertune nccl-check --cluster 'rno-rtxpro6000'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--logs"], "no file was given"),
+        (["x.log"], "files are read only with --logs"),
+        (["--logs", "no/such.log", "also/not.log"], "also/not.log: cannot be read"),
+        (["--collectives", "all_reduc"], "did you mean all_reduce?"),
+        (["--collectives", ""], "'' is none of"),
+        (["--scopes", "worlds"], "did you mean world?"),
+        (["--backend", "mpi"], "'mpi' is no backend"),
+        (["--min", "1X"], "'1X' is no size"),
+        (["--min", "2M", "--max", "1M"], "2M is more than --max 1M"),
+        (["--node-rank", "0"], "the nodes meet in a folder that all see"),
+        (["--time", "10"], "is read only with --submit"),
+        (["--nodes", "2"], "is read only with --submit or --node-rank"),
+        (["--ranks", "1", "--backend", "gloo"], "one rank has no peer"),
+        (["--cluster", "no-such-cluster"], "there is no cluster"),
+        (["--seconds", "nan"], "--seconds"),
+    ],
+)
+def test_what_cannot_be_is_told(words: list[str], said: str) -> None:
+    """In words, before anything is measured; that such an error ends with exit 2 is tested once, below."""
+    done = CliRunner().invoke(app, ["nccl-check", *words])
+    assert said in (str(done.exception) if isinstance(done.exception, UserError) else done.output)
+    assert done.exit_code
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    """Not one thing a call."""
+    done = run("nccl-check", "--collectives", "a,b", "--scopes", "c", "--min", "0", "--json")
+    assert (done.code, len(done.json["problems"])) == (2, 4)
+
+
+def test_a_dry_run_shows_environment_and_command(tmp_path: Path) -> None:
+    """And does nothing."""
+    done = run("nccl-check", "--backend", "gloo", "--out", tmp_path / "new", "--dry-run")
+    assert done.code == 0
+    assert "PYTHONNOUSERSITE=1" in done.out
+    assert "-m clustertune.nccl_check.node" in done.out
+    assert not (tmp_path / "new").exists()
+    as_json = json.loads(CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--dry-run", "--json"]).stdout)
+    assert as_json["setup"]["backend"] == "gloo"
+    assert as_json["command"][1:3] == ["-m", "clustertune.nccl_check.node"]
+
+
+def test_the_margin_is_told() -> None:
+    """In the help, in the docs, and when it begins: --seconds is not the whole time."""
+    text = f"{MARGIN_SECONDS:g} s"
+    assert text in " ".join(CliRunner().invoke(app, ["nccl-check", "--help"]).output.split())
+    assert f"over {text} after it at the latest" in (REPO / "docs" / "nccl-check.md").read_text()
+    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--seconds", "20", "--dry-run"])
+    assert f"20 s of measuring, over after {20 + MARGIN_SECONDS:g} s at the latest" in done.output
+
+
+def test_recorded_logs_are_judged_alone(tmp_path: Path) -> None:
+    """Nothing is measured; the exit code is the verdict's."""
+    log = tmp_path / "rank0.log"
+    log.write_text(
+        "n1:100:200 [0] NCCL INFO NET/IB : No device found.\n"
+        "n1:100:200 [0] NCCL INFO NET/Socket : Using [0]docker0:172.17.0.1<0>\n"
+        "n1:100:200 [0] NCCL INFO Using network Socket\n"
+        "n1:100:200 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n"
+        "n1:100:200 [0] NCCL WARN socketPollConnect: connect returned Connection refused\n"
+        "n1:100:200 [0] NCCL INFO NCCL version 2.28.9+cuda13.0\n"
+    )
+    done = run("nccl-check", "--logs", log, "--json")
+    assert done.json["verdict"]["status"] in ("warn", "fail")
+    assert done.code == {"warn": 1, "fail": 2}[done.json["verdict"]["status"]]
+    shown = run("nccl-check", "--logs", log)
+    assert (shown.code, shown.out) == (done.code, "")
+    assert "Connection refused" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "changes", "found"),
+    [
+        (8, 2, {}, ("nccl", "8 GPUs", 8)),
+        (8, 1, {"ranks": 4}, ("nccl", "4 of 8 GPUs", 4)),
+        (1, 1, {}, ("gloo", "one GPU has no peer: gloo between CPU ranks", 2)),
+        (1, 2, {}, ("nccl", "1 GPUs", 1)),
+        (0, 1, {}, ("gloo", "no GPU here: gloo between CPU ranks", 2)),
+        (0, 3, {}, ("gloo", "no GPU here: gloo between CPU ranks", 1)),
+        (8, 1, {"backend": "gloo"}, ("gloo", "asked for", 2)),
+    ],
+)
+def test_the_backend_is_chosen_and_said(gpus: int, nodes: int, changes: dict[str, object], found: tuple[str, str, int]) -> None:
+    """NCCL wherever two GPUs can talk."""
+    assert golden.program._backend(golden.asked(**changes), gpus, nodes) == found
+
+
+@pytest.mark.parametrize(("text", "size"), [("1K", 1024), ("64M", 64 << 20), ("1GiB", 1 << 30), ("1g", 1 << 30), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    """Powers of two, as nccl-tests takes them."""
+    assert parse_size(text) == size
+    assert parse_size(show_size(size).replace(" ", "")) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5M", "K", "1KK", "99999999999999999999"])
+def test_no_sizes(text: str) -> None:
+    """Each is refused, not guessed."""
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+    """A file where a folder must be: with its name, no traceback."""
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["nccl-check", "--backend", "gloo", "--out", str(tmp_path / "file" / "x"), *SHORT])
+    assert isinstance(done.exception, UserError)
+    assert "cannot hold the check" in str(done.exception)

@@ -1,0 +1,219 @@
+"""The short check before a job: within its time, told, and never the reason why a job dies that would have trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import health
+from clustertune.cluster.cluster import Cluster
+from clustertune.errors import ExitCode, UserError
+from clustertune.launch.allocation import Allocation
+from clustertune.nccl_check import check, gather, prolog
+from clustertune.nccl_check.place import Here, Nodes
+from tests.command import events
+from tests.launch.machines import machine
+from tests.nccl_check.documents import Files, setup
+from tests.nccl_check.test_submit import cluster_file
+from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm_job import Job
+
+RULE = health.Rule("a-rule", "something", "it hurts", "https://example.org")
+FAILED = health.finding(RULE, health.FAIL, "eth0 is down", "plug it in", where="n2")
+
+
+def verdict(status: str) -> prolog.Verdict:
+    return prolog.Verdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == health.FAIL else ())
+
+
+def options(seconds: float, **changes: Any) -> check.Options:
+    return prolog.options_for(seconds, "gloo", "a test", 2, 2, 1, **changes)
+
+
+def test_only_a_failure_stops_and_only_where_it_is_to() -> None:
+    """Exit 93 is what no launcher starts again."""
+    for status in (health.PASS, health.WARN, health.UNKNOWN, health.FAIL):
+        prolog.decide(verdict(status), "warn")
+    for status in (health.PASS, health.WARN, health.UNKNOWN):
+        prolog.decide(verdict(status), "stop")
+    with pytest.raises(UserError) as error:
+        prolog.decide(verdict(health.FAIL), "stop")
+    assert error.value.code is ExitCode.STOP
+    assert "n2: eth0 is down" in str(error.value) and "plug it in" in str(error.value)
+
+
+def test_the_event_names_the_faults() -> None:
+    """``metrics.jsonl`` is the truth of a run, and one line."""
+    event = verdict(health.FAIL).event()
+    assert event == {
+        "status": "fail", "headline": "the headline", "seconds": 3.0, "file": "x/result.json", "faults": ["a-rule n2"],
+    }  # fmt: skip
+
+
+def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
+    """On one machine by the code that srun starts on nodes, in a folder of its own where one start was made before by hand."""
+    (tmp_path / "1-0").mkdir()
+    place = Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    began = time.monotonic()
+    short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
+    found = prolog.run(place, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 60 + 20
+    assert found.status in (health.PASS, health.WARN), found
+    assert found.file == tmp_path / "1-0-2" / "result.json"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "echo 'srun: error: no such partition' >&2; exit 1",
+        "kill -9 $$",
+        pytest.param("exec sleep 600", marks=pytest.mark.jobs),
+    ],
+)
+def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun that fails, hangs or dies: over within the limit, told, and nothing that stops a job: no link was looked at."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
+    began = time.monotonic()
+    found = prolog.run(Nodes(given, machine(gpus=0), False, os.environ), options(10.0), tmp_path / "run", lambda _text: None)
+    assert time.monotonic() - began < 10 + 12
+    assert found.status == health.UNKNOWN, found
+    assert "could not be measured: no rank began on n1, n2" in found.headline
+    assert found.file is not None
+    document = json.loads(found.file.read_text())
+    assert document["hung"] == [] and document["results"] == []
+    told = " ".join(entry["message"] for entry in document["problems"])
+    assert ("no such partition" in told) is ("partition" in answer)
+    prolog.decide(found, "stop")
+
+
+def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
+    """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
+    (tmp_path / "file").write_text("")
+    place = Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    found = prolog.run(place, options(10.0), tmp_path / "file" / "x", lambda _text: None)  # type: ignore[arg-type]
+    assert found.status == health.UNKNOWN
+    assert "could not be made" in found.headline
+    prolog.decide(found, "stop")
+
+
+@pytest.mark.parametrize(
+    ("started", "early", "start_seconds", "word"),
+    [
+        ((0, 1), (0, 1), 30.0, ""),
+        ((0, 1), (0,), 30.0, ""),
+        ((0,), (0,), 30.0, "no rank began on n2"),
+        ((), (), 30.0, "no rank began on n1, n2"),
+        ((0, 1), (), 30.0, "were over before"),
+        ((0, 1), (0, 1), 5.0, "too short"),
+    ],
+)
+def test_only_ranks_that_all_waited_show_that_a_link_is_dead(
+    tmp_path: Path, started: tuple[int, ...], early: tuple[int, ...], start_seconds: float, word: str
+) -> None:
+    """Of a rank that never began, or began when the others had given up, nothing follows for the network."""
+    wanted = setup(2, start_seconds=start_seconds)
+    wanted.write(tmp_path)
+    files = Files.bare(tmp_path, wanted)
+    for rank in started:
+        files.say(rank, "start", rank=rank, pid=1)
+    for rank in early:
+        files.say(rank, "hung", step=0, seconds=start_seconds)
+    found = gather.read_round(tmp_path, wanted).inconclusive
+    assert found.count(word) == 1 if word else found == "", found
+    if not word:
+        return
+    files.node(1, [], problems=["there is no interface eth0"])
+    assert gather.read_round(tmp_path, wanted).inconclusive == "", "the node says what is wrong with it"
+
+
+def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that was seen is a fault, also where the ranks then did not start."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
+    given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
+    found = prolog.run(Nodes(given, machine(gpus=0), False, os.environ), options(10.0), tmp_path / "run", lambda _text: None)
+    assert found.status == health.FAIL
+    with pytest.raises(UserError):
+        prolog.decide(found, "stop")
+
+
+@pytest.mark.parametrize("seconds", [10, 30, 120, 3600])
+def test_the_parts_of_its_time_fit(seconds: int) -> None:
+    """Measuring, and one thing that hangs, end before the launcher ends everything."""
+    wanted = options(float(seconds))
+    setup = check.make_setup(Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
+    assert wanted.most_seconds == seconds
+    assert setup.limit <= setup.most_seconds < seconds, "what does not answer has to be ended, too"
+    assert setup.start_seconds + setup.case_seconds <= setup.most_seconds
+
+
+# --- in a job ----------------------------------------------------------------------------------------------------------
+
+
+def job(slurm: Cluster, folder: Path, on_fail: str, gbit: float) -> Job:  # noqa: F811
+    """A training whose cluster file asks for the check."""
+    file = cluster_file(folder, f"nccl_check: {{seconds: 60, on_fail: {on_fail}}}\n")
+    file.write_text(file.read_text().replace("gbit: 1}", f"gbit: {gbit:g}}}"))
+    words = [
+        "recipes/tiny-oasst2",
+        "--tiny",
+        "--to",
+        "train",
+        "train.max_steps=2",
+        "train.eval_on_start=false",
+        "train.max_length=64",
+    ]
+    made = Job(slurm, folder / "r", words=[*words, "--cluster", str(file)])
+    made.options = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=8G", "--time=01:00:00"]
+    return made.submit()
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(900)
+def test_a_job_stops_on_a_failed_check(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+    """A link at a hundredth of what the file says: exit 93 before any rank trains, and it is not started again."""
+    slurm.limit("100mbit")
+    try:
+        made = job(slurm, tmp_path, "stop", 10)
+        found = made.end()
+    finally:
+        slurm.limit(None)
+    assert (found["ExitCode"], found["Restarts"]) == ("93:0", "0"), made.text
+    (event,) = events(made.run, "nccl")
+    assert event["status"] == "fail"
+    assert any(fault.startswith("inter-speed") for fault in event["faults"])
+    assert Path(event["file"]).is_file()
+    assert made.steps() == []
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(900)
+def test_a_job_that_is_only_warned_trains(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+    """The same link under ``warn``: told, and then trained; the report shows it."""
+    slurm.limit("100mbit")
+    try:
+        made = job(slurm, tmp_path, "warn", 10)
+        found = made.end()
+    finally:
+        slurm.limit(None)
+    assert found["ExitCode"] == "0:0", made.text
+    assert [event["status"] for event in events(made.run, "nccl")] == ["fail"]
+    assert made.steps() == [1, 2]
+    assert "nccl-check, " in made.text
+    done = slurm.run([sys.executable, "-m", "clustertune", "report", str(made.run)])
+    assert done.returncode == 0
+    assert "Links between ranks" in (made.run / "report.html").read_text()

@@ -1,0 +1,136 @@
+"""The check as a Slurm job: its script, and the job itself on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clustertune.cluster.cluster import Cluster
+from clustertune.commands import nccl_submitting
+from clustertune.errors import UserError
+from clustertune.nccl_check import batch
+from tests.command import REPO, run
+from tests.launch.machines import CLUSTER_FILES, machine
+from tests.nccl_check import golden
+from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+
+
+@pytest.mark.parametrize("name", CLUSTER_FILES)
+def test_dry_run_is_the_golden_one(name: str) -> None:
+    """Whole nodes, no requeue, nothing of the caller's environment. ``make golden`` writes it again."""
+    assert golden.document(name) == (golden.GOLDEN / f"nccl-check-{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", CLUSTER_FILES)
+def test_the_command_prints_what_it_would_submit(name: str) -> None:
+    """Without Slurm, and without leaving anything behind."""
+    before = set((REPO / "runs").glob("nccl-check/*"))
+    done = run("nccl-check", "--submit", "--cluster", name, "--nodes", "2", "--dry-run", "--json")
+    assert done.code == 0
+    assert "#SBATCH --nodes=2\n" in done.json["script"]
+    assert done.json["command"][0] == "sbatch"
+    assert set((REPO / "runs").glob("nccl-check/*")) == before
+
+
+def test_the_scripts_have_no_known_mistake(tmp_path: Path) -> None:
+    """By the project's own lint of batch scripts."""
+    for number, text in enumerate((golden.job(CLUSTER_FILES[0]).script, batch.SCRIPT.read_text())):
+        path = tmp_path / f"{number}.sbatch"
+        path.write_text(text)
+        done = run("doctor", "sbatch", str(path))
+        assert done.code == 0, done.out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "time", "seconds", "word"),
+    [
+        (9, None, 300, "9 nodes"),
+        (None, "3", 300, "too short"),
+        (None, "soon", 300, "no time limit"),
+        (None, None, 90_000, "at most"),
+    ],
+)
+def test_what_cannot_be_submitted(nodes: int | None, time: str | None, seconds: float, word: str) -> None:
+    """Before the queue, each with its option."""
+    cluster = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
+    with pytest.raises(UserError) as error:
+        batch.shape(cluster, nodes, time, seconds)
+    assert word in str(error.value)
+    assert "--" in str(error.value)
+
+
+def test_a_cluster_without_slurm_is_told_so() -> None:
+    """It can still be measured here."""
+    with pytest.raises(UserError, match="no Slurm"):
+        batch.shape(machine(slurm=None), None, None, 60)
+
+
+def test_the_job_gets_what_was_given() -> None:
+    """Another check than the one that was asked for would be worse than none."""
+    cluster = machine()
+    words = golden.asked(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
+    found = nccl_submitting.arguments(words, cluster)
+    assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
+    assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save --tune"
+
+
+def cluster_file(folder: Path, extra: str = "") -> Path:
+    """The throw-away Slurm as a file; its GPUs are names only."""
+    path = folder / "thrown.yaml"
+    path.write_text(
+        "name: thrown\nnodes:\n"
+        "  - {name: node1, address: node1, roles: [compute]}\n  - {name: node2, address: node2, roles: [compute]}\n"
+        "  - {name: ctl, address: ctl, roles: [slurmctld, login]}\n"
+        "compute: {gpus: 0, interconnect: none, cores: 1, threads: 2, memory_gb: 8}\n"
+        f"network: {{interface: eth0, kind: ethernet, gbit: 1}}\nslurm: {{partition: gpu}}\n{extra}"
+    )
+    return path
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(900)
+def test_on_two_nodes_of_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  # noqa: F811
+    """``--submit`` as a user calls it: ranks by srun on both nodes, the verdict and the result on the first."""
+    file, out = cluster_file(tmp_path), tmp_path / "out"
+    slurm.limit("200mbit")
+    try:
+        words = [
+            "nccl-check",
+            "--submit",
+            "--cluster",
+            str(file),
+            "--seconds",
+            "40",
+            "--max",
+            "4M",
+            "--out",
+            str(out),
+            "--json",
+        ]
+        done = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO)
+        number = int(json.loads(done.stdout)["job"])
+        slurm.wait(number, timeout=600)
+    finally:
+        slurm.limit(None)
+    log = "".join(path.read_text() for path in out.glob("nccl-check-*.log"))
+    document = json.loads((out / "result.json").read_text())
+    assert document["hosts"] == ["node1", "node2"], log
+    assert {facts["place"] for facts in document["facts"]} == {"step"}
+    assert document["verdict"]["status"] in ("pass", "warn", "fail")
+    one_way = [e for e in document["per_pair"] if e["collective"] == "p2p" and e["bytes"] >= 1 << 20]
+    assert one_way
+    for entry in one_way:
+        assert entry["busbw_gb_s"] == pytest.approx(0.95 * 0.025, rel=0.2)
+    assert "busbw" in log
+    assert (tmp_path / "thrown.nccl-check.json").exists()
+
+
+def test_the_script_says_where_to_call_it(tmp_path: Path) -> None:
+    """sbatch in another folder: the words, exit 2, no traceback."""
+    done = subprocess.run(["bash", str(batch.SCRIPT)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "is not a checkout of clustertune" in done.stderr

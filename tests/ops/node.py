@@ -1,0 +1,259 @@
+"""A node to try storage on: mount, PID and network namespaces of its own, with a private /etc, loop disks and real mergerfs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.ops.storage.points import set_immutable
+from tests.command import REPO, Done
+
+TOOLS = ("unshare", "nsenter", "losetup", "mkfs.xfs", "mergerfs", "exportfs", "blkid", "wipefs")
+SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+LIMIT = 300
+"""Seconds, for what hangs; a busy machine needs a minute for a file system."""
+
+SETUP = """
+set -e
+mount -t tmpfs tmpfs {base}/own
+mkdir {base}/own/up {base}/own/work {base}/own/nfs
+mount -t overlay overlay -o lowerdir=/etc,upperdir={base}/own/up,workdir={base}/own/work /etc
+mount -t tmpfs tmpfs /run
+[ ! -d /var/lib/nfs ] || mount --bind {base}/own/nfs /var/lib/nfs
+rm -rf /etc/exports.d; : > /etc/exports; : > /etc/fstab
+ip link set lo up
+"""
+
+
+SERVER = """
+import contextlib, io, json, os, sys, tempfile, traceback
+import clustertune.ops.storage.apply, clustertune.ops.storage.judge
+from clustertune.cli import main
+
+def run(argv, user):
+    sys.argv = ["clustertune", *argv]
+    if user:  # what it imports on its way may lie in root's home, where nobody else can read
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            main()
+        os.setgroups([]); os.setgid(user); os.setuid(user)
+    return main()
+
+for line in sys.stdin:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                code = run(*json.loads(line))
+            except SystemExit as error:
+                code = error.code
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code or 0)
+        _, status = os.waitpid(pid, 0)
+        texts = [file.seek(0) or file.read() for file in (out, err)]
+        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
+"""
+"""Runs commands from one interpreter that has its imports already: half a second less for each."""
+
+
+class Served:
+    """``clustertune`` from an interpreter that stays."""
+
+    def __init__(self, child: subprocess.Popen[str] | None = None) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        env = {**os.environ, "PYTHONPATH": str(REPO)}
+        self.child = child or subprocess.Popen([sys.executable, "-c", SERVER], cwd=REPO, env=env, **pipes)
+
+    def run(self, *arguments: str | Path, user: int | None = None) -> Done:
+        """Run a command to its end; with ``user`` as that one."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write(json.dumps([[*map(str, arguments)], user]) + "\n")
+        self.child.stdin.flush()
+        done = Done(*json.loads(self.child.stdout.readline()))
+        assert "Traceback" not in done.err, done.err
+        return done
+
+    def close(self) -> None:
+        """End it."""
+        self.child.kill()
+        self.child.communicate()
+
+
+def lacking(*more: str) -> str | None:
+    """Why no node can be made here; None: it can."""
+    if os.geteuid() != 0:
+        return "needs root for loop devices and mounts"
+    absent = [name for name in (*TOOLS, *more) if not shutil.which(name, path=SBIN)]
+    return f"needs {', '.join(absent)}" if absent else None
+
+
+class Node:
+    """One machine; what is mounted in it is seen by nobody else."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.loops: list[str] = []
+        self.server: Served | None = None
+        (base / "own").mkdir(parents=True)
+        self.keeper = subprocess.Popen(
+            ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sleep", "infinity"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            self.pid = self._first_child()
+            self.shell(SETUP.format(base=base))
+        except BaseException:
+            self.keeper.kill()
+            raise
+
+    def _first_child(self) -> int:
+        deadline = time.monotonic() + LIMIT
+        children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children")
+        while time.monotonic() < deadline:
+            # The sleep stands in its namespaces once its own /proc is mounted, which unshare does before it starts it.
+            if (words := children.read_text().split()) and Path(f"/proc/{words[0]}/comm").read_text().strip() == "sleep":
+                return int(words[0])
+            time.sleep(0.01)
+        raise AssertionError("no namespaces")
+
+    def start(self, *argv: str | Path, **options: Any) -> subprocess.Popen[str]:
+        """Start a program inside."""
+        inside = ["nsenter", "-t", str(self.pid), "-m", "-n", "-p", "--", *map(str, argv)]
+        env = {**os.environ, "PATH": SBIN, "PYTHONPATH": str(REPO)}
+        given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True, **options}
+        return subprocess.Popen(inside, cwd=REPO, env=env, **given)
+
+    def run(self, *argv: str | Path, limit: float = LIMIT) -> Done:
+        """Run a program inside to its end."""
+        child = self.start(*argv)
+        try:
+            out, err = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise
+        return Done(child.returncode, out, err)
+
+    def shell(self, script: str) -> str:
+        """Run lines of bash; a failure fails the test."""
+        done = self.run("bash", "-ec", script)
+        assert done.code == 0, f"{script}\n{done.out}{done.err}"
+        return done.out
+
+    def command(self, *arguments: str | Path, user: int | None = None) -> Done:
+        """Run ``clustertune ops storage`` on it."""
+        if self.server is None:
+            self.server = Served(self.start(sys.executable, "-c", SERVER, stdin=subprocess.PIPE, stderr=None))
+        return self.server.run("ops", "storage", *arguments, user=user)
+
+    def python(self, code: str, *arguments: str | Path) -> Done:
+        """Run Python inside."""
+        return self.run(sys.executable, "-c", code, *arguments)
+
+    def disk(self, name: str, megabytes: int = 320, *, make: str | None = "mkfs.xfs -q") -> str:
+        """A loop device over a sparse file; with a file system unless ``make`` is None. XFS has 300 MB at least."""
+        file = self.base / f"{name}.img"
+        with file.open("wb") as out:
+            out.truncate(megabytes << 20)
+        device = self.shell(f"losetup --find --show {file}").strip()
+        self.loops.append(device)
+        if make:
+            self.shell(f"{make} {device}")
+        return device
+
+    def close(self) -> None:
+        """End everything inside and give the disks back."""
+        for point in sorted(self.base.glob("b*")):
+            subprocess.run(["nsenter", "-t", str(self.pid), "-m", "fsfreeze", "-u", point], capture_output=True, check=False)
+        if self.server:
+            self.server.close()
+        self.keeper.send_signal(signal.SIGKILL)
+        self.keeper.wait()
+        deadline = time.monotonic() + LIMIT
+        while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for device in self.loops:
+            subprocess.run(["losetup", "--detach", device], capture_output=True, check=False)
+        for folder, names, _ in os.walk(self.base):
+            for name in names:
+                place = Path(folder, name)
+                if not place.is_symlink():
+                    set_immutable(place, on=False)
+        shutil.rmtree(self.base)
+
+
+@contextmanager
+def node(*more: str) -> Iterator[Node]:
+    """A node for one test, below a folder that other users reach too; skips where the machine lacks what it takes."""
+    if reason := lacking(*more):
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="clustertune-node-") as folder:
+        Path(folder).chmod(0o755)
+        made = Node(Path(folder, "n"))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def cluster_file(path: Path, storage: dict[str, Any], *, nodes: list[dict[str, Any]] | None = None, **sections: Any) -> Path:
+    """A cluster file in which this machine is the first of ``nodes``."""
+    host = socket.gethostname()
+    owner = any(brick["node"] == host for brick in storage.get("bricks", []))
+    first = {"name": host, "address": "10.9.0.1", "roles": ["compute", "nfs"] if owner else ["compute"]}
+    text = {
+        "name": "test",
+        "nodes": [first, *(nodes or [])],
+        "compute": {"gpus": 0, "cores": 2, "threads": 2, "memory_gb": 4},
+        "network": {"kind": "ethernet", "subnet": "10.9.0.0/24", "gbit": 1, "interface": "eth0"} if nodes else {"kind": "none"},
+        "storage": storage,
+        **sections,
+    }
+    path.write_text(json.dumps(text, indent=1))
+    return path
+
+
+def two_bricks(made: Node, devices: list[str] | None = None, **more: Any) -> Path:
+    """A cluster file of one machine with a brick on each of two disks and a pool; bricks are b0 and b1, disks d0 and d1."""
+    base, host = made.base, socket.gethostname()
+    devices = devices or [made.disk("d0"), made.disk("d1")]
+    bricks = [
+        {"node": host, "path": f"{base}/d{n}", "mount": f"{base}/b{n}", "filesystem": "xfs", "tb": 0.0003, "device": device}
+        for n, device in enumerate(devices)
+    ]
+    storage = {"bricks": bricks, "pool": {"mount": f"{base}/pool", "min_free_gb": 0.04}, "shared": f"{base}/pool", **more}
+    return cluster_file(base / "cluster.yaml", storage)
+
+
+CHECK = ("check", "--seconds", "2", "--json")
+
+
+def checked(made: Node, cluster: Path) -> tuple[int, dict[str, str]]:
+    """The exit code of check, and the worst status of each rule that does not pass."""
+    done = made.command(*CHECK, "--cluster", cluster)
+    found: dict[str, str] = {}
+    for item in done.json["findings"]:
+        if item["status"] != "pass":
+            found.setdefault(item["rule"], item["status"])
+            assert item["fix"] or item["status"] == "unknown"
+    return done.code, found

@@ -1,0 +1,229 @@
+"""The generated files, started: nodes idle under their names, jobs with GPUs, requeue, warnings, limits, accounting."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clustertune.cluster.cluster import Cluster as Slurm
+from clustertune.cluster.cluster import Failed
+from clustertune.cluster.tryout import shape, try_out
+from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.ops.slurm.node import search_path
+from clustertune.ops.slurm.planning import all_texts, make_plan
+from clustertune.ops.slurm.texts import GRES_CONF, SLURM_CONF
+from tests.command import REPO, run
+from tests.ops.slurm_clusters import ODD, load
+from tests.slurm import need_slurm, wait_for
+
+NAMES = ["rno-it-gpu0007-1", "rno-it-gpu0008-1"]
+URGENT = "PartitionName=urgent Nodes=ALL PriorityTier=20 PreemptMode=OFF\n"
+
+
+def texts_of(cluster: Cluster, *, accounting: bool = False) -> dict[str, str]:
+    return all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=accounting))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Slurm]:
+    """The reference cluster's files, with a partition that preempts, as an operator would add it below our block."""
+    need_slurm()
+    cluster = load_cluster("rno-rtxpro6000")
+    texts = texts_of(cluster)
+    with Slurm(shape(cluster, {**texts, SLURM_CONF: texts[SLURM_CONF] + URGENT})) as slurm:
+        yield slurm
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    return path
+
+
+def test_the_reference_cluster_is_as_its_document_says(reference: Slurm) -> None:
+    """Two nodes of 256 threads and 8 GPUs by type, their cores by socket, one partition without a limit."""
+    shown = reference.run(["sinfo", "--noheader", "-p", "gpu", "-N", "-o", "%N %T %c %m %G %l %P"]).stdout.split("\n")
+    expected = [f"{name} idle 256 3913728 gpu:rtx_pro_6000:8(S:0-1) infinite gpu*" for name in NAMES]
+    assert shown[:2] == expected
+    config = reference.run(["scontrol", "show", "config"]).stdout
+    for key, value in (("JobRequeue", "1"), ("ReturnToService", "2"), ("SlurmdTimeout", "120 sec"), ("DefMemPerCPU", "15288")):
+        assert any(line.split("=")[0].strip() == key and line.split("=")[1].strip() == value for line in config.splitlines()), (
+            key
+        )
+
+
+def test_a_job_with_every_gpu_of_both_nodes(reference: Slurm, tmp_path: Path) -> None:
+    """Names resolve by the generated hosts file, and each node hands out its eight GPUs."""
+    body = f"srun --ntasks-per-node=1 bash -c 'echo $(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts {NAMES[1]})'"
+    log = tmp_path / "log"
+    job = reference.submit(
+        script(tmp_path, body), options=["-N2", "--gpus-per-node=rtx_pro_6000:8", "--exclusive", "-o", str(log)]
+    )
+    assert reference.wait(job)["JobState"] == "COMPLETED"
+    lines = sorted(log.read_text().splitlines())
+    assert [line.split()[:2] for line in lines] == [[name, "0,1,2,3,4,5,6,7"] for name in NAMES]
+    assert all(line.endswith(NAMES[1]) for line in lines)
+
+
+@pytest.mark.parametrize("options", [["--gpus-per-node=9"], ["--gpus-per-node=h100:1"], ["--mem=3823G"], ["--nodes=3"]])
+def test_what_can_never_run_is_refused_at_once(options: list[str], reference: Slurm, tmp_path: Path) -> None:
+    """EnforcePartLimits: a job that waits for ever looks like a busy cluster."""
+    with pytest.raises(Failed):
+        reference.submit(script(tmp_path, "true"), options=options)
+
+
+def test_a_requeued_job_runs_again(reference: Slurm, tmp_path: Path) -> None:
+    """JobRequeue, without --requeue in the script."""
+    log = tmp_path / "log"
+    body = 'echo run $SLURM_RESTART_COUNT\n[ -n "$SLURM_RESTART_COUNT" ] || sleep 300'
+    job = reference.submit(script(tmp_path, body), options=["--open-mode=append", "-o", str(log)])
+    wait_for(lambda: log.exists() and "run" in log.read_text(), "the first run")
+    reference.run(["scontrol", "requeue", str(job)])
+    reference.release(job)
+    assert reference.wait(job)["JobState"] == "COMPLETED"
+    assert [line.strip() for line in log.read_text().splitlines() if line.startswith("run")] == ["run", "run 1"]
+
+
+def test_a_preempted_job_is_warned_at_once(reference: Slurm, tmp_path: Path) -> None:
+    """Its --signal comes long before its own time limit, and the grace time is ours: without the word it would hear nothing."""
+    log = tmp_path / "log"
+    body = "trap 'echo warned; exit 0' USR1\necho up\nfor i in $(seq 1500); do sleep 0.2; done"
+    everything = ["-N2", "--gpus-per-node=8", "--exclusive"]
+    reference.submit(script(tmp_path, body), options=[*everything, "--signal=B:USR1@600", "-o", str(log)])
+    wait_for(lambda: log.exists() and "up" in log.read_text(), "the job")
+    other = reference.submit(script(tmp_path, "true"), options=[*everything, "-p", "urgent", "-o", os.devnull])
+    assert reference.wait(other)["JobState"] == "COMPLETED"
+    assert "warned" in log.read_text()
+    reference.cancel_all()  # 24.11 puts the first one back into the queue, 22.05 lets it end
+
+
+def test_locked_memory_is_slurmds_and_not_the_login_shells(reference: Slurm, tmp_path: Path) -> None:
+    """Submitted from a shell with 64 KiB: RDMA and pinned buffers would fail in the job; other limits come along."""
+    if not shutil.which("prlimit"):
+        pytest.skip("not installed: util-linux (apt-get install)")
+    log = tmp_path / "log"
+    limited = ["prlimit", "--memlock=65536:65536", "--core=0:0", "sbatch", "--parsable", "-o", str(log)]
+    done = reference.run([*limited, str(script(tmp_path, "srun bash -c 'ulimit -l; ulimit -c'"))])
+    assert reference.wait(done.stdout.strip())["JobState"] == "COMPLETED"
+    slurmd = reference.run(["bash", "-c", "cat /proc/$(pgrep -x slurmd | head -1)/limits"], node=1).stdout
+    own = next(line.split()[3] for line in slurmd.splitlines() if line.startswith("Max locked memory"))
+    expected = own if own == "unlimited" else str(int(own) // 1024)
+    assert expected != "64"
+    assert log.read_text().split() == [expected, "0"]
+
+
+STARTED = [
+    pytest.param(name, marks=[pytest.mark.jobs] if name in ("a thousand with a suffix", "other partition", "one GPU") else [])
+    for name in ODD
+    if name != "IPv6"
+]
+"""The network of a throw-away cluster is IPv4. Some are left to ``make test-jobs``: each takes seconds."""
+
+
+@pytest.mark.parametrize("odd", STARTED)
+def test_odd_clusters_start(odd: str, tmp_path: Path) -> None:
+    """Of a thousand nodes four are started, under their names; the others stand in the file, and are down."""
+    need_slurm()
+    cluster = load(tmp_path, ODD[odd])
+    done = try_out(cluster, texts_of(cluster))
+    assert done["nodes"] == [host.name for host in cluster.compute_nodes[:4]]
+
+
+def test_cores_of_half_a_socket_are_what_newer_slurms_refuse(tmp_path: Path) -> None:
+    """The cores of the generated file reach slurmd as sockets: S:0-1, that is both; with none it would say nothing."""
+    need_slurm()
+    cluster = load(tmp_path, ODD["four NUMA nodes"])
+    texts = texts_of(cluster)
+    assert "Cores=0-15" in texts[GRES_CONF]
+    with Slurm(shape(cluster, texts, nodes=1)) as slurm:
+        assert "gpu:h100:4(S:0-1)" in slurm.run(["sinfo", "-N", "--noheader", "-o", "%G"]).stdout
+
+
+def test_plan_tries_the_files(tmp_path: Path) -> None:
+    """The command that an operator calls before he writes anything."""
+    need_slurm()
+    done = run("ops", "slurm", "plan", "--cluster", "rno-rtxpro6000", "--node", NAMES[0], "--root", tmp_path, "--try", "--json")
+    assert (done.code, done.json["tried"]["nodes"]) == (1, NAMES)
+    assert not list(tmp_path.iterdir())
+
+
+# --- on the machine itself --------------------------------------------------------------------------------------------------
+
+MACHINE = """
+set -e
+hostname rno-it-gpu0008-1
+mount -t tmpfs tmpfs "$1"
+mkdir "$1"/up "$1"/work "$1"/vl "$1"/vs "$1"/log
+mount -t overlay overlay -o lowerdir=/etc,upperdir="$1"/up,workdir="$1"/work /etc
+mount --bind "$1"/vl /var/lib/slurm; mount --bind "$1"/vs /var/spool; mount --bind "$1"/log /var/log
+shift
+run() { "$@" || echo "code $?"; }
+run "$@" plan --cluster rno-rtxpro6000 --json > "$OUT/1"
+run "$@" apply --cluster rno-rtxpro6000 --json > "$OUT/2"
+run "$@" apply --cluster rno-rtxpro6000 --json > "$OUT/3"
+stat -c '%U %a %n' /var/spool/slurmd /var/log/slurm /etc/slurm/slurm.conf > "$OUT/4"
+run "$@" apply --cluster rno-rtxpro6000 --node rno-it-gpu0007-1 --json > "$OUT/5" 2>/dev/null
+"""
+
+
+def test_on_a_machine_itself(tmp_path: Path) -> None:
+    """In a mount namespace with the host's name: owners are the real users, the real shape is told, others are refused."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a machine of its own")
+    need_slurm()
+    if "slurm:" not in Path("/etc/passwd").read_text():
+        pytest.skip("no user slurm here: not installed: slurmctld (apt-get install)")
+    (tmp_path / "own").mkdir()
+    command = ["unshare", "--mount", "--uts", "bash", "-c", MACHINE, "x", str(tmp_path / "own")]
+    environment = {**os.environ, "OUT": str(tmp_path), "PATH": search_path(), "PYTHONPATH": str(REPO)}
+    words = [sys.executable, "-m", "clustertune", "ops", "slurm"]
+    done = subprocess.run(
+        [*command, *words], env=environment, cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, applied, again = (json.JSONDecoder().raw_decode((tmp_path / name).read_text())[0] for name in "123")
+    assert first["slurm_from"] == "installed here"
+    rules = {item["rule"]: item["found"] for item in first["findings"]}
+    assert "this machine has" in rules["slurm-shape"], "this is no node of 128 cores"
+    assert "8 of 8 devices missing" in rules["slurm-gpu-devices"]
+    assert "/etc/slurm/slurm.conf" in applied["written"]
+    assert applied["modes"] == ["/var/spool/slurmd", "/var/log/slurm"]
+    assert (again["written"], again["modes"]) == ([], [])
+    assert (tmp_path / "4").read_text().split("\n")[:3] == [
+        "root 755 /var/spool/slurmd", "slurm 755 /var/log/slurm", "root 644 /etc/slurm/slurm.conf",
+    ]  # fmt: skip
+    refused = json.JSONDecoder().raw_decode((tmp_path / "5").read_text())[0]
+    assert "this machine is rno-it-gpu0008-1" in refused["problems"][0]["message"]
+    assert not Path("/etc/slurm/slurm.conf").exists()
+
+
+# --- accounting ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.jobs
+def test_accounting_counts_a_job(tmp_path: Path) -> None:
+    """slurmdbd, MariaDB whose user is known by its socket, and sacct with the GPUs; there is no password anywhere."""
+    need_slurm()
+    if lacking := [
+        name for name in ("slurmdbd", "mariadbd", "mariadb-install-db") if not shutil.which(name, path=search_path())
+    ]:
+        pytest.skip(f"not installed: {', '.join(lacking)} (apt-get install slurmdbd mariadb-server-core mariadb-client-core)")
+    cluster = load_cluster("rno-rtxpro6000")
+    with Slurm(shape(cluster, texts_of(cluster, accounting=True))) as slurm:
+        options = ["-N2", "--gpus-per-node=8", "--exclusive", "-o", os.devnull]
+        job = slurm.submit(script(tmp_path, "srun true"), options=options)
+        assert slurm.wait(job)["JobState"] == "COMPLETED"
+        question = ["sacct", "-X", "--noheader", "--parsable2", "-j", str(job), "-o", "Cluster,State,AllocTRES"]
+        answer = wait_for(lambda: "COMPLETED" in (told := slurm.run(question).stdout) and told, "sacct")
+        assert answer.startswith("rno-rtxpro6000|COMPLETED|")
+        assert "gres/gpu=16" in answer
+        assert not [
+            path for path in slurm.root.glob("*.conf") if "StoragePass=" in path.read_text() and "munge" not in path.read_text()
+        ]

@@ -1,0 +1,275 @@
+"""Slurm's files as texts: what stands in them for usual and odd clusters, and what Slurm's own parser says."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clustertune.config.cluster import known_clusters, load_cluster
+from clustertune.errors import UserError
+from clustertune.launch.slurm import expand_hosts
+from clustertune.ops.slurm.conf import conf_lines, real_memory
+from clustertune.ops.slurm.gres import gpu_cores, gres_lines
+from clustertune.ops.slurm.names import fold, node_lines
+from clustertune.ops.slurm.node import search_path
+from clustertune.ops.slurm.planning import all_texts, make_plan
+from clustertune.ops.slurm.verify import parsed
+from clustertune.ops.slurm.version import Version, parse_version, preempt_signal
+from tests.ops.slurm_clusters import ODD, load
+from tests.ops.write_slurm_golden import GOLDEN, golden
+from tests.tree import REPO
+
+NAMES = [
+    (["n1"], "n1"),
+    (["n1", "n2", "n3", "x"], "n[1-3],x"),
+    (["n08", "n09", "n10", "n11", "n12"], "n[08-12]"),
+    (["n8", "n9", "n10"], "n[8-10]"),
+    (["n9", "n010"], "n[9,010]"),
+    (["n1", "n3", "n5", "n6"], "n[1,3,5-6]"),
+    (["n2", "n1"], "n[2,1]"),
+    (["rno-it-gpu0007-1", "rno-it-gpu0008-1"], "rno-it-gpu0007-1,rno-it-gpu0008-1"),
+    (["a-1", "a-2", "b-1"], "a-[1-2],b-1"),
+    (["a1", "a2", "login", "a3"], "a[1-2],login,a3"),
+    (["10.0.0.35", "10.0.0.39"], "10.0.0.[35,39]"),
+    (["fd00::11", "fd00::12"], "fd00::11,fd00::12"),
+    (["x0000000001", "x0000000002"], "x0000000001,x0000000002"),
+    ([f"gpu{i:04d}" for i in range(1, 1001)], "gpu[0001-1000]"),
+]
+
+
+@pytest.mark.parametrize(("names", "expression"), NAMES, ids=[expression for _, expression in NAMES])
+def test_lists_of_nodes(names: list[str], expression: str) -> None:
+    """A wrong bracket is another machine's name, and Slurm takes brackets at the end of a name only."""
+    assert fold(names) == expression
+    if ":" not in expression:
+        assert expand_hosts(expression) == names
+
+
+def test_slurm_reads_the_lists_alike(tmp_path: Path) -> None:
+    """Our rules for widths and zeros against scontrol's, each way."""
+    scontrol = shutil.which("scontrol", path=search_path())
+    if not scontrol:
+        pytest.skip("not installed: slurm-client (apt-get install)")
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=x\nSlurmctldHost=x\n")
+    for names, expression in NAMES:
+        if ":" not in expression:
+            command = [scontrol, "show", "hostnames", expression]
+            done = subprocess.run(
+                command, env={"SLURM_CONF": str(conf)}, capture_output=True, text=True, timeout=30, check=True
+            )
+            assert done.stdout.split() == names
+
+
+def test_every_line_of_nodes_counts_as_many_names_as_addresses() -> None:
+    """Slurm refuses the file where they differ, and gives nodes each other's address where only the order does."""
+    for name in [*known_clusters()]:
+        cluster = load_cluster(name)
+        found = []
+        for names, addresses in node_lines(cluster.compute_nodes):
+            found += list(zip(expand_hosts(names), expand_hosts(addresses), strict=True))
+        assert found == [(host.name, host.address) for host in cluster.compute_nodes]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_clusters_keep_every_name_and_address(odd: str, tmp_path: Path) -> None:
+    """A thousand nodes, other widths, hyphens: nobody is lost, and no line is endless."""
+    cluster = load(tmp_path, ODD[odd])
+    lines = conf_lines(cluster, version=None, accounting=False)
+    assert max(map(len, lines)) < 2000
+    found = []
+    for names, addresses in node_lines(cluster.compute_nodes):
+        left = expand_hosts(names)
+        right = addresses.split(",") if ":" in addresses else expand_hosts(addresses) if addresses else left
+        found += list(zip(left, right, strict=True))
+    assert found == [(host.name, host.address) for host in cluster.compute_nodes]
+    partition = next(line for line in lines if line.startswith("PartitionName="))
+    nodes = re.search(r" Nodes=(\S+)", partition)
+    assert nodes
+    assert nodes[1] == "ALL" or expand_hosts(nodes[1]) == [host.name for host in cluster.compute_nodes]
+
+
+@pytest.mark.parametrize("odd", ["", *ODD])
+def test_slurms_own_parser_takes_the_files(odd: str, tmp_path: Path) -> None:
+    """The generated keys, nodes and GPUs through slurmd -G: one unknown key makes every command of a cluster fail."""
+    if not shutil.which("slurmd", path=search_path()):
+        pytest.skip("not installed: slurmd (apt-get install)")
+    clusters = [load(tmp_path, ODD[odd])] if odd else [load_cluster(name) for name in known_clusters()]
+    for cluster in clusters:
+        for accounting in (False, True):
+            texts = all_texts(make_plan(cluster, cluster.compute_nodes[0], accounting=accounting))
+            assert parsed(cluster, texts) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("/etc/slurm/slurm.conf", "PreemptParametersX=send_user_signal"),
+        ("/etc/slurm/slurm.conf", "NodeName=x CPUs=two"),
+        ("/etc/slurm/gres.conf", "Name=gpu Fileses=/dev/null"),
+        ("/etc/slurm/cgroup.conf", "ConstrainEverything=yes"),
+    ],
+)
+def test_the_parser_refuses_what_is_wrong(path: str, line: str) -> None:
+    """A check that takes everything is none; and its words name the file, not the folder it was tried in."""
+    if not shutil.which("slurmd", path=search_path()):
+        pytest.skip("not installed: slurmd (apt-get install)")
+    cluster = load_cluster("rno-rtxpro6000")
+    texts = all_texts(make_plan(cluster, cluster.compute_nodes[0]))
+    found = parsed(cluster, {**texts, path: texts[path] + line + "\n"})
+    assert [item.rule for item in found] == ["slurm-parser"]
+    assert "/tmp" not in found[0].found
+    assert re.search(r"unrecognized key|CPUs|[Pp]arsing error", found[0].found)
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_the_files_of_the_shipped_clusters(name: str) -> None:
+    """Every file of the reference cluster, to the letter; make golden writes them anew."""
+    assert (REPO / GOLDEN / f"slurm-{name}.txt").read_text() == golden(name)
+
+
+def test_what_the_reference_document_says_of_its_slurm() -> None:
+    """512 threads and 16 GPUs in one partition without a time limit, the controller on the second host, no accounting."""
+    text = "\n".join(conf_lines(load_cluster("rno-rtxpro6000"), version=None, accounting=False))
+    for words in (
+        "SlurmctldHost=rno-it-gpu0007-1(10.21.133.35)",
+        "Sockets=2 CoresPerSocket=64 ThreadsPerCore=2",
+        "Gres=gpu:rtx_pro_6000:8",
+        "PartitionName=gpu Nodes=rno-it-gpu0007-1,rno-it-gpu0008-1 Default=YES MaxTime=UNLIMITED",
+        "PropagateResourceLimitsExcept=MEMLOCK",
+        "SelectType=select/cons_tres",
+        "JobRequeue=1",
+    ):
+        assert words in text
+    assert "Accounting" not in text
+
+
+def test_memory_stays_below_what_a_node_has() -> None:
+    """A node of 3900 GiB modules shows less; with a RealMemory above it, Slurm never uses it."""
+    cluster = load_cluster("rno-rtxpro6000")
+    assert 0.95 * cluster.compute.memory_gb * 1024 < real_memory(cluster) < (1 - 64 / 4096) * cluster.compute.memory_gb * 1024
+    lines = conf_lines(cluster, version=None, accounting=False)
+    share = next(int(line.partition("=")[2]) for line in lines if line.startswith("DefMemPerCPU="))
+    assert 0 <= real_memory(cluster) - share * cluster.compute.threads < cluster.compute.threads
+
+
+CORES = [
+    ("socket by socket", {}, ["0-15", "0-15", "16-31", "16-31"], "socket by socket"),
+    (
+        "CPUs numbered in turn",
+        {"numa_cpus": [",".join(map(str, range(n, 64, 2))) for n in (0, 1)]},
+        ["0-15"] * 2 + ["16-31"] * 2,
+        "",
+    ),
+    ("second NUMA node has the first CPUs", {"numa_cpus": ["16-31,48-63", "0-15,32-47"]}, ["16-31"] * 2 + ["0-15"] * 2, ""),
+    ("GPUs in turn", {"numa_gpus": [[0, 2], [1, 3]]}, ["0-15", "16-31", "0-15", "16-31"], ""),
+    ("no threads", {"threads": 32, "numa_cpus": ["0-15", "16-31"]}, ["0-15"] * 2 + ["16-31"] * 2, ""),
+    ("four NUMA nodes", ODD["four NUMA nodes"]["compute"], ["0-15", "0-15", "16-31", "16-31"], "widened"),
+    ("one socket", {"sockets": 1}, [""] * 4, "one socket"),
+    ("not told", {"numa_cpus": None}, [""] * 4, "compute.numa_cpus"),
+    ("GPUs not told", {"numa_gpus": None}, [""] * 4, "compute.numa_gpus"),
+    ("half a core", {"numa_cpus": ["0-14,32-47", "15-31,48-63"]}, [""] * 4, "no whole number"),
+]
+
+
+@pytest.mark.parametrize(("compute", "cores", "said"), [row[1:] for row in CORES], ids=[row[0] for row in CORES])
+def test_cores_next_to_gpus(compute: dict[str, object], cores: list[str], said: str, tmp_path: Path) -> None:
+    """gres.conf counts cores from the first socket on: thread numbers of Linux there would name cores that do not exist."""
+    cluster = load(tmp_path, {"compute": compute})
+    found, note = gpu_cores(cluster.compute)
+    assert found == cores
+    assert said in note
+
+
+def test_one_line_for_gpus_of_one_place(tmp_path: Path) -> None:
+    """In the order of the devices: Slurm counts GPUs line by line."""
+    lines = [line for line in gres_lines(load(tmp_path, {"compute": {"numa_gpus": [[0, 2], [1, 3]]}})) if line[0] != "#"]
+    assert [re.sub(r".*File=/dev/nvidia", "", line) for line in lines] == [
+        "0 Cores=0-15", "1 Cores=16-31", "2 Cores=0-15", "3 Cores=16-31",
+    ]  # fmt: skip
+    lines = [line for line in gres_lines(load(tmp_path)) if line[0] != "#"]
+    assert lines == [
+        "Name=gpu Type=h100 File=/dev/nvidia[0-1] Cores=0-15",
+        "Name=gpu Type=h100 File=/dev/nvidia[2-3] Cores=16-31",
+    ]
+
+
+def test_a_cluster_without_gpus_names_none(tmp_path: Path) -> None:
+    """GresTypes without a device makes slurmd end."""
+    texts = all_texts(make_plan(cluster := load(tmp_path, ODD["CPU only"]), cluster.compute_nodes[0], accounting=True))
+    code = "\n".join(line for text in texts.values() for line in text.splitlines() if not line.startswith("#"))
+    assert "gpu:" not in code
+    assert "GresTypes" not in code
+    assert "gres" not in code.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("slurm-wlm 22.05.8", (22, 5)),
+        ("slurm 24.11.5-1", (24, 11)),
+        ("23.11", (23, 11)),
+        ("25.05.0-0rc1", (25, 5)),
+        ("2.6.5", None),
+        ("slurm-wlm", None),
+        ("122.05", None),
+        ("22.13", None),
+    ],
+)
+def test_versions(text: str, version: tuple[int, int] | None) -> None:
+    """An answer that is no release must not choose the words of one."""
+    found = parse_version(text)
+    assert (None if found is None else (found.year, found.month)) == version
+
+
+def test_the_word_for_the_warning_of_a_preempted_job() -> None:
+    """22.05 does not know PreemptParameters, and 24.11 takes the old word: one file for both, and where nobody knows."""
+    old = ("SlurmctldParameters", "preempt_send_user_signal")
+    assert [preempt_signal(version) for version in (None, Version(22, 5), Version(23, 11), Version(24, 11))] == [old] * 4
+    assert preempt_signal(Version(25, 5)) == ("PreemptParameters", "send_user_signal")
+
+
+WRONG = {
+    "name": "x" * 41,
+    "nodes": [
+        {"name": "head", "address": "10.99.1.1", "roles": ["login", "slurmctld"]},
+        {"name": "DEFAULT", "address": "10.99.1.11", "roles": ["compute"]},
+        {"name": "n1234567890", "address": "10.99.1.12", "roles": ["compute"]},
+    ],
+    "compute": {"memory_gb": 0.01},
+    "slurm": {"partition": "all", "gres": "h100", "version": "new", "max_time": "0-00:00:00"},
+}
+
+
+def test_everything_that_slurm_cannot_take_is_told_at_once(tmp_path: Path) -> None:
+    """Each with its key and what to write: not one a day."""
+    with pytest.raises(UserError) as told:
+        make_plan(cluster := load(tmp_path, WRONG), cluster.nodes[0])
+    keys = {problem.key for problem in told.value.problems}
+    slurm = {f"slurm.{key}" for key in ("partition", "version", "max_time")}
+    assert keys == {"name", "nodes[DEFAULT].name", "nodes[n1234567890].name", "compute.memory_gb", *slurm}
+    assert all(problem.fix and problem.file for problem in told.value.problems)
+
+
+def test_a_cluster_without_slurm_or_found_by_looking(tmp_path: Path) -> None:
+    """There is nothing to make files from."""
+    with pytest.raises(UserError, match="slurm"):
+        cluster = load(tmp_path, {"slurm": None, "nodes": [{"name": "a", "address": "10.9.9.9", "roles": ["compute"]}]})
+        make_plan(cluster, cluster.nodes[0])
+    local = load(tmp_path).model_copy(update={"name": "local"})
+    with pytest.raises(UserError, match="found by looking"):
+        make_plan(local, local.nodes[0])
+
+
+def test_accounting_holds_no_password(tmp_path: Path) -> None:
+    """The database knows its user by the socket; what is not there cannot leak."""
+    cluster = load(tmp_path)
+    texts = all_texts(make_plan(cluster, cluster.nodes[0], accounting=True))
+    words = [line for text in texts.values() for line in text.splitlines() if not line.startswith("#")]
+    assert not [line for line in words if "pass" in line.lower()]
+    assert list(itertools.filterfalse(lambda line: "slurmdbd" not in line, words))

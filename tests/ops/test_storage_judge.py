@@ -1,0 +1,239 @@
+"""The judge of a node's storage on recorded facts: each fault is found, by its rule, and nothing is found where all is well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clustertune.config.cluster import load_cluster
+from clustertune.health import FAIL, PASS, UNKNOWN, WARN, exit_code
+from clustertune.ops.storage import judge
+from clustertune.ops.storage.layout import Layout, layout
+from clustertune.ops.storage.look import Facts, Place
+from clustertune.ops.storage.points import Point
+from clustertune.ops.storage.rules import RULES
+from tests import tree
+
+TIB = 1 << 40
+ETAB = (
+    "/data/shared\t10.21.133.0/24(rw,sync,wdelay,hide,nocrossmnt,secure,root_squash,no_all_squash,no_subtree_check,"
+    "mountpoint,sec=sys)\n"
+)
+XATTRS = {
+    "version": "2.33.5",
+    "branches": "/shared/data=RW:/shared-b/data=RW",
+    "srcmounts": "/shared/data:/shared-b/data",
+    "cache.files": "auto-full",
+    "minfreespace": "103079215104",
+    "moveonenospc": "mfs",
+    "category.create": "mfs",
+}
+
+
+def place(path: str, **more: Any) -> Place:
+    found = Place(path, "xfs", "/dev/mapper/vg_nvme-lv_scratch", options=["rw", "nosuid", "nodev"], root_disk=False, data=True)
+    found.read_only, found.total, found.free = False, 13 * TIB, 5 * TIB
+    found.inodes, found.free_inodes, found.written, found.mmap, found.skew = 10**9, 9 * 10**8, "ok", "ok", 0.0
+    return replace(found, **more)
+
+
+def wanted() -> Layout:
+    return layout(load_cluster("rno-rtxpro6000"), "rno-it-gpu0007-1")
+
+
+def healthy() -> Facts:
+    """The first NFS server of the reference cluster, as root sees it."""
+    of = wanted()
+    return Facts(
+        node=of.node,
+        root=True,
+        seconds=5.0,
+        bricks={
+            "/shared": place("/shared"),
+            "/shared-b": place("/shared-b", fstype="nfs4", source="10.21.133.39:/data", options=["rw", "hard", "vers=4.2"]),
+        },
+        disks={"/data/shared": place("/data/shared", as_meant=True)},
+        pool=place("/pool", fstype="fuse.mergerfs", source="pool"),
+        xattrs=dict(XATTRS),
+        servers={"10.21.133.39": "ok"},
+        points=[Point(mount.target, "folder", (), True, mounted=True) for mount in of.mounts],
+        folders={f"/pool/{name}": {"mode": 0o1777, "group": "root"} for name in of.names},
+        serves=True,
+        etab=ETAB,
+    )
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    """Every rule passes by name: a check that ends with 0 has looked."""
+    found = judge.judge(healthy(), wanted())
+    assert {item.status for item in found} == {PASS}
+    assert {item.rule for item in found} == {rule.id for rule in RULES}
+    assert exit_code(found) == 0
+
+
+B, S = "/shared-b", "/shared"
+
+
+def brick(path: str, **more: Any) -> Callable[[Facts], None]:
+    return lambda facts: facts.bricks.update({path: replace(facts.bricks[path], **more)})
+
+
+def pool(**more: Any) -> Callable[[Facts], None]:
+    return lambda facts: setattr(facts, "pool", replace(facts.pool, **more))  # type: ignore[type-var]
+
+
+def xattr(name: str, value: str) -> Callable[[Facts], None]:
+    return lambda facts: facts.xattrs.update({name: value})
+
+
+FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
+    (brick(B, fstype=None, data=False), "brick-mounted", FAIL, "nothing is mounted"),
+    (brick(B, fstype=None, data=False), "pool-bricks", FAIL, "/shared-b is not mounted"),
+    (brick(B, fstype=None, data=True), "brick-not-on-root-disk", FAIL, "the pool writes there"),
+    (brick(B, silent=True, left=77), "brick-answers", FAIL, "process 77"),
+    (brick(B, written="silent"), "brick-answers", FAIL, "to a write"),
+    (brick(B, errno="ESTALE"), "brick-answers", FAIL, "stale file handle"),
+    (brick(B, errno="EACCES"), "brick-answers", UNKNOWN, "EACCES"),
+    (brick(S, errno="EIO"), "brick-answers", FAIL, "EIO"),
+    (brick(S, root_disk=True), "brick-not-on-root-disk", FAIL, "root disk"),
+    (brick(B, read_only=True), "brick-writable", FAIL, "read-only"),
+    (brick(B, written="EROFS", write_step="create"), "brick-writable", FAIL, "read-only"),
+    (brick(B, written="EACCES", write_step="create"), "brick-writable", FAIL, "may not create"),
+    (brick(B, written="EIO", write_step="fsync"), "brick-writable", FAIL, "fsync of a file fails with EIO"),
+    (brick(B, written="forbidden"), "brick-writable", UNKNOWN, "this user"),
+    (brick(B, free=90 << 30), "brick-space", WARN, "less than minfreespace (96 GiB)"),
+    (brick(B, free=0), "brick-space", FAIL, "full"),
+    (brick(B, written="ENOSPC", write_step="write"), "brick-space", FAIL, "full"),
+    (brick(B, free_inodes=10**6), "brick-space", WARN, "inodes"),
+    (brick(B, free_inodes=0), "brick-space", FAIL, "0 of 1000000000 inodes"),
+    (brick(B, data=False), "brick-data", FAIL, "no /shared-b/data"),
+    (brick(B, source="10.21.133.31:/data"), "brick-source", FAIL, "not 10.21.133.39:/data"),
+    (brick(B, fstype="xfs"), "brick-source", FAIL, "not NFS"),
+    (
+        lambda facts: facts.disks["/data/shared"].__dict__.update(as_meant=False),
+        "brick-source",
+        FAIL,
+        "is mounted, not /dev",
+    ),
+    (lambda facts: facts.disks["/data/shared"].__dict__.update(fstype=None), "brick-mounted", FAIL, "not exported"),
+    (brick(B, options=["rw", "soft"]), "brick-options", FAIL, "soft"),
+    (brick(B, options=["rw", "softerr"]), "brick-options", FAIL, "softerr"),
+    (brick(S, as_meant=False), "brick-source", FAIL, "it shows something else than /data/shared"),
+    (brick(B, silent=True), "brick-space", UNKNOWN, "not seen: /shared-b"),
+    (brick(B, written="silent"), "brick-writable", UNKNOWN, "not seen: /shared-b"),
+    (brick(B, errno="ESTALE"), "storage-clock", UNKNOWN, "not seen: /shared-b"),
+    (brick(S, fstype=None), "brick-writable", UNKNOWN, "not seen: /shared"),
+    (lambda facts: facts.servers.clear(), "nfs-server-answers", UNKNOWN, "no server was asked"),
+    (pool(fstype=None), "pool-options", UNKNOWN, "not seen: /pool"),
+    (pool(silent=True), "pool-mmap", UNKNOWN, "not seen: /pool"),
+    (brick(B, skew=-3.5), "storage-clock", WARN, "3.5 s behind"),
+    (brick(B, skew=400.0), "storage-clock", FAIL, "ahead of"),
+    (lambda facts: facts.servers.update({"10.21.133.39": "silent"}), "nfs-server-answers", FAIL, "no answer in 5 s"),
+    (lambda facts: facts.servers.update({"10.21.133.39": "ECONNREFUSED"}), "nfs-server-answers", FAIL, "ECONNREFUSED"),
+    (lambda facts: setattr(facts, "serves", False), "nfs-export", FAIL, "does not run"),
+    (lambda facts: setattr(facts, "etab", ""), "nfs-export", FAIL, "not exported to 10.21.133.0/24"),
+    (
+        lambda facts: setattr(facts, "etab", ETAB.replace("root_squash", "no_root_squash")),
+        "nfs-export",
+        FAIL,
+        "without root_squash",
+    ),
+    (
+        lambda facts: setattr(facts, "etab", ETAB + "/data/shared\t*(rw,no_root_squash)\n"),
+        "nfs-export",
+        WARN,
+        "also exported to *",
+    ),
+    (pool(fstype=None), "pool-mounted", FAIL, "bare mount point"),
+    (pool(fstype="ext4"), "pool-mounted", FAIL, "ext4"),
+    (pool(silent=True), "pool-answers", FAIL, "no answer in 5 s"),
+    (pool(errno="ENOTCONN"), "pool-answers", FAIL, "died"),
+    (pool(errno="EIO"), "pool-answers", FAIL, "EIO"),
+    (pool(written="ENOSPC", write_step="create"), "pool-writable", FAIL, "no brick takes"),
+    (pool(written="EACCES", write_step="create"), "pool-writable", FAIL, "may not create"),
+    (pool(written="EIO", write_step="read"), "pool-writable", FAIL, "read fails with EIO"),
+    (pool(written="forbidden"), "pool-writable", UNKNOWN, "this user"),
+    (pool(read_only=True), "pool-writable", FAIL, "read-only"),
+    (pool(mmap="ENODEV"), "pool-mmap", FAIL, "ENODEV"),
+    (xattr("branches", "/shared/data=RW"), "pool-bricks", FAIL, "lacks /shared-b/data"),
+    (xattr("branches", "/shared/data=RW:/shared-b/data=NC"), "pool-bricks", FAIL, "=NC"),
+    (xattr("branches", "/shared/data=RW:/shared-b/data=RO,4G"), "pool-bricks", FAIL, "=RO"),
+    (xattr("branches", "/shared/data=RW:/shared-b/data=RW:/x=RW"), "pool-bricks", FAIL, "also has /x"),
+    (lambda facts: facts.xattrs.clear(), "pool-bricks", UNKNOWN, "did not tell"),
+    (xattr("cache.files", "off"), "pool-options", FAIL, "cache.files is off"),
+    (xattr("cache.files", "partial"), "pool-options", WARN, "cache.files is partial"),
+    (xattr("minfreespace", "4G"), "pool-options", WARN, "minfreespace is 4G"),
+    (xattr("moveonenospc", "false"), "pool-options", WARN, "moveonenospc is false"),
+    (xattr("category.create", "ff"), "pool-options", WARN, "category.create is ff"),
+    (lambda facts: facts.points.append(Point("/x", "folder", (), False)), "mount-point-immutable", WARN, "root can write"),
+    (lambda facts: facts.points.append(Point("/x", "folder", ("a",), True, True)), "mount-point-immutable", WARN, "hidden now"),
+    (lambda facts: facts.points.append(Point("/x", "absent")), "mount-point-immutable", WARN, "absent"),
+    (lambda facts: facts.points.append(Point("/x", "link", leads="/y")), "mount-point-immutable", WARN, "leads to /y"),
+    (lambda facts: facts.points.append(Point("/x", "unknown")), "mount-point-immutable", UNKNOWN, "only root"),
+    (lambda facts: facts.folders.update({"/pool/logs": {"mode": 0o755, "group": "root"}}), "shared-folders", WARN, "mode 0755"),
+    (lambda facts: facts.folders.update({"/pool/logs": {"errno": "ENOENT"}}), "shared-folders", FAIL, "does not exist"),
+    (lambda facts: facts.stale.append("/etc/fstab is not what"), "files-current", WARN, "/etc/fstab"),
+    (lambda facts: facts.by_hand.append("/dev/sdb is mounted"), "files-current", WARN, "/dev/sdb"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "rule", "status", "words"), FAULTS)
+def test_each_fault_is_found(break_it: Callable[[Facts], Any], rule: str, status: str, words: str) -> None:
+    """By its rule, with what was seen, and with what to do where something is to be done."""
+    facts = healthy()
+    break_it(facts)
+    found = [item for item in judge.judge(facts, wanted()) if item.rule == rule]
+    assert [item.status for item in found if words in item.found] == [status], found
+    assert all(item.fix for item in found if item.status in (WARN, FAIL))
+
+
+def test_every_rule_has_a_fault_here() -> None:
+    """A rule without one may be a rule that never speaks."""
+    assert {rule for _, rule, _, _ in FAULTS} == {rule.id for rule in RULES}
+
+
+def test_a_branch_with_a_minfreespace_of_its_own_takes_files() -> None:
+    """It stands after the mode; what is read as another mode would be a false alarm."""
+    facts = healthy()
+    facts.xattrs["branches"] = "/shared/data=RW,4G:/shared-b/data=RW"
+    assert {item.status for item in judge.judge(facts, wanted())} == {PASS}
+
+
+def test_newer_mergerfs_tells_sizes_in_its_own_way() -> None:
+    """2.33 says bytes, 2.40 ``96G``; both are what is meant."""
+    for text in ("103079215104", "96G", "98304M"):
+        facts = healthy()
+        facts.xattrs["minfreespace"] = text
+        assert {item.status for item in judge.judge(facts, wanted())} == {PASS}
+
+
+def test_a_hung_pool_names_the_brick() -> None:
+    """The pool waits for the brick: the remedy is there, not in mounting the pool anew."""
+    facts = healthy()
+    brick(B, silent=True)(facts)
+    pool(silent=True)(facts)
+    (found,) = [item for item in judge.judge(facts, wanted()) if item.rule == "pool-answers"]
+    assert "/shared-b" in found.fix
+
+
+def test_the_group_of_the_folders() -> None:
+    """2775 without the group would let nobody write."""
+    of = replace(wanted(), group="train")
+    facts = healthy()
+    facts.folders = {path: {"mode": 0o2775, "group": "root"} for path in facts.folders}
+    found = [item for item in judge.judge(facts, of) if item.rule == "shared-folders"]
+    assert len(found) == len(facts.folders)
+    assert all("train is meant" in item.found for item in found)
+
+
+def test_rules_are_told_apart_and_have_a_place_to_read() -> None:
+    """People search and suppress the ids."""
+    ids = [rule.id for rule in RULES]
+    assert not [name for name in ids if f"`{name}`" not in tree.texts()["docs/storage.md"]]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in ids)
+    assert all(rule.link.startswith("https://") and rule.why and rule.title for rule in RULES)

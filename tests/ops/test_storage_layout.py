@@ -1,0 +1,345 @@
+"""What the cluster file means for one node: lines of fstab and exports, folders, and the figures in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.cluster import load_cluster
+from clustertune.errors import UserError
+from clustertune.ops.storage import etab, plan, verify
+from clustertune.ops.storage.layout import Layout, layout
+from tests.ops.node import cluster_file, node
+
+GIB = 1 << 30
+RNO = ("rno-it-gpu0006-1", "rno-it-gpu0007-1", "rno-it-gpu0008-1")
+
+
+def lines(of: Layout) -> list[str]:
+    return [mount.line for mount in of.mounts]
+
+
+def options(line: str) -> list[str]:
+    return line.split()[3].split(",")
+
+
+NETWORK = {"kind": "ethernet", "gbit": 1, "interface": "eth0"}
+CPU = {"gpus": 0, "cores": 2, "threads": 2, "memory_gb": 4}
+TWO = [
+    {"node": "one", "path": "/data/x", "mount": "/a", "filesystem": "xfs", "tb": 10, "device": "/dev/sdb"},
+    {"node": "two", "path": "/data/y", "mount": "/b", "filesystem": "xfs", "tb": 10, "device": "/dev/sdc"},
+]
+THREE = {"one": "10.9.0.2", "two": "10.9.0.3", "three": "10.9.0.4"}
+
+
+def made(
+    tmp_path: Path,
+    bricks: list[dict[str, Any]] | None = None,
+    addresses: dict[str, str] | None = None,
+    network: dict[str, Any] | None = None,
+    compute: dict[str, Any] | None = None,
+    **storage: Any,
+) -> Layout:
+    """The layout of the machine "two" of a cluster in which each of two has a brick, with some facts changed."""
+    bricks = bricks or TWO
+    owners = {brick["node"] for brick in bricks}
+    text = {
+        "name": "test",
+        "nodes": [
+            {"name": name, "address": address, "roles": ["compute", *(["nfs"] if name in owners else [])]}
+            for name, address in (addresses or THREE).items()
+        ],
+        "compute": compute or CPU,
+        "network": network or {**NETWORK, "subnet": "10.9.0.0/24"},
+        "storage": {"bricks": bricks, **{"pool": {"mount": "/pool"}, "shared": "/pool", **storage}},
+    }
+    text["storage"] = {key: value for key, value in text["storage"].items() if value is not None}  # type: ignore[attr-defined]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps(text))
+    return layout(load_cluster(str(path)), "two")
+
+
+def test_the_reference_cluster() -> None:
+    """The lines that the described cluster runs with, on its three machines."""
+    cluster = load_cluster("rno-rtxpro6000")
+    login, first, second = (layout(cluster, name) for name in RNO)
+    assert [mount.kind for mount in login.mounts] == ["nfs", "nfs", "pool"]
+    assert [mount.kind for mount in first.mounts] == ["device", "bind", "nfs", "pool"]
+    assert [mount.kind for mount in second.mounts] == ["bind", "nfs", "pool"]  # its device is not named
+    assert first.exports == ("/data/shared 10.21.133.0/24(rw,sync,root_squash,no_subtree_check,sec=sys,mountpoint)",)
+    assert second.exports == ("/data 10.21.133.0/24(rw,sync,root_squash,no_subtree_check,sec=sys)",)
+    assert login.exports == ()
+    for place in (login, first, second):
+        assert place.pool is not None
+        assert place.pool.source == "/shared/data:/shared-b/data"
+        assert {
+            "category.create=mfs", "moveonenospc=true", "cache.files=auto-full", "minfreespace=96G", "_netdev", "nofail",
+            "x-systemd.requires=/shared", "x-systemd.requires=/shared-b", "nosuid", "nodev",
+        } <= set(place.pool.options)  # fmt: skip
+    remote = login.at("/shared")
+    assert remote is not None
+    assert remote.source == "10.21.133.35:/data/shared"
+    assert {"hard", "nosuid", "nodev", "_netdev", "nfsvers=4"} <= set(remote.options)
+    assert "noexec" not in remote.options  # conda environments lie there
+    assert [folder.path.removeprefix("/data/shared/data") for folder in first.folders] == [
+        "", "/hf_cache", "/models", "/checkpoints", "/logs", "/images",
+    ]  # fmt: skip
+
+
+def test_a_brick_that_is_seen_where_it_is_exported(tmp_path: Path) -> None:
+    """No bind over itself; and where nothing names its device, no unit that does not exist is required."""
+    brick = {"node": "two", "path": "/b", "mount": "/b", "filesystem": "xfs", "tb": 1}
+    (pool,) = made(tmp_path, bricks=[brick]).mounts
+    assert "x-systemd.requires-mounts-for=/b" in pool.options
+    device, pool = made(tmp_path, bricks=[{**brick, "device": "/dev/sdc"}]).mounts
+    assert (device.kind, device.target) == ("device", "/b")
+    assert "x-systemd.requires=/b" in pool.options
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "fstype", "extra", "export"),
+    [
+        ("xfs", "xfs", None, "sec=sys,mountpoint)"),
+        ("ext4", "ext4", "errors=remount-ro", "sec=sys,mountpoint)"),
+        ("btrfs", "btrfs", None, "sec=sys,mountpoint,fsid="),
+        ("zfs", None, None, "sec=sys,fsid="),
+    ],
+)
+def test_each_file_system(tmp_path: Path, filesystem: str, fstype: str | None, extra: str | None, export: str) -> None:
+    """ZFS mounts itself; file handles of ZFS and btrfs need a name that stays; ext4 must not write on after an error."""
+    brick = {"node": "two", "path": "/y", "mount": "/b", "filesystem": filesystem, "tb": 1, "device": "/dev/sdc"}
+    found = made(tmp_path, bricks=[brick])
+    device = found.at("/y")
+    assert (device.fstype if device else None) == fstype
+    assert extra is None or (device and extra in device.options)
+    assert export in found.exports[0]
+    assert made(tmp_path, bricks=[brick]).exports == found.exports  # the fsid stays
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "note"),
+    [
+        ({}, 5 * GIB, "largest shard"),
+        ({"compute": {**CPU, "gpus": 8, "gpu": "h100-sxm", "interconnect": "nvlink4", "memory_gb": 900}}, 80 * GIB, "h100-sxm"),
+        ({"pool": {"mount": "/pool", "min_free_gb": 200}}, 187 * GIB, None),
+        ({"pool": {"mount": "/pool", "min_free_gb": 1}}, 954 << 20, "falls short of 5 GiB"),
+        ({"pool": None, "shared": "/a"}, 0, None),
+    ],
+)
+def test_a_brick_keeps_free_more_than_the_largest_file(
+    tmp_path: Path, changes: dict[str, Any], free: int, note: str | None
+) -> None:
+    """moveonenospc moves a whole file: where no other brick holds it, the write fails after all."""
+    found = made(tmp_path, **changes)
+    assert found.minfreespace == free
+    said = [text for text in found.notes if "minfreespace" in text]
+    assert (note is None and not said) or (note and note in said[0])
+    if found.pool:
+        size = next(o for o in found.pool.options if o.startswith("minfreespace=")).partition("=")[2]
+        assert int(size[:-1]) * {"G": GIB, "M": 1 << 20}[size[-1]] == free
+
+
+def test_small_bricks_are_not_kept_empty(tmp_path: Path) -> None:
+    """Of a brick of 10 GB, 5 GiB would be half; the note says what then does not fit."""
+    brick = {"node": "two", "path": "/y", "mount": "/b", "filesystem": "xfs", "tb": 0.01}
+    found = made(tmp_path, bricks=[brick])
+    assert found.minfreespace == 477 << 20
+    assert "5 % of the smallest brick" in found.notes[0]
+
+
+def test_addresses_versions_and_clients(tmp_path: Path) -> None:
+    """IPv6 needs brackets and its own transport; without a subnet each other machine is named."""
+    found = made(tmp_path, addresses={"one": "fd00::2", "two": "fd00::3"}, network=NETWORK, nfs_version="3")
+    remote = found.at("/a")
+    assert remote is not None
+    assert remote.source == "[fd00::2]:/data/x"
+    assert {"proto=tcp6", "nfsvers=3"} <= set(remote.options)
+    assert found.exports == ("/data/y fd00::2(rw,sync,root_squash,no_subtree_check,sec=sys,mountpoint)",)
+    alone = made(tmp_path, addresses={"two": "10.9.0.3"}, bricks=[
+        {"node": "two", "path": "/data/y", "mount": "/b", "filesystem": "xfs", "tb": 10},
+    ], network={"kind": "none"})  # fmt: skip
+    assert alone.exports == ()  # a line without a client would be for everybody
+
+
+@pytest.mark.parametrize(
+    ("changes", "folders"),
+    [
+        ({"shared": "/pool/team"}, {"/data/y/data": 0o755, "/data/y/data/team": 0o1777, "/data/y/data/team/models": 0o1777}),
+        ({"group": "train"}, {"/data/y/data": 0o2775, "/data/y/data/logs": 0o2775}),
+        ({"shared": "/b/c", "pool": None}, {"/data/y/c": 0o1777, "/data/y/c/hf_cache": 0o1777}),
+        ({"shared": "/a", "pool": None}, {}),
+        ({"shared": None}, {"/data/y/data": 0o755}),
+    ],
+)
+def test_the_folders_that_users_share(tmp_path: Path, changes: dict[str, Any], folders: dict[str, int]) -> None:
+    """On every brick alike, so that the pool finds each where it wants to write; with a group, what is made inside is its."""
+    found = made(tmp_path, **changes)
+    modes = {folder.path: folder.mode for folder in found.folders}
+    assert folders.items() <= modes.items()
+    assert bool(folders) == bool(modes)
+
+
+def test_staging_is_a_folder_of_compute_nodes(tmp_path: Path) -> None:
+    """``clustertune stage`` copies there as an ordinary user."""
+    found = made(tmp_path, staging={"path": "/scratch/stage", "gb": 500}, group="train")
+    assert [(folder.path, folder.mode, folder.group) for folder in found.local] == [("/scratch/stage", 0o2775, "train")]
+
+
+def test_the_policy_that_root_squash_breaks_is_named(tmp_path: Path) -> None:
+    """mergerfs makes a folder on another brick as root, and the server makes nobody of root."""
+    assert any("epmfs" in note for note in made(tmp_path).notes)
+    assert not any("epmfs" in note for note in made(tmp_path, pool={"mount": "/pool", "create": "epmfs"}).notes)
+
+
+@pytest.mark.parametrize(
+    ("node_name", "words"), [("rno-it-gpu0009-1", "rno-it-gpu000"), ("", "no machine"), ("x; rm", "no machine")]
+)
+def test_a_machine_that_is_not_there(node_name: str, words: str) -> None:
+    """A misspelt name gets the nearest one."""
+    with pytest.raises(UserError, match=words):
+        layout(load_cluster("rno-rtxpro6000"), node_name)
+
+
+def test_a_cluster_without_bricks(tmp_path: Path) -> None:
+    """There is nothing to set up, which is said with the key."""
+    path = cluster_file(tmp_path / "c.yaml", {})
+    with pytest.raises(UserError, match=r"storage\.bricks"):
+        layout(load_cluster(str(path)), load_cluster(str(path)).nodes[0].name)
+
+
+# --- what systemd says -------------------------------------------------------------------------------------------------
+
+
+def asked(text: str, of: Layout, old: str = "") -> list[str]:
+    said = verify.complaints(old.encode(), text.encode(), of.mounts)
+    if said is None:
+        pytest.skip("needs systemd-fstab-generator and systemd-analyze")
+    return said
+
+
+@pytest.mark.parametrize("name", RNO)
+def test_systemd_boots_with_the_lines(name: str) -> None:
+    """Its own generator and verifier: every required mount is there, and nothing is ordered in a circle."""
+    found = layout(load_cluster("rno-rtxpro6000"), name)
+    assert asked("\n".join(lines(found)) + "\n", found) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("nofail,_netdev,x-systemd.requires=/shared,", "x-systemd.requires=/shared,", "ordering cycle"),
+        ("x-systemd.requires=/shared-b", "x-systemd.requires=/shared-c", "not found"),
+        (" /pool fuse", " /shared fuse", "Duplicate"),
+    ],
+)
+def test_systemd_finds_what_would_not_boot(old: str, new: str, words: str) -> None:
+    """Each mutation of the lines is seen: what finds nothing above does look."""
+    found = layout(load_cluster("rno-rtxpro6000"), RNO[0])
+    text = "\n".join(lines(found)) + "\n"
+    assert old in text
+    assert any(words in line for line in asked(text.replace(old, new), found))
+
+
+def test_what_was_wrong_before_is_not_ours() -> None:
+    """An old fstab with a fault of its own must not keep ours from being written."""
+    found = layout(load_cluster("rno-rtxpro6000"), RNO[0])
+    old = "/dev/sda1 /x xfs x-systemd.requires=/absent 0 0\n"
+    ours = "\n".join(lines(found)) + "\n"
+    assert asked(old + ours, found, old) == []
+    assert asked(old + ours, found) != []
+
+
+def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
+    """Misspelt x-systemd options pass the verifier in silence: the generated unit must show what they were to do."""
+    found = layout(load_cluster("rno-rtxpro6000"), RNO[1])
+    program = verify.generator()
+    if program is None:
+        pytest.skip("needs systemd-fstab-generator")
+    (tmp_path / "fstab").write_text("\n".join(lines(found)) + "\n")
+    places = [tmp_path / part for part in "nel"]
+    for place in places:
+        place.mkdir()
+    env = {**os.environ, "SYSTEMD_FSTAB": str(tmp_path / "fstab"), "SYSTEMD_SYSROOT_FSTAB": "/dev/null"}
+    subprocess.run([program, *map(str, places)], env=env, check=True, timeout=60)
+    for target, needs in (("/pool", ["/shared", "/shared-b"]), ("/shared", ["/data/shared"])):
+        text = (places[0] / verify.unit(target)).read_text()
+        for word in ("Requires=", "After="):
+            wanted = {verify.unit(path) for path in needs}
+            assert wanted <= {name for line in text.splitlines() if line.startswith(word) for name in line[len(word) :].split()}
+    assert "nfs-server.service" in (places[0] / verify.unit("/shared-b")).read_text()
+
+
+# --- exports -----------------------------------------------------------------------------------------------------------
+
+
+def test_exportfs_takes_the_lines(tmp_path: Path) -> None:
+    """Its own parser, which refuses an unknown word; what it keeps is what check compares with."""
+    cluster = load_cluster("rno-rtxpro6000")
+    found = [line for name in RNO for line in layout(cluster, name).exports]
+    brick = {"node": "two", "path": "/z", "mount": "/b", "filesystem": "btrfs", "tb": 1}
+    found += made(tmp_path, bricks=[brick]).exports
+    with node() as at:
+        at.shell("mkdir -p /etc/exports.d; touch /var/lib/nfs/etab /var/lib/nfs/rmtab")
+        script = "import sys; open('/etc/exports.d/clustertune.exports', 'w').write(sys.argv[1])"
+        text = "\n".join(found).replace(",mountpoint", "") + "\n"
+        at.python(script, "\n".join(found) + "\n")
+        # The folders are not mounted here, so the server would leave out what asks for a mount point.
+        done = at.run("exportfs", "-ar")
+        assert "unknown keyword" not in done.err
+        at.python(script, text)
+        at.run("exportfs", "-ar")
+        kept = at.shell("cat /var/lib/nfs/etab")
+        assert list(etab.faults(text.splitlines(), kept, {})) == []
+        assert list(etab.others(text.splitlines(), kept, {})) == []
+        assert list(etab.faults(text.splitlines(), kept.replace("root_squash", "no_root_squash"), {}))
+        assert list(etab.faults(["/absent 10.0.0.0/8(rw,sync)"], kept, {})) == [("/absent", "is not exported to 10.0.0.0/8")]
+        at.python(script, text.replace("sec=sys", "sec=sys,nonsense"))
+        done = at.run("exportfs", "-ar")
+        assert "nonsense" in done.err
+
+
+def test_hosts_are_exported_by_their_full_names() -> None:
+    """exportfs asks the resolver and writes what that says: the same machine by a short name must not be called missing."""
+    options = "(rw,sync,root_squash,no_subtree_check,sec=sys)"
+    hosts = ("n5", "10.9.0.6", "fd00::7", "fd00:1::/64", "10.8.0.0/255.255.0.0")
+    with node() as at:
+        line = " ".join([f"{at.base}/own", *(f"{host}{options}" for host in hosts)])
+        at.shell("mkdir -p /etc/exports.d; touch /var/lib/nfs/etab /var/lib/nfs/rmtab; rm -f /etc/hosts")
+        script = "import sys; [open(path, 'w').write(text + '\\n') for path, text in zip(sys.argv[1::2], sys.argv[2::2])]"
+        at.python(script, "/etc/hosts", "10.9.0.5 n5.cluster.test n5", "/etc/exports.d/a.exports", line)
+        at.shell("exportfs -ar")
+        code = """
+import json, sys
+from clustertune.ops.storage import etab
+lines, text = [sys.argv[1]], etab.read()
+names = etab.canonical(lines, text, 20)
+print(json.dumps([text, names, *(list(what(lines, text, names)) for what in (etab.faults, etab.others))]))
+"""
+        text, names, faults, others = json.loads(at.python(code, line).out)
+        assert "n5.cluster.test(" in text
+        assert names == {"n5": "n5.cluster.test"}
+        assert (faults, others) == ([], [])
+        _, _, faults, others = json.loads(at.python(code, line.replace("10.9.0.6", "10.9.0.7")).out)
+        assert faults == [[f"{at.base}/own", "is not exported to 10.9.0.7"]]
+        assert others == [[f"{at.base}/own", "10.9.0.6"]]
+
+
+@pytest.mark.parametrize(
+    ("threads", "counted", "serves"),
+    [
+        ("8\n", None, True), ("0\n", "th 8 0\n", False), (None, None, False), (None, "rc 0 9 1\nth 0 0\n", False),
+        (None, "rc 0 5 7\nfh 0 0 0 0 0\nth 8 0 0.000 0.000\nra 32 0\n", True), ("x", "io 1 2\n", False),
+    ],
+)  # fmt: skip
+def test_whether_the_server_runs(tmp_path: Path, threads: str | None, counted: str | None, serves: bool) -> None:
+    """Only root reads nfsd's own file; to others the statistics say it, or they would be told of a server that is down."""
+    for name, text in (("fs/nfsd/threads", threads), ("net/rpc/nfsd", counted)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    assert plan.serves(tmp_path) is serves

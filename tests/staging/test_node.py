@@ -1,0 +1,231 @@
+"""A training job copies before its ranks start, tells what it did, and trains all the same where it could not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import manifest
+from clustertune.config.cluster import load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.launch import visible
+from clustertune.launch.plan import Node, Plan
+from clustertune.rundir import RunDir
+from clustertune.staging import needs, node
+from tests.command import REPO, events
+from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm_job import Job
+from tests.staging.conftest import MIB, Bench, fill, flip, same, write_cluster
+
+Begin = Callable[..., RunDir]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Begin:
+    """A run whose first stage is done, of a cluster with a staging folder."""
+
+    def make(*overrides: str, gb: float = 10, shared: bool = True) -> RunDir:
+        run = RunDir(tmp_path / "pool/run")
+        resolved = resolve("recipes/tiny-oasst2", list(overrides))
+        (tmp_path / "local").mkdir(exist_ok=True)
+        text = write_cluster(tmp_path / "c.yaml", tmp_path / "local", gb).read_text()
+        if shared:
+            text = text.replace("storage: {", f"storage: {{shared: {tmp_path}/pool, ")
+        (tmp_path / "c.yaml").write_text(text)
+        cluster = load_cluster(str(tmp_path / "c.yaml"))
+        run.attempt(1).mkdir(parents=True)
+        manifest.write_durably(
+            run.run_json, json.dumps({"recipe": resolved.as_dict(), "cluster": cluster.model_dump(mode="json")})
+        )
+        for folder, kind in ((run.local_model("tiny-llama"), "model"), (run.data, "dataset")):
+            fill(folder, {"one": MIB, "two": 300})
+            manifest.seal(folder, kind, {})
+        return run
+
+    return make
+
+
+def plan(nodes: int = 1) -> Plan:
+    return Plan(attempt=1, nodes=tuple(Node(f"node{n}", f"node{n}") for n in range(nodes)), ranks_per_node=1)
+
+
+def record(run: RunDir, number: int = 0) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(node.record_file(run.attempt(1), number).read_bytes())
+    return body
+
+
+def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
+    """With what it took, and leased for as long as the ranks run."""
+    run = begin()
+    with node.staged(run.path, plan(), 0):
+        near = node.places(run.attempt(1), 0)
+        assert same(near["model"], run.local_model("tiny-llama")) and near["model"].name == "tiny-llama"
+        assert same(near["data"], run.data) and near["data"].is_relative_to(tmp_path / "local")
+        bench = Bench(tmp_path / "local")
+        assert not any(bench.shelf.remove(tree.key, tree, print, "") for tree in bench.shelf.trees())
+    body = record(run)
+    assert body["warnings"] == [] and [tree["reused"] for tree in body["trees"]] == [False, False]
+    assert body["trees"][0]["copied"] == MIB + 300 + (run.local_model("tiny-llama") / manifest.MANIFEST).stat().st_size
+    assert all(bench.shelf.remove(tree.key, tree, print, "") for tree in bench.shelf.trees())
+    assert node.places(run.attempt(1), 0) == {}, "what is gone is not read from"
+
+
+@pytest.mark.parametrize(
+    ("words", "shared", "copied"),
+    [([], True, True), ([], False, False), (["slurm.staging=true"], False, True), (["slurm.staging=false"], True, False)],
+)
+def test_what_lies_on_a_local_disk_is_not_copied(begin: Begin, words: list[str], shared: bool, copied: bool) -> None:
+    """Unless the recipe says so; and the recipe may say that nothing is."""
+    run = begin(*words, shared=shared)
+    with node.staged(run.path, plan(), 0):
+        assert bool(node.places(run.attempt(1), 0)) is copied
+
+
+def test_by_the_kind_of_file_system() -> None:
+    """A cluster file need not say what is shared: NFS is."""
+    mounts = "1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /storage rw - nfs4 server:/storage rw\n"
+    cluster = load_cluster("rno-rtxpro6000")
+    assert visible.is_shared(Path("/storage/x"), cluster, mounts) and not visible.is_shared(Path("/var/x"), cluster, mounts)
+
+
+@pytest.mark.parametrize("fault", ["no room", "wrong digest", "no folder"])
+def test_a_copy_that_fails_leaves_the_shared_storage(begin: Begin, tmp_path: Path, fault: str) -> None:
+    """With a warning that says why, and the rest is copied all the same where it can be."""
+    run = begin(gb=0.0001 if fault == "no room" else 10)
+    if fault == "wrong digest":
+        flip(run.local_model("tiny-llama") / "one", 77)
+    if fault == "no folder":
+        (tmp_path / "local").rmdir()
+        (tmp_path / "local").write_text("a file")
+    with node.staged(run.path, plan(), 0):
+        near = node.places(run.attempt(1), 0)
+    words = " ".join(record(run)["warnings"])
+    assert "model" not in near and ("data" in near) is (fault == "wrong digest")
+    assert {"no room": "do not fit into", "wrong digest": "its content differs", "no folder": "nothing is staged"}[
+        fault
+    ] in words
+
+
+def test_no_node_starts_its_ranks_before_all_have_copied(begin: Begin) -> None:
+    """Ranks that wait for a node which still copies would be taken for hung."""
+    run = begin()
+    started = threading.Event()
+
+    def first() -> None:
+        with node.staged(run.path, plan(2), 0):
+            started.set()
+
+    thread = threading.Thread(target=first, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not node.record_file(run.attempt(1), 0).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not started.wait(0.7)
+    with node.staged(run.path, plan(2), 1):
+        assert started.wait(60)
+    thread.join(60)
+    assert len(node.read_records(run.attempt(1), 2)) == 2
+
+
+@pytest.mark.parametrize("sign", ["failed", "silent", "superseded"])
+def test_a_peer_that_does_not_come_is_not_waited_for(begin: Begin, monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
+    """The rendezvous says better who is missing."""
+    run = begin()
+    if sign == "failed":
+        (run.attempt(1) / "node-1.json").write_text('{"node": 1, "code": 1}')
+    elif sign == "silent":
+        monkeypatch.setattr(node, "PEER_SECONDS", 0.3)
+    else:
+        run.attempt(2).mkdir()
+    with node.staged(run.path, plan(2), 0):
+        pass
+
+
+def test_a_cluster_without_staging_changes_nothing(begin: Begin) -> None:
+    """Most clusters, and every other launcher."""
+    run = begin()
+    body = run.read()
+    del body["cluster"]
+    run.run_json.write_text(json.dumps(body))
+    with node.staged(run.path, plan(), 0):
+        assert not node.record_file(run.attempt(1), 0).exists()
+
+
+def test_the_hubs_cache_is_found_as_the_hub_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables in their order; the library itself takes half a second to import."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert needs.hub_cache({}) == Path("~/.cache/huggingface/hub").expanduser()
+    assert needs.hub_cache({"HF_HOME": "/h"}) == Path("/h/hub")
+    assert needs.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
+
+
+NODES = """\
+name: two
+nodes:
+  - {{name: node1, address: node1, roles: [login, slurmctld, compute]}}
+  - {{name: node2, address: node2, roles: [compute]}}
+compute: {{gpus: 1, gpu: rtx-4090, interconnect: none, cores: 2, threads: 2, memory_gb: 16}}
+network: {{kind: ethernet, interface: eth0, gbit: 1}}
+storage: {{shared: {shared}, staging: {{path: {staging}, gb: 5}}}}
+slurm: {{partition: {partition}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm_session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, Path]]:  # type: ignore[no-untyped-def]  # noqa: F811
+    """The same job with copies and without, on a Slurm of two nodes. Read only."""
+    place = tmp_path_factory.mktemp("staged")
+    (place / "local").mkdir()
+    partition = slurm_session.run(["sinfo", "-h", "-o", "%R"]).stdout.split()[0]
+    file = place / "two.yaml"
+    file.write_text(NODES.format(shared=place / "pool", staging=place / "local", partition=partition))
+    made = []
+    for name, word in (("near", "slurm.staging=true"), ("far", "slurm.staging=false")):
+        job = Job(slurm_session, place / "pool" / name)
+        job.words += [word, "--cluster", str(file)]
+        job.submit()
+        assert job.end()["JobState"] == "COMPLETED", job.text
+        made.append(job)
+    yield made[0], made[1], place / "local"
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(1200)
+def test_a_job_on_copies_trains_the_same_weights(jobs: tuple[Job, Job, Path]) -> None:
+    """Both nodes copy, their ranks read the copies, and the adapter is that of the job without."""
+    near, far, local = jobs
+    told = events(near.run, "staged")
+    assert sorted(event["host"] for event in told) == ["node1", "node2"]
+    assert all({tree["what"] for tree in event["trees"]} == {"model", "data"} and not event["warnings"] for event in told)
+    assert json.loads((near.run / "run.json").read_bytes())["staged"][0]["trees"][0]["path"].startswith(str(local))
+    for rank in (0, 1):
+        assert f"base model from {local}/" in (near.run / f"attempts/0001/rank-{rank}.log").read_text()
+    assert "staged on node1: tiny-llama" in near.text
+    assert not events(far.run, "staged") and "base model from" in (far.run / "attempts/0001/rank-0.log").read_text()
+    assert near.adapter() == far.adapter()
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(600)
+def test_by_hand_in_an_allocation(slurm, jobs: tuple[Job, Job, Path], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+    """``clustertune stage`` in a job copies on every node of it, and says what each has."""
+    near, _, _ = jobs
+    cluster = near.words[near.words.index("--cluster") + 1]
+    script = tmp_path / "stage.sh"
+    words = f"stage recipes/tiny-oasst2 --tiny --cluster {cluster} --run-dir {near.run} --json"
+    script.write_text(f"#!/bin/bash\n{REPO}/.venv/bin/python -m clustertune {words} > {tmp_path}/out.json\n")
+    options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/log"]
+    number = slurm.submit(script, options=options, cwd=REPO)
+    ended = slurm.wait(number)
+    assert ended["ExitCode"] == "0:0", (tmp_path / "log").read_text()
+    body = json.loads((tmp_path / "out.json").read_text())
+    assert [item["node"] for item in body["nodes"]] == ["node1", "node2"]
+    assert all(tree["reused"] for item in body["nodes"] for tree in item["trees"])

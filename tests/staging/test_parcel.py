@@ -1,0 +1,230 @@
+"""Everything in one folder: collected, checked, rehearsed without a network, and run from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clustertune import manifest
+from clustertune.config.resolve import resolve
+from clustertune.staging import isolate, needs, parcel
+from tests.command import REPO, SHORT
+from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run
+
+
+@pytest.fixture
+def staged(parcel_of_all: Path, tmp_path: Path) -> Path:
+    """A parcel of one's own, to be damaged."""
+    return Path(shutil.copytree(parcel_of_all, tmp_path / "out"))
+
+
+def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
+    """Other programs find it by HF_HUB_CACHE, other tools check it by sha256sum."""
+    staged = parcel_of_all
+    model = needs.snapshot(staged / "hub", "models", MODEL, REVISION)
+    assert (model / "model.safetensors").is_file() and not (model / "model.safetensors").is_symlink()
+    assert (staged / "hub/models--example-org--tiny-llama/refs/main").read_text() == REVISION
+    subprocess.run(["sha256sum", "--check", "--quiet", parcel.SUMS], cwd=staged, check=True)
+    assert manifest.find_problems(staged, parcel.KIND) == []
+    assert parcel.model_folder(staged) == model
+
+
+@pytest.mark.jobs
+def test_verified_without_a_network(parcel_of_all: Path) -> None:
+    """Nothing of this machine's caches is used, and nothing is asked of anybody."""
+    done = run("stage", "--verify", parcel_of_all, "--json")
+    assert done.code == 0, done.err
+    body = done.json
+    assert body["ok"] and body["attempts"] == []
+    found = {step["step"]: step["found"] for step in body["steps"]}
+    assert found["data"] == "train: 12 conversations, eval: 3 conversations"
+    assert "llama, 21 tensors in 1 files" in found["model"] and "logits, finite" in found["forward"]
+    assert found["benchmark"].startswith("36 prompts of google/IFEval")
+
+
+def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: Path) -> None:
+    """A library that asks, one that leaves it to another program, and one that hides the failure: each by its name.
+
+    And nobody else: all steps of the chain are gone through, and no library of the stack asks for anything.
+    """
+    if (refused := isolate.can_isolate()) is not None:
+        pytest.skip(f"no network namespaces here: {refused}")
+    planted = tmp_path / "planted"
+    fill(planted, {"nothing": 1})
+    (planted / "usage_beacon.py").write_text(
+        "import socket, subprocess, threading\n"
+        "def ask():\n"
+        "    try:\n        socket.create_connection(('beacon.example.org', 4433), 2)\n    except Exception:\n        pass\n"
+        "ask()\n"
+        "subprocess.run(['bash', '-c', 'echo > /dev/tcp/203.0.113.5/8443'], stderr=subprocess.DEVNULL)\n"
+    )
+    (planted / "langdetect.py").write_text(
+        "import usage_beacon\nclass DetectorFactory:\n    seed = 0\nclass LangDetectException(Exception): pass\n"
+        "def detect(text): return 'en'\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), str(planted)])}
+    words = [sys.executable, "-m", "clustertune", "stage", "--verify", str(parcel_of_all), "--json"]
+    done = subprocess.run(words, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2, done.stderr
+    found = {(a["library"], a["host"], a["port"]) for a in json.loads(done.stdout)["attempts"]}
+    assert found == {
+        ("usage_beacon", "beacon.example.org", 4433),
+        ("native code or another program", "203.0.113.5", 8443),
+    }
+    steps = json.loads(done.stdout)["steps"]
+    assert len(steps) == 8 and not any(step["problems"] or step["found"].startswith("left out") for step in steps)
+    assert (
+        "usage_beacon asked for beacon.example.org:4433 during step" in done.stderr and "usage_beacon.py:4 ask" in done.stderr
+    )
+
+
+def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
+    """Flipped, missing and foreign files, all at once and by name."""
+    model = parcel.model_folder(staged)
+    assert model is not None
+    flip(model / "model.safetensors", 5000)
+    (model / "tokenizer.json").unlink()
+    (model / "adapter_config.json").write_text("{}")
+    done = run("stage", "--verify", staged, "--json")
+    assert done.code == 2
+    body = done.json
+    assert body["steps"] == []
+    assert {Path(p["file"]).name: p["message"].split(":")[0] for p in body["problems"]} == {
+        "model.safetensors": "its content differs from the manifest's SHA-256",
+        "tokenizer.json": "cannot be read",
+        "adapter_config.json": "is not named by the manifest",
+    }
+
+
+def test_collected_again_what_is_whole_is_kept(staged: Path, hub_recipe: tuple[Path, Path]) -> None:
+    """An interrupted copy of 800 GB goes on; a damaged file of it is copied again."""
+    model = parcel.model_folder(staged)
+    assert model is not None
+    before = (model / "config.json").stat().st_ino
+    flip(model / "model.safetensors", 5000)
+    done = run("stage", hub_recipe[0], "--to", staged, network=False, HF_HOME=str(hub_recipe[1]))
+    assert done.code == 0, done.err
+    assert manifest.find_problems(staged, parcel.KIND) == []
+    assert (model / "config.json").stat().st_ino == before
+
+
+def test_a_parcel_of_another_model_is_refused(parcel_of_all: Path, hub_recipe: tuple[Path, Path], tmp_path: Path) -> None:
+    """Before anything is made: what is wrong, and what the recipe asks for."""
+    other = "f" * 40
+    words = [f"model.revision={other}", f"staged={parcel_of_all}"]
+    resolved = resolve(str(hub_recipe[0]), words)
+    problem = parcel.find_problems(resolved)[0]
+    assert f"holds {MODEL}@0123456789ab, the recipe asks for {MODEL}@ffffffffffff" in problem.message
+    done = run("run", hub_recipe[0], *words, "--ranks", "2", "--run-dir", tmp_path / "r")
+    assert done.code == 2 and "the recipe asks for" in done.err and not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("way", ["something else", "a file", "another recipe"])
+def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path, way: str) -> None:
+    """--to with the wrong folder must not mix with what lies there."""
+    out = tmp_path / "out"
+    if way == "a file":
+        out.write_text("x")
+    else:
+        fill(out, {"mine": 10})
+        if way == "another recipe":
+            manifest.seal(out, parcel.KIND, {"recipe": "other", "parts": {}})
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    done = run("stage", "recipes/tiny-oasst2", "--to", out)
+    assert done.code == 2 and "--to" in done.err
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_what_cannot_be_had_is_told_at_once(tmp_path: Path, hub_recipe: tuple[Path, Path]) -> None:
+    """Model and data in one go, without a network: nobody wants to come back twice."""
+    done = run("stage", hub_recipe[0], "--to", tmp_path / "out", network=False, HF_HOME=str(tmp_path / "empty"))
+    assert done.code == 2 and not (tmp_path / "out").exists()
+    for word in (MODEL, DATASET, "model.path=DIR", "data.input=PATH"):
+        assert word in done.err
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    """What would be collected, with sizes."""
+    done = run("stage", "recipes/tiny-oasst2", "--to", tmp_path / "out", "--dry-run", "--json")
+    assert done.code == 0 and not (tmp_path / "out").exists()
+    assert {part["what"] for part in done.json["parts"]} >= {"data", "nltk", "recipe"}
+
+
+def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe: tuple[Path, Path]) -> None:
+    """And a data folder of NLTK that the site names stays behind it."""
+    staged = parcel_of_all
+    resolved = resolve(str(hub_recipe[0]), [f"staged={staged}"])
+    environ = {"NLTK_DATA": "/site/nltk", "WANDB_MODE": "disabled"}
+    parcel.enter(resolved, environ)
+    parcel.enter(resolved, environ)
+    assert environ["HF_HUB_OFFLINE"] == "1" and environ["HF_HUB_CACHE"] == str(staged / "hub")
+    assert environ["NLTK_DATA"] == f"{staged / 'nltk_data'}{os.pathsep}/site/nltk" and environ["WANDB_MODE"] == "disabled"
+
+
+def test_a_staged_run_is_the_same_run(parcel_of_all: Path, hub_recipe: tuple[Path, Path]) -> None:
+    """Begun with a network and carried over, it goes on: where its inputs lie changes no weight."""
+    recipe = str(hub_recipe[0])
+    assert resolve(recipe, []).fingerprint() == resolve(recipe, [f"staged={parcel_of_all}"]).fingerprint()
+
+
+def test_a_job_is_told_where_the_parcel_is(parcel_of_all: Path, hub_recipe: tuple[Path, Path], tmp_path: Path) -> None:
+    """A job has nothing of the environment that it was submitted in: the recipe's key reaches it as a word."""
+    words = ["submit", hub_recipe[0], "--tiny", "--cluster", "local", "--dry-run", "--json", "--run-dir", tmp_path / "r"]
+    done = run(*words, f"staged={parcel_of_all}")
+    assert done.code == 0, done.err
+    assert all(f"staged={parcel_of_all}" in job["command"] for job in done.json["jobs"])
+    wrong = run(*words, "staged=out")
+    assert wrong.code == 2 and "is relative" in wrong.err
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(1200)
+def test_the_chain_runs_from_the_parcel_alone(staged: Path, tmp_path: Path) -> None:
+    """From nothing, with empty caches and no network: what the page tells, to the report."""
+    words = ["run", staged / "recipes/hubby", f"staged={staged}", "--ranks", "2", "--run-dir", tmp_path / "r", *SHORT]
+    done = run(*words, network=False, HF_HOME=str(tmp_path / "nothing"))
+    assert done.code == 0, done.err
+    assert (tmp_path / "r/report.html").is_file()
+    result = json.loads((tmp_path / "r/eval/ifeval.json").read_bytes())
+    assert str(staged) in result["dataset"]["file"]
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(1200)
+def test_what_a_recipe_names_by_path_is_carried_along(tmp_path: Path, tiny_model: Path) -> None:
+    """A model folder, a data file and a file of prompts from anywhere: found in the folder alone, and run from there."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"q {n}"}, {"role": "assistant", "content": f"a {n}."}]} for n in range(20)
+    ]
+    data = tmp_path / "site/talks.jsonl"
+    data.parent.mkdir()
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = tmp_path / "site/prompts.jsonl"
+    lines = (REPO / "eval/ifeval/prompts.jsonl").read_text().splitlines()[:2]
+    prompts.write_text("\n".join(lines) + "\n")
+    model = Path(shutil.copytree(tiny_model, tmp_path / "site/tiny-llama"))
+    recipe = Path(shutil.copytree(REPO / "recipes/tiny-oasst2", tmp_path / "recipes/tiny-oasst2"))
+    words = [f"data.input={data}", "data.format=messages", f"model.path={model}", "model.weights=hub"]
+    wrong = run("stage", recipe, *words, "--to", tmp_path / "wrong", "--ifeval", prompts, network=False)
+    assert wrong.code == 0, wrong.err
+    refused = run("stage", "--verify", tmp_path / "wrong")
+    assert refused.code == 2 and "64, the recipe's model.json says 192" in refused.err
+    shutil.copy(model / "config.json", recipe / "model.json")
+    done = run("stage", recipe, *words, "--to", tmp_path / "out", "--ifeval", prompts, network=False)
+    assert done.code == 0, done.err
+    shutil.rmtree(tmp_path / "site")
+    checked = run("stage", "--verify", tmp_path / "out", "--json")
+    assert checked.code == 0, checked.err
+    found = {step["step"]: step["found"] for step in checked.json["steps"]}
+    assert found["data"].startswith("train: 19") and found["benchmark"].startswith("2 prompts of prompts.jsonl")
+    run_words = [*words, f"staged={tmp_path / 'out'}", "--ranks", "2", "--run-dir", tmp_path / "r", *SHORT]
+    ran = run("run", tmp_path / "out/recipes/tiny-oasst2", *run_words, "--to", "train", network=False)
+    assert ran.code == 0, ran.err
+    log = (tmp_path / "r/attempts/0001/rank-1.log").read_text()
+    assert f"base model from {tmp_path}/out/model/tiny-llama" in log

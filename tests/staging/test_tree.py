@@ -1,0 +1,374 @@
+"""Copies on the node's disk: never a wrong file, whatever happens to the source, the disk, or the process that copies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clustertune import manifest
+from clustertune.errors import ExitCode, UserError
+from clustertune.staging import copying, shelf, worker
+from clustertune.staging.tree import Source
+from tests.command import REPO
+from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
+
+SIZES = {"config.json": 300, "empty": 0, "sub/one.bin": 3 * MIB + 5, "two.safetensors": 40 * MIB + 1}
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.staging.conftest import Bench
+bench = Bench(Path(sys.argv[1]), float(sys.argv[3]))
+try:
+    print(bench.stage(Path(sys.argv[2])))
+finally:
+    print(bench.words, file=sys.stderr)
+"""
+"""Stage a folder in a process of its own."""
+
+
+def start(
+    local: Path, root: Path, gb: float = 10, *, prefix: tuple[str, ...] = (), program: str = PROGRAM
+) -> subprocess.Popen[str]:
+    words = [*prefix, sys.executable, "-c", program, str(local), str(root), str(gb)]
+    return subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_copy_is_the_source_and_is_used_again(tmp_path: Path, bench: Bench) -> None:
+    """Blocks of one file go through several threads: their order must not."""
+    root = fill(tmp_path / "source", SIZES)
+    first = bench.stager.stage(Source("data", "source", root))
+    assert same(root, first.path) and first.copied == sum(SIZES.values())
+    first.release()
+    again = bench.stager.stage(Source("data", "source", root))
+    assert again.copied == 0 and again.path == first.path
+    again.release()
+
+
+def test_another_content_is_another_tree(tmp_path: Path, bench: Bench) -> None:
+    """A model that was made anew at the same place must not be found in its old copy."""
+    root = fill(tmp_path / "source", {"a": 10})
+    old = bench.stage(root)
+    time.sleep(0.01)
+    (root / "a").write_bytes(b"0123456789")
+    new = bench.stage(root)
+    assert new != old and same(root, new)
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_flipped_byte_in_the_copy_is_mended(tmp_path: Path, deep: bool) -> None:
+    """Only the damaged file is copied again; in a job what was not written to since is not read."""
+    bench = Bench(tmp_path / "local", deep=deep)
+    root = fill(tmp_path / "source", SIZES)
+    path = bench.stage(root)
+    flip(path / "sub/one.bin", 17)
+    found = bench.stager.stage(Source("data", "source", root))
+    found.release()
+    assert same(root, path) and found.copied == SIZES["sub/one.bin"]
+    assert "damaged, missing or foreign: source/sub/one.bin" in bench.words
+
+
+def test_what_the_file_system_itself_lost_is_found_by_hashing(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad block changes no time: the command reads every byte, and mends even where all signs are as they were."""
+    root = fill(tmp_path / "source", SIZES)
+    path = bench.stage(root)
+    meta = json.loads((path.parent / manifest.MANIFEST).read_bytes())["meta"]["signs"]
+    flip(path / "two.safetensors", 5)
+    monkeypatch.setattr("clustertune.staging.tree._signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
+    bench.stage(root)
+    assert same(root, path)
+
+
+def test_a_foreign_or_missing_file_is_mended(tmp_path: Path, bench: Bench) -> None:
+    """transformers reads an adapter_config.json that it finds beside a model."""
+    root = fill(tmp_path / "source", SIZES)
+    path = bench.stage(root)
+    (path / "adapter_config.json").write_text("{}")
+    (path / "config.json").unlink()
+    bench.stage(root)
+    assert same(root, path)
+
+
+def test_what_libraries_keep_in_hidden_folders_is_no_damage(tmp_path: Path, bench: Bench) -> None:
+    """datasets writes its tables beside the data: a tree must not be copied again for it, least of all while it is read."""
+    path = bench.stage(fill(tmp_path / "source", SIZES))
+    fill(path / ".cache", {"table.arrow": 100})
+    found = bench.stager.stage(Source("data", "source", tmp_path / "source"))
+    assert found.copied == 0
+    found.release()
+
+
+@pytest.mark.parametrize("kind", ["hub", "manifest"])
+def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, kind: str) -> None:
+    """The folder itself says what it should hold: a damaged file on the shared storage must not spread."""
+    root = fill(tmp_path / "source", {"config.json": 300, "model.safetensors": 9 * MIB})
+    if kind == "hub":
+        root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, root)
+        flip(Path(os.path.realpath(root / "model.safetensors")), 8 * MIB + 3)
+    else:
+        manifest.seal(root, "model", {})
+        flip(root / "model.safetensors", 8 * MIB + 3)
+    with pytest.raises(UserError, match="its content differs from") as caught:
+        bench.stage(root, "model")
+    assert "sha256" in str(caught.value)
+    assert not any((tree / manifest.MANIFEST).exists() for tree in bench.shelf.root.iterdir())
+
+
+def test_a_small_file_of_the_hub_is_checked_too(tmp_path: Path, bench: Bench) -> None:
+    """A chat template with one changed byte trains another model; git names small files by SHA-1."""
+    root = fill(tmp_path / "source", {"config.json": 300})
+    root = into_hub_cache(tmp_path / "hub", "models", MODEL, REVISION, root)
+    assert same(root, bench.stage(root, "model"))
+    flip(Path(os.path.realpath(root / "config.json")), 7)
+    other = Bench(tmp_path / "other")
+    with pytest.raises(UserError, match=r"the name that the Hub gave it \(git_sha1\)"):
+        other.stage(root, "model")
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody downloads the model once more while it is copied."""
+    root = fill(tmp_path / "source", SIZES)
+    real = worker.copy
+
+    def copy(*args: object, **kwargs: object) -> None:
+        (root / "late.bin").write_bytes(b"x")
+        real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker, "copy", copy)
+    with pytest.raises(UserError, match="changed while it was copied") as caught:
+        bench.stage(root)
+    assert caught.value.code is ExitCode.AGAIN
+    monkeypatch.undo()
+    assert same(root, bench.stage(root))
+
+
+@pytest.mark.parametrize("change", ["append", "truncate", "replace"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str) -> None:
+    """Half of an old file and half of a new one have the right size."""
+    from clustertune.staging.survey import survey
+
+    root = fill(tmp_path / "source", {"a.bin": 30 * MIB})
+    files = survey(root, "data")
+
+    def advance(_bytes: int) -> None:
+        path = root / "a.bin"
+        if change == "append":
+            with path.open("ab") as file:
+                file.write(b"x")
+        elif change == "truncate":
+            os.truncate(path, MIB)
+        else:
+            path.unlink()
+            fill(root, {"a.bin": 30 * MIB}, seed=1)
+
+    copier = copying.Copier(root, tmp_path / "out", files, advance=advance, done=lambda _: None, workers=1)
+    with pytest.raises(UserError, match="changed while it was copied"):
+        copier.run()
+
+
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
+    """kill -9: what was whole is kept, what was half is copied anew, and nothing counted as whole in between."""
+    root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(40)})
+    local = tmp_path / "local"
+    child = start(local, root)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not any(len(p.read_bytes().splitlines()) > 3 for p in local.rglob(shelf.JOURNAL)):
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert not list(local.rglob(manifest.MANIFEST)), "the copy was done before it could be killed: make it larger"
+    half = next(local.rglob(shelf.JOURNAL)).parent / "source"
+    bench = Bench(local)
+    journal = shelf.read_journal(half.parent)
+    flip(half / str(journal[0]["name"]).split("/")[1])  # what was whole may be damaged since
+    found = bench.stager.stage(Source("data", "source", root))
+    found.release()
+    assert same(root, found.path)
+    assert f"{len(journal) - 1} files of an earlier copy are whole and kept" in bench.words
+    assert found.copied == (40 - len(journal) + 1) * 8 * MIB
+
+
+def test_two_side_by_side_copy_once(tmp_path: Path) -> None:
+    """Two jobs on one node: one copies, the other waits and uses it."""
+    root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(12)})
+    children = [start(tmp_path / "local", root) for _ in range(2)]
+    said = [child.communicate(timeout=300) for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    words = "".join(err for _, err in said)
+    assert words.count("copies source: 12 files") == 1
+    assert said[0][0] == said[1][0] and same(root, Path(said[0][0].strip()))
+
+
+def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+    """Never a tree that somebody reads from, and it is told before."""
+    bench = Bench(tmp_path / "local", gb=0.03)
+    roots = [fill(tmp_path / f"source{n}", {"a.bin": 9 * MIB}, seed=n) for n in range(4)]
+    first, second, third = (bench.stager.stage(Source("data", root.name, root)) for root in roots[:3])
+    for number, item in enumerate((first, second, third)):
+        assert item.lease is not None
+        os.utime(item.lease.path, (1000 + number, 1000 + number))
+    with pytest.raises(UserError, match="3 trees there are in use") as caught:
+        bench.stage(roots[3])
+    assert caught.value.code is ExitCode.STORAGE
+    second.release()
+    third.release()
+    fourth = bench.stager.stage(Source("data", "source3", roots[3]))
+    assert fourth.removed == [str(second.path.parent)]
+    assert first.path.is_dir() and third.path.is_dir() and not second.path.exists()
+    assert bench.words.index("removes") < bench.words.rindex("copies source3")
+    for item in (first, fourth):
+        item.release()
+
+
+def test_more_than_may_be_kept_is_refused_before_a_byte(tmp_path: Path) -> None:
+    """And removes nothing for it."""
+    bench = Bench(tmp_path / "local", gb=0.02)
+    kept = bench.stage(fill(tmp_path / "small", {"a": MIB}))
+    with pytest.raises(UserError, match=r"31.46 MB do not fit into the 20.00 MB"):
+        bench.stage(fill(tmp_path / "large", {"a": 30 * MIB}))
+    assert kept.is_dir()
+
+
+@pytest.mark.parametrize("lacking", ["allowed", "free"])
+def test_room_that_is_promised_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    """Two copies that begin together must not fill the disk together, be it what is allowed or what is free."""
+    bench = Bench(tmp_path / "local", gb=0.03 if lacking == "allowed" else 10)
+    if lacking == "free":
+        usage = type(shutil.disk_usage(tmp_path))(0, 0, shelf.SPARE + 30 * MIB)
+        monkeypatch.setattr(shelf.shutil, "disk_usage", lambda _path: usage)
+    with bench.shelf.alone("data-one", wait=None):
+        bench.shelf.folder("data-one").mkdir()
+        bench.shelf.make_room("data-one", 20 * MIB, bench.said.append)
+        bench.shelf.folder("data-two").mkdir()
+        with pytest.raises(UserError, match="no room for"):
+            bench.shelf.make_room("data-two", 20 * MIB, bench.said.append)
+
+
+MOUNT = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "sh",
+    "-c",
+    'mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"',
+)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_full_disk_is_told_and_left_as_it_was(tmp_path: Path, checked: bool) -> None:
+    """Exit 73: told before where it can be known, and where something else fills it meanwhile, nothing half is left."""
+    root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(8)})
+    local = tmp_path / "local"
+    local.mkdir()
+    guard = "" if checked else "from clustertune.staging import shelf; shelf.SPARE = -(1 << 40)\n"
+    program = guard + PROGRAM.replace("finally:", "except Exception as error:\n    print(int(error.code), error)\nfinally:")
+    program += "    print('left:', [str(p) for p in Path(sys.argv[1]).rglob('*') if p.is_file() and p.stat().st_size > 100])"
+    child = start(local, root, prefix=(*MOUNT, "40m", str(local)), program=program)
+    out, err = child.communicate(timeout=300)
+    if "Operation not permitted" in err:
+        pytest.skip("no mount namespaces here")
+    assert out.startswith("73 ") and "left: []" in out, (out, err)
+    assert ("no room for" if checked else "No space left on device") in out
+
+
+def test_a_mount_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """A file server that answers no more holds every process that reads from it: the copy is given up, with words."""
+    if shutil.which("bindfs") is None:
+        pytest.skip("bindfs is not installed (apt-get install bindfs)")
+    root = fill(tmp_path / "source", {"a.bin": 64 * MIB})
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    server = subprocess.Popen(["bindfs", "-f", str(root), str(mount)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not (mount / "a.bin").exists():
+            assert time.monotonic() < deadline and server.poll() is None, "no FUSE here"
+            time.sleep(0.02)
+        server.send_signal(signal.SIGSTOP)
+        bench = Bench(tmp_path / "local", stall=2)
+        began = time.monotonic()
+        with pytest.raises(UserError, match="nothing was read or written for 2 s") as caught:
+            bench.stage(mount)
+        assert time.monotonic() - began < 60 and caught.value.code is ExitCode.STORAGE
+        server.send_signal(signal.SIGCONT)
+        assert same(root, bench.stage(mount))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.send_signal(signal.SIGCONT)
+        subprocess.run(["fusermount", "-u", "-z", str(mount)], check=False, capture_output=True)
+        server.terminate()
+        server.wait(30)
+
+
+def test_who_reads_a_tree_does_not_wait_for_another_reader(tmp_path: Path, bench: Bench) -> None:
+    """A job of days holds its copy: the next one must find it at once."""
+    root = fill(tmp_path / "source", SIZES)
+    first = bench.stager.stage(Source("data", "source", root))
+    done = threading.Event()
+
+    def second() -> None:
+        bench.stager.stage(Source("data", "source", root)).release()
+        done.set()
+
+    threading.Thread(target=second, daemon=True).start()
+    assert done.wait(60)
+    first.release()
+
+
+def test_a_damaged_tree_in_use_is_not_touched(tmp_path: Path, bench: Bench) -> None:
+    """Its reader would see files vanish; whoever comes reads the shared storage."""
+    root = fill(tmp_path / "source", SIZES)
+    first = bench.stager.stage(Source("data", "source", root))
+    flip(first.path / "config.json")
+    with pytest.raises(UserError, match="is damaged, and another job reads from it"):
+        bench.stage(root)
+    first.release()
+    assert same(root, bench.stage(root))
+
+
+def test_the_copies_leave_the_memory_as_it_was(tmp_path: Path, bench: Bench) -> None:
+    """810 GB through the page cache push out everything else: neither source nor copy stay in it."""
+    root = fill(tmp_path / "source", {"a.bin": 64 * MIB})
+    subprocess.run(["sync", str(root / "a.bin")], check=True)
+    path = bench.stage(root)
+    if shutil.which("fincore") is None:
+        pytest.skip("fincore is not installed (util-linux)")
+    for file in (root / "a.bin", path / "a.bin"):
+        found = subprocess.run(
+            ["fincore", "--bytes", "--noheadings", "--output", "RES", str(file)], capture_output=True, text=True, check=True
+        )
+        assert int(found.stdout) < 8 * MIB, file
+
+
+@pytest.mark.parametrize("wrong", ["absent parent", "others may write", "a link"])
+def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wrong: str) -> None:
+    """An unmounted disk would fill the system's; a folder that others write to would feed them to the ranks."""
+    from clustertune.config.cluster_schema import Staging
+
+    place = tmp_path / "local"
+    if wrong == "absent parent":
+        place = tmp_path / "not/there"
+    else:
+        place.mkdir()
+        own = place / f"clustertune-{os.getuid()}"
+        if wrong == "a link":
+            (tmp_path / "elsewhere").mkdir()
+            own.symlink_to(tmp_path / "elsewhere")
+        else:
+            own.mkdir()
+            own.chmod(0o777)
+    with pytest.raises(UserError, match=r"has no such folder|belongs to somebody else"):
+        shelf.open_shelf(Staging(path=str(place), gb=1))
