@@ -238,7 +238,7 @@ def _collect(
 
     found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
     collector = Collector(resolved, _machine(cluster), out, ifeval, bounds)
-    collector.check_folder()
+    collector.check()
     with secrets.lent({key: value for key, value in found.items() if key in OF_THE_HUB}):
         parts = collector.plan()
         if dry_run:

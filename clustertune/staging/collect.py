@@ -129,7 +129,6 @@ class Collector:
 
     def _benchmark(self) -> list[Part]:
         if (path := self._ifeval) is not None:
-            _check_prompts(path)
             target = f"{parcel.EVAL}/{path.name}"
             return [Part("benchmark", path.name, parcel.EVAL, path.parent, [_one(path)], path=target)]
         if self._resolved.recipe.model.weights == "random":
@@ -204,9 +203,14 @@ class Collector:
         summary = {"dir": str(self._out), "bytes": size, "files": len(records), "notes": self.notes}
         return {**summary, "seconds": round(time.perf_counter() - began, 3), "parts": [part.as_json() for part in parts]}
 
-    def check_folder(self) -> None:
-        """The folder is ours: new, empty, or one that we began for this recipe. Writes nothing. Raises UserError."""
+    def check(self) -> None:
+        """The folder is new, empty, or one that we began for this recipe; the prompts are some. Writes nothing.
+
+        Raises UserError.
+        """
         out = self._out
+        if self._ifeval is not None:
+            _check_prompts(self._ifeval)
         if out.exists() and not out.is_dir():
             raise UserError(Problem("is a file, not a folder", file=str(out), key="--to", fix="give another"))
         if not out.exists():
@@ -221,7 +225,7 @@ class Collector:
 
     def _begin_folder(self) -> None:
         """Take the seal off a finished one, and keep what is whole of it."""
-        self.check_folder()
+        self.check()
         out = self._out
         out.mkdir(parents=True, exist_ok=True)
         if (out / manifest.MANIFEST).exists():

@@ -118,7 +118,7 @@ def test_a_disk_that_somebody_mounted_by_hand() -> None:
         made.shell(f"echo '{device} {base}/h xfs defaults 0 0' >> /etc/fstab")
         assert checked(made, cluster) == (0, {})
         made.shell(
-            f"sed -i /defaults/d /etc/fstab; mkdir -p /etc/systemd/system; echo > /etc/systemd/system/{unit_of(base / 'h')}"
+            f"sed -i /defaults/d /etc/fstab; mkdir -p /etc/systemd/system; echo > '/etc/systemd/system/{unit_of(base / 'h')}'"
         )
         assert checked(made, cluster) == (0, {})
 

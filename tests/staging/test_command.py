@@ -159,6 +159,7 @@ def hub(hub_recipe: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[str, ty
     server.server_close()
 
 
+@pytest.mark.jobs
 def test_downloaded_and_compared_with_the_hubs_own_digests(
     tmp_path: Path, hub_recipe: tuple[Path, Path], hub: tuple[str, type[Hub]]
 ) -> None:

@@ -160,7 +160,7 @@ def test_native_code_and_other_programs_are_heard(tmp_path: Path) -> None:
     """No hook of Python sees them: in a network of their own every address answers, with a refusal, at once."""
     if (refused := isolate.can_isolate()) is not None:
         pytest.skip(f"no network namespaces here: {refused}")
-    code = "echo x > /dev/tcp/198.51.100.9/4433; getent hosts telemetry.example.org; sleep 2"
+    code = "echo x > /dev/tcp/198.51.100.9/4433; getent hosts telemetry.example.org; sleep 2; true"
     done = subprocess.run(
         isolate.command(["bash", "-c", code], str(tmp_path / "log")), cwd=REPO, capture_output=True, timeout=60, check=False
     )

@@ -102,6 +102,7 @@ def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
     }
 
 
+@pytest.mark.jobs
 def test_collected_again_what_is_whole_is_kept(staged: Path, hub_recipe: tuple[Path, Path]) -> None:
     """An interrupted copy of 800 GB goes on; a damaged file of it is copied again."""
     model = parcel.model_folder(staged)

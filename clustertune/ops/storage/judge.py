@@ -88,9 +88,7 @@ def _unseen(rule: Rule, facts: Facts, wanted: Layout) -> str:
         return ", ".join(place.path for place in places if not _seen(place, wanted, written=written))
     if rule in (POOL_ANSWERS, POOL_WRITES, POOL_MMAP, POOL_BRICKS, POOL_OPTIONS) and facts.pool:
         pool, wrote = facts.pool, rule in (POOL_WRITES, POOL_MMAP)
-        seen = pool.fstype == "fuse.mergerfs" and not (
-            wrote and (pool.written != "ok" or (rule is POOL_MMAP and not pool.mmap))
-        )
+        seen = pool.fstype == "fuse.mergerfs" and not (wrote and (pool.silent or pool.errno or pool.written != "ok"))
         return "" if seen and (rule is not POOL_OPTIONS or facts.xattrs) else pool.path
     return "" if rule is not SERVER or facts.servers else "no server was asked"
 
@@ -98,7 +96,7 @@ def _unseen(rule: Rule, facts: Facts, wanted: Layout) -> str:
 def _seen(place: Place, wanted: Layout, *, written: bool) -> bool:
     if (place.fstype is None and wanted.at(place.path)) or place.silent or place.errno:
         return False
-    return not written or place.written == "ok"
+    return not written or place.written in ("ok", "ENOSPC", "EDQUOT")
 
 
 # --- bricks ------------------------------------------------------------------------------------------------------------

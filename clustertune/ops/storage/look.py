@@ -5,12 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import grp
-import itertools
-import mmap
 import os
-import socket
-import stat
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,18 +15,10 @@ from typing import Any
 from clustertune.errors import UserError
 from clustertune.ops.bounded import Answer, Mounted, Work, ask_all, mounts
 from clustertune.ops.files import NODE, inside, read, with_block
-from clustertune.ops.storage import etab, points
+from clustertune.ops.storage import etab, points, probe
 from clustertune.ops.storage.fstab import FSTAB
-from clustertune.ops.storage.layout import DATA, EXPORT_FILE, NFS_PORT, Layout
+from clustertune.ops.storage.layout import DATA, EXPORT_FILE, Layout
 from clustertune.ops.storage.plan import BLOCK, serves
-
-NOBODY = 65534
-"""Root writes as this user, with the group's right: as root, root_squash would answer for everybody."""
-XATTRS = ("version", "branches", "srcmounts", "cache.files", "minfreespace", "moveonenospc", "category.create", "func.create")
-_PROBE, _MOST = ".clustertune-check.", 5000
-"""How our files begin, and how many entries of a folder are passed over to find old ones."""
-_SIZE = 256 * 1024
-"""Bytes of the probe: several pages, and more than one NFS write where wsize is small."""
 
 
 @dataclass
@@ -166,14 +153,14 @@ def _is_bind(now: Mapping[str, Mounted], path: str, mount: str) -> bool | None:
 
 def _first_round(wanted: Layout, facts: Facts, places: list[Place], root: Path, seconds: float) -> None:
     """Whatever only reads."""
-    works: dict[str, Work] = {f"at {place.path}": partial(_state, root, place.path) for place in places}
+    works: dict[str, Work] = {f"at {place.path}": partial(probe.state, root, place.path) for place in places}
     if wanted.pool:
-        works["xattrs"] = partial(_xattrs, root, wanted.pool.target)
+        works["xattrs"] = partial(probe.xattrs, root, wanted.pool.target)
     if root == NODE:
-        works |= {f"to {address}": partial(_connect, address, seconds) for address in _asked(wanted)}
+        works |= {f"to {address}": partial(probe.connect, address, seconds) for address in _asked(wanted)}
     shared = wanted.shared
     paths = [f"{shared.rstrip('/')}/{name}" for name in wanted.names] if shared else []
-    works |= {f"folder {path}": partial(_folder, root, path) for path in paths}
+    works |= {f"folder {path}": partial(probe.folder, root, path) for path in paths}
     answers = ask_all(works, seconds + 0.5)
     for place in places:
         _note(place, answers[f"at {place.path}"])
@@ -201,7 +188,7 @@ def _second_round(wanted: Layout, places: list[Place], root: Path, seconds: floa
             place.written = "not asked"
             continue
         if folders := _writable(wanted, place.path):
-            works[place.path] = partial(_write, root, place.path, folders, gid)
+            works[place.path] = partial(probe.write, root, place.path, folders, gid)
         else:
             place.written = "not asked"
     answers = ask_all(works, seconds)
@@ -227,134 +214,6 @@ def _gid(group: str | None) -> int | None:
     with contextlib.suppress(KeyError):
         return grp.getgrnam(group).gr_gid if group else None
     return None
-
-
-# --- what the children do ----------------------------------------------------------------------------------------------
-
-
-def _state(root: Path, path: str) -> dict[str, Any]:
-    place = inside(root, path)
-    found = os.statvfs(place)
-    with os.scandir(place) as entries:
-        next(entries, None)  # a stale handle shows where the folder is read
-    data: bool | None = True
-    seen = place
-    try:
-        (place / DATA).stat()
-        seen = place / DATA
-    except FileNotFoundError:
-        data = False
-    return {
-        "root_disk": seen.stat().st_dev == Path("/").stat().st_dev,
-        "data": data,
-        "read_only": bool(found.f_flag & os.ST_RDONLY),
-        "total": found.f_blocks * found.f_frsize,
-        "free": found.f_bavail * found.f_frsize,
-        "inodes": found.f_files,
-        "free_inodes": found.f_favail,
-    }
-
-
-def _xattrs(root: Path, pool: str) -> dict[str, str]:
-    control, found = inside(root, pool) / ".mergerfs", {}
-    for name in XATTRS:
-        with contextlib.suppress(OSError):
-            found[name] = os.getxattr(control, f"user.mergerfs.{name}").decode(errors="replace")
-    return found
-
-
-def _connect(address: str, seconds: float) -> dict[str, Any]:
-    with socket.create_connection((address, NFS_PORT), timeout=seconds):
-        return {"ok": True}
-
-
-def _folder(root: Path, path: str) -> dict[str, Any]:
-    seen = inside(root, path).stat()
-    try:
-        group = grp.getgrgid(seen.st_gid).gr_name
-    except KeyError:
-        group = str(seen.st_gid)
-    return {"mode": seen.st_mode & 0o7777, "group": group}
-
-
-def _write(root: Path, mount: str, folders: list[str], gid: int | None) -> dict[str, Any]:
-    """Create, write, sync, rename, read back and map a file of our own, and remove it."""
-    places = [inside(root, folder) for folder in folders]
-    if os.geteuid() == 0 and _reached_by_all(inside(root, mount)):
-        os.setgroups([gid] if gid is not None else [])
-        os.setgid(gid if gid is not None else NOBODY)
-        os.setuid(NOBODY)
-    first = f"{_PROBE}{socket.gethostname()}.{os.getpid()}"
-    second = f"{first}.renamed"
-    step, data, folder = "reach", os.urandom(_SIZE), None
-    try:
-        folder = _open_first(places)
-        if folder is None:
-            return {"written": "absent"}
-        _sweep(folder)
-        step = "create"
-        before = time.time()
-        fd = os.open(first, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        with os.fdopen(fd, "r+b", buffering=0) as file:
-            step = "write"
-            file.write(data)
-            step = "fsync"
-            os.fsync(fd)
-            after = time.time()
-            kept = os.fstat(fd).st_mtime
-        step = "rename"
-        os.rename(first, second, src_dir_fd=folder, dst_dir_fd=folder)
-        step = "read"
-        with os.fdopen(os.open(second, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), "rb") as file:
-            if file.read() != data:
-                return {"written": "EIO", "write_step": "read"}
-            mapped = _map(file.fileno(), data)
-        return {"written": "ok", "mmap": mapped, "skew": _skew(before, kept, after)}
-    except OSError as error:
-        return {"written": errno.errorcode.get(error.errno or 0, "EIO"), "write_step": step}
-    finally:
-        for name in (first, second) if folder is not None else ():
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
-
-
-def _sweep(folder: int) -> None:
-    """Remove what earlier looks of this machine left: those that hung were killed when the file system answered."""
-    mine = f"{_PROBE}{socket.gethostname()}."
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in itertools.islice(entries, _MOST):
-            number = entry.name[len(mine) :].partition(".")[0]
-            if entry.name.startswith(mine) and number.isdecimal() and not Path(f"/proc/{number}").exists():
-                os.unlink(entry.name, dir_fd=folder)
-
-
-def _reached_by_all(mount: Path) -> bool:
-    """Whether another user can come as far as what is mounted: storage below somebody's private folder is tried as root."""
-    return all(parent.stat().st_mode & stat.S_IXOTH for parent in mount.parents)
-
-
-def _open_first(folders: list[Path]) -> int | None:
-    """The first folder that is there; None: none of them."""
-    for folder in folders:
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    return None
-
-
-def _map(fd: int, data: bytes) -> str:
-    try:
-        with mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as view:
-            return "ok" if view[: len(data)] == data else "EIO"
-    except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "EIO")
-
-
-def _skew(before: float, kept: float, after: float) -> float:
-    """How far a file's time lies outside of the interval in which it was written, seconds; file systems round down."""
-    tick = 0.02
-    if kept < before - tick:
-        return kept - before
-    return max(0.0, kept - after)
 
 
 # --- answers -----------------------------------------------------------------------------------------------------------
