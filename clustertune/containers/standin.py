@@ -43,6 +43,7 @@ def make(python: str, out: Path, say: Callable[[str], None]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             scratch = Path(folder)
+            scratch.chmod(0o755)  # apt reads the keys as a user of its own
             keys = [f"--keyring={path}"] if (path := _keyring(suite, bases, scratch)) else []
             mirror = f"deb {bases[f'ARCHIVE_{suite.upper()}']} {suite} main"
             _debootstrap(suite, mirror, keys, scratch / "root.tar")
@@ -81,7 +82,7 @@ def _debootstrap(suite: str, mirror: str, keys: list[str], out: Path) -> None:
         "--quiet",
         "--variant=minbase",
         "--format=tar",
-        "--include=ca-certificates,python3",
+        "--include=apt,ca-certificates,python3",
         *_NO_DOCS,
         *keys,
     ]

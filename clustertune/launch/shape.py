@@ -258,6 +258,8 @@ def warnings(resolved: Resolved, cluster: Cluster) -> list[str]:
         found.append(
             f"cluster {cluster.name} does not say which GPU it has (compute.gpu): whether the recipe fits is not checked"
         )
+    if resolved.recipe.slurm.staging and cluster.storage.staging is None:
+        found.append(f"slurm.staging: true copies nothing: cluster {cluster.name} names no disk for it (storage.staging)")
     needed = None if resolved.tiny else eval_gpus(resolved, cluster)
     if needed and needed > cluster.compute.gpus > 0:
         found.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from clustertune.config import cluster as module
 from clustertune.config.cluster import Cluster, load_cluster, same_host
 from clustertune.config.cluster_checks import read_cluster
 from clustertune.config.cluster_cpus import format_cpu_list, parse_cpu_list
 from clustertune.config.cluster_look import Seen
-from clustertune.config.cluster_show import as_json
+from clustertune.config.cluster_show import as_json, render
 from clustertune.config.yamlfile import parse_yaml, read_yaml
 from clustertune.errors import Problem, UserError
 from tests.config.conftest import check_form
@@ -462,3 +464,15 @@ def test_the_example_of_the_documentation_is_right(repo: Path) -> None:
     """It is what people copy."""
     text = (repo / "docs" / "clusters.md").read_text().partition("```yaml\n")[2].partition("```")[0]
     assert read_cluster(parse_yaml(text, "docs/clusters.md")).name == "my-cluster"
+
+
+def test_variables_of_the_libraries_are_shown(body: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers are taken as they are written; what ranks get instead of derived values is seen before a job."""
+    values = copy.deepcopy(body)
+    values["network"]["environment"] = {"NCCL_IB_GID_INDEX": 3, "NCCL_ALGO": "^Tree"}
+    file = tmp_path / f"{values['name']}.yaml"
+    file.write_text(json.dumps(values))
+    found, stream = load_cluster(str(file)), io.StringIO()
+    assert found.network.environment == {"NCCL_IB_GID_INDEX": "3", "NCCL_ALGO": "^Tree"}
+    render(found, Console(file=stream, width=120))
+    assert "NCCL_IB_GID_INDEX=3" in stream.getvalue() and "NCCL_ALGO=^Tree" in stream.getvalue()

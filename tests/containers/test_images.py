@@ -30,13 +30,13 @@ PIP_LIST = ["python", "-m", "pip", "list", "--format", "json"]
 SEARCH = """
 import os, sys
 wanted = [word.encode() for word in sys.stdin.read().split("\\0")]
-root = os.lstat("/").st_dev
+with open("/proc/self/mountinfo") as file:
+    mounted = {line.split()[4] for line in file} - {"/"}
 for folder, folders, files in os.walk("/", topdown=True):
-    folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == root]
+    folders[:] = [name for name in folders if os.path.join(folder, name) not in mounted]
     for name in files:
         path = os.path.join(folder, name)
-        found = os.lstat(path)
-        if found.st_dev != root or (found.st_mode & 0o170000) != 0o100000 or not os.access(path, os.R_OK):
+        if path in mounted or os.path.islink(path) or not os.path.isfile(path) or not os.access(path, os.R_OK):
             continue
         with open(path, "rb") as file:
             data = file.read()

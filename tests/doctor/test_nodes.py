@@ -215,8 +215,8 @@ def test_the_command_of_a_job_is_shown(cluster_file: Path) -> None:
     ("rules", "code"),
     [
         ([compare.ANSWERED], ExitCode.AGAIN),
-        ([compare.ANSWERED, compare.DRIVER], ExitCode.CONFIG),
-        ([compare.DRIVER], ExitCode.CONFIG),
+        ([compare.ANSWERED, compare.STACK], ExitCode.CONFIG),
+        ([compare.STACK], ExitCode.CONFIG),
     ],
 )
 def test_a_node_that_is_gone_may_come_back(

@@ -183,6 +183,7 @@ def test_an_interface_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     assert "no interface bond7" in problems[0]["message"]
 
 
+@pytest.mark.jobs
 def test_the_probe_of_two_is_right() -> None:
     """The same program that two GPUs run, on gloo."""
     (entry,) = Probe(2, "gloo", os.environ, pairwise=False).run(60.0)

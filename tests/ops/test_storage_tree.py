@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,25 +17,14 @@ from clustertune.ops.storage.fstab import elsewhere, entries
 from clustertune.ops.storage.layout import EXPORT_FILE
 from clustertune.ops.storage.plan import make_plan
 from tests.command import Done
-from tests.ops.node import Served
+from tests.ops.node import served
 
 CLUSTER, NODE_NAME = "rno-rtxpro6000", "rno-it-gpu0007-1"
 ROOT_LINE = b"UUID=0a1b / ext4 defaults 0 1\n"
 
 
-SERVED: list[Served] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def served() -> Iterator[None]:
-    """One interpreter for all commands of this file."""
-    SERVED.append(Served())
-    yield
-    SERVED.pop().close()
-
-
 def run(*arguments: str | Path) -> Done:
-    return SERVED[0].run(*arguments)
+    return served().run(*arguments)
 
 
 def tree(tmp_path: Path, fstab: bytes | None = ROOT_LINE) -> Path:

@@ -180,6 +180,8 @@ def test_a_job_is_told_where_the_parcel_is(parcel_of_all: Path, hub_recipe: tupl
     done = run(*words, f"staged={parcel_of_all}")
     assert done.code == 0, done.err
     assert all(f"staged={parcel_of_all}" in job["command"] for job in done.json["jobs"])
+    warned = run(*words, "slurm.staging=true")
+    assert warned.code == 0 and "slurm.staging: true copies nothing" in warned.err
     wrong = run(*words, "staged=out")
     assert wrong.code == 2 and "is relative" in wrong.err
 

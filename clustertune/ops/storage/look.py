@@ -6,7 +6,7 @@ import contextlib
 import errno
 import grp
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -100,15 +100,15 @@ def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Fac
     now = {entry.point: entry for entry in mounts()}
     pool = [wanted.pool.target] if wanted.pool else []
     disks = {mount.target: mount.source for mount in wanted.mounts if mount.kind == "device"}
-    found = {
-        path: _place(path, entry) for path, entry in _entries([*wanted.mounted, *disks, *pool], root, now, seconds).items()
-    }
+    binds = {brick.mount: brick.path for brick in wanted.own if brick.path != brick.mount}
+    real = _reals({*wanted.mounted, *disks, *pool, *binds.values()}, root, now, seconds)
+    found = {path: _place(path, now.get(place)) for path, place in real.items()}
     facts.bricks = {brick.mount: found[brick.mount] for brick in wanted.bricks}
     for path, device in disks.items():
         facts.disks[path] = replace(found[path], as_meant=_same_device(found[path].source, device))
-    for brick in wanted.own:
-        if brick.path != brick.mount and (brick.path in now or brick.path not in disks):
-            found[brick.mount].as_meant = _is_bind(now, brick.path, brick.mount)
+    for mount, path in binds.items():
+        if found[path].fstype or path not in disks:
+            found[mount].as_meant = _is_bind(now, real[path], real[mount])
     facts.pool = found[pool[0]] if pool else None
     places = [*facts.bricks.values(), *([facts.pool] if facts.pool else [])]
     _first_round(wanted, facts, places, root, seconds)
@@ -121,12 +121,11 @@ def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Fac
     return facts
 
 
-def _entries(paths: list[str], root: Path, now: Mapping[str, Mounted], seconds: float) -> dict[str, Mounted | None]:
-    """What is mounted at each path. One that is a mount point as it stands is not looked at: what is mounted there may hang."""
+def _reals(paths: Iterable[str], root: Path, now: Mapping[str, Mounted], seconds: float) -> dict[str, str]:
+    """Where each path leads. One that is a mount point as it stands is not looked at: what is mounted there may hang."""
     known = now if root == NODE else {}
     answers = ask_all({path: partial(_real, root, path) for path in paths if path not in known}, seconds)
-    seen = {path: (answer.found or {}).get("path", "") for path, answer in answers.items()}
-    return {path: now.get(seen.get(path, path)) for path in paths}
+    return {path: (answers[path].found or {}).get("path", path) if path in answers else path for path in paths}
 
 
 def _real(root: Path, path: str) -> dict[str, str]:

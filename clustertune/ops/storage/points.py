@@ -167,5 +167,8 @@ def _make(path: str) -> str:
         if set_immutable(place) is None:
             return NO_FLAG
     except OSError as error:
-        return f"could not be made immutable: {error.strerror}" if place.is_dir() else f"could not be made: {error.strerror}"
+        if not place.is_dir():
+            return f"could not be made: {error.strerror}; see what is mounted above it, and how"
+        hint = "; a container may not, the machine itself may" if error.errno == errno.EPERM else ""
+        return f"could not be made immutable: {error.strerror}{hint}"
     return ""
