@@ -22,7 +22,7 @@ from clustertune.staging.worker import Bounds
 
 STEP_SECONDS = 900.0
 """How long one step may take: loading some gigabytes from a slow disk."""
-_SHOWN_FRAMES = 12
+_SHOWN_FRAMES = 8
 _KEPT = (
     "PATH",
     "PYTHONPATH",
@@ -223,11 +223,20 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def _shown(attempt: Mapping[str, Any]) -> list[str]:
+    """The frames for a reader: who asked comes first, without the import system, and of each path its end (a message is short)."""
+    frames = [frame for frame in map(str, attempt["stack"]) if not frame.startswith("<frozen")]
+    asked = [number for number, frame in enumerate(frames) if str(attempt["library"]) in frame]
+    return [
+        "/".join(frame.split("/")[-3:]) if "/" in frame.split(":")[0] else frame for frame in frames[min(asked, default=0) :]
+    ][:_SHOWN_FRAMES]
+
+
 def _name(attempt: Mapping[str, Any]) -> Problem:
     """Who tried to reach what, and by which way."""
     port = f":{attempt['port']}" if attempt["port"] not in (None, 0) else ""
     times = f", {attempt['times']} times" if attempt["times"] > 1 else ""
     text = f"{attempt['library']} asked for {attempt['host']}{port} during step {attempt['step']}{times}"
-    stack = " < ".join(attempt["stack"][:_SHOWN_FRAMES])
+    stack = " < ".join(_shown(attempt))
     fix = f"stage what it wanted, or keep it from asking; it came from: {stack}"
     return Problem(text, file="network", key=str(attempt["event"]), fix=fix)

@@ -257,12 +257,9 @@ def two_bricks(made: Node, devices: list[str] | None = None, **more: Any) -> Pat
     return cluster_file(base / "cluster.yaml", storage)
 
 
-CHECK = ("check", "--seconds", "2", "--json")
-
-
-def checked(made: Node, cluster: Path) -> tuple[int, dict[str, str]]:
+def checked(made: Node, cluster: Path, seconds: float = 2) -> tuple[int, dict[str, str]]:
     """The exit code of check, and the worst status of each rule that does not pass."""
-    done = made.command(*CHECK, "--cluster", cluster)
+    done = made.command("check", "--seconds", str(seconds), "--json", "--cluster", cluster)
     found: dict[str, str] = {}
     for item in done.json["findings"]:
         if item["status"] != "pass":
