@@ -224,7 +224,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _shown(attempt: Mapping[str, Any]) -> list[str]:
-    """The frames for a reader: who asked comes first, without the import system, and of each path its end (a message is short)."""
+    """The frames for a reader: who asked comes first, no frames of the import system, and of each path its end."""
     frames = [frame for frame in map(str, attempt["stack"]) if not frame.startswith("<frozen")]
     asked = [number for number, frame in enumerate(frames) if str(attempt["library"]) in frame]
     return [
