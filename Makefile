@@ -23,6 +23,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 RECIPE ?= recipes/tiny-oasst2
 # --no-skip makes a skipped test a failure.
 PYTEST_FLAGS ?=
+# Tests that run at once: each takes a core and about 1 GB.
+WORKERS ?= 2
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -79,7 +81,7 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
 test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
-	@$(BIN)/python -m pytest -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
 
 test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)

@@ -73,6 +73,15 @@ def signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+LONG_FILES = ("tests/test_chain.py", "tests/training/test_ranks.py", "tests/test_readme.py", "tests/cluster/test_cluster.py")
+"""Files that take minutes each: begun last they would keep one worker while the others have nothing left to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; a file stays in one worker (``--dist loadfile``), for its fixtures."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test is a failure: the machine has all it needs")
 
