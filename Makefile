@@ -9,11 +9,12 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER VARIANT BASE EXTRAS DEFINITION OUT
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF
 plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:-]*|-*) ;; (*) echo yes;; esac),,\
 	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : -))
-$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)
+$(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
+$(call plain,DATABASE)$(call plain,SIF)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,7 +90,10 @@ test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: p
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-bench: setup ## measure the merge against cp and PEFT and write docs/results/
+bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
+	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
+
+bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
 	@$(BIN)/python -m clustertune.merge.bench
 
 doctor: setup ## what stops or slows a training: make doctor [RECIPE=NAME] [CLUSTER=NAME]
@@ -118,16 +122,17 @@ build-image: ## the same for docker or podman: [VARIANT=cpu] [EXTRAS=ray] [BASE=
 lock: setup ## containers/*.lock from containers/versions.env: every package with its hash
 	@$(BIN)/python -m clustertune.containers lock
 
-lock-check: setup ## locks are hashed, what the pins resolve to, without known vulnerabilities
-	@$(BIN)/python -m clustertune.containers lock-check
+lock-check: setup ## locks are hashed, what the pins resolve to, without known vulnerabilities [DATABASE=address]
+	@$(BIN)/python -m clustertune.containers lock-check $(if $(value DATABASE),--database '$(value DATABASE)')
 
-test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched
-	@$(BIN)/python -m pytest -m "containers and not long" --timeout 1800 $(PYTEST_FLAGS)
+test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
+	@$(BIN)/python -m pytest -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
 golden: setup ## write the golden files of the recipes again; the diff is the review
 	@$(BIN)/python -m tests.config.write_golden
 	@$(BIN)/python -m tests.config.write_cluster_golden
 	@$(BIN)/python -m tests.launch.golden_submit
+	@$(BIN)/python -m tests.plan.golden_plan
 	@$(BIN)/python -m tests.ops.write_slurm_golden
 	@$(BIN)/python -m tests.nccl_check.golden
 
@@ -135,4 +140,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench doctor nccl-check plan planner-grade golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge doctor nccl-check plan planner-grade golden clean build-sif build-image lock lock-check test-containers

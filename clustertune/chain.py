@@ -24,6 +24,8 @@ from clustertune.launch import local
 from clustertune.launch.agent import Agent
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
+from clustertune.megatron import inputs
+from clustertune.report import source
 from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import parcel
 from clustertune.training.events import EventLog
@@ -187,7 +189,7 @@ class Chain:
     def _still_there(self, stage: str) -> bool:
         kinds = {
             "prepare": (self.run.data, "dataset"),
-            "export": (self.run.adapter, "adapter"),
+            "export": (self.run.adapter, "adapter") if self.resolved.recipe.lora is not None else (self.run.merged, "merged"),
             "merge": (self.run.merged, "merged"),
         }
         if stage in kinds:
@@ -228,7 +230,8 @@ class Chain:
             "report": self.report,
         }
         try:
-            with secrets.lent(self._tokens(stage)):
+            # DeepSpeed, where it is installed, logs its import to stdout, which is for the command's one document.
+            with secrets.lent(self._tokens(stage)), contextlib.redirect_stdout(sys.stderr):
                 values = steps[stage]()
         except BaseException as error:
             code = int(error.code) if isinstance(error, UserError) else 1
@@ -262,6 +265,11 @@ class Chain:
             from clustertune.data.local_model import conversation_texts, make_local_model
 
             make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.base_folder(), seed)
+        if recipe.megatron is not None:
+            staged = parcel.staged_folder(self.resolved)
+            near = (staged and parcel.model_folder(staged)) or recipe.model.path
+            from_where = (str(near), None) if near else (recipe.model.name, recipe.model.revision)
+            inputs.make(self.resolved, self.run.path, self.run.data, from_where)
         return {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
 
     def train(self) -> dict[str, Any]:
@@ -273,6 +281,7 @@ class Chain:
             outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), newest.step if newest else 0))
             if outcome.code is not ExitCode.OK:
                 raise UserError(outcome.problems or [self._stopped()], outcome.code)
+            source.write(self.run.read(), self.run.path)
         return {"checkpoint": Path(store.find_checkpoint(self.run.path)).name}
 
     def make_plan(self, attempt: int, from_step: int) -> Plan:
@@ -296,6 +305,7 @@ class Chain:
 
     def export(self) -> dict[str, Any]:
         from clustertune.adapter.export import export
+        from clustertune.adapter.whole import export_model
 
         path = store.find_checkpoint(self.run.path)
         if (found := store.parse(path)) is None or not _is_final(found):
@@ -303,11 +313,17 @@ class Chain:
                 "is not the final checkpoint, and no whole one is", file=str(path), fix="--from train makes it again"
             )
             raise UserError(problem)
+        if self.resolved.recipe.megatron is not None:
+            path = inputs.exported(self.run.path)
+        if self.resolved.recipe.lora is None:
+            return {"summary": export_model(path, self.run.merged, self.base_folder())}
         return {"summary": export(path, self.run.adapter)}
 
     def merge(self) -> dict[str, Any]:
         from clustertune.merge import merge
 
+        if self.resolved.recipe.lora is None:  # all parameters were trained: the export is the model
+            return {"summary": {"out": str(self.run.merged), "merged": 0}}
         return {"summary": merge(self.base_folder(), self.run.adapter, self.run.merged)}
 
     def base_folder(self) -> Path:

@@ -14,10 +14,11 @@ import typer
 
 from clustertune import console, secrets
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, eval_folder, existing_folder, path_argument
-from clustertune.commands import clusterfile, launchers, nccl_check, ops, rehearse, submit
+from clustertune.commands import bench, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
 from clustertune.commands import plan as plan_commands
+from clustertune.commands import push as push_commands
 from clustertune.commands import stage as stage_commands
 from clustertune.commands import sweep as sweep_commands
 from clustertune.console import emit_json, say, show_error
@@ -62,12 +63,14 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
         return resolved
     from clustertune.chain import visible_gpus
     from clustertune.config.megatron import require_startable
+    from clustertune.config.tiny import ranks as tiny_ranks
 
     require_startable(resolved)
     gpus = visible_gpus()
     small = tiny or resolved.recipe.model.weights == "random"
-    if ranks is None and small and resolved.world_size > (gpus or 2):
-        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=gpus or 2)
+    few = gpus or tiny_ranks(resolved.accelerate)
+    if ranks is None and small and resolved.world_size > few:
+        resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=few)
     elif ranks is None and not small and resolved.world_size > gpus:
         fix = f"--tiny runs it here scaled down; {resolved.world_size} GPUs, or --ranks N, run it as it is"
         raise UserError(
@@ -219,15 +222,13 @@ def export(
         Path, typer.Argument(metavar="RUN|CHECKPOINT", parser=path_argument, help="A run folder, or one checkpoint.")
     ],
     out: OutOption = None,
+    base: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="Whose tokenizer to take.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the LoRA adapter out of a sharded checkpoint."""
-    from clustertune.adapter.export import export as run_export
-    from clustertune.checkpoint.store import find_checkpoint
+    """Write the LoRA adapter out of a sharded checkpoint, or the model where all parameters were trained."""
+    from clustertune.adapter.whole import export_either
 
-    checkpoint = find_checkpoint(existing_folder(source, "a run folder or a checkpoint"))
-    target = out or (source / "adapter" if checkpoint != source else checkpoint.parent.parent / "adapter")
-    _summarise(run_export(checkpoint, target), as_json)
+    _summarise(export_either(existing_folder(source, "a run folder or a checkpoint"), out, base), as_json)
 
 
 @app.command()
@@ -367,7 +368,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
 
 
 _BEFORE = (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, job_commands):
+for module in (*_BEFORE, launchers, push_commands, bench, compare, job_commands):
     module.add(app)
 
 

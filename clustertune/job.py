@@ -22,7 +22,7 @@ from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import container, image, lease, progress, slurm, srun, stack, step
+from clustertune.launch import container, image, lease, megatron, progress, slurm, srun, stack, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
@@ -167,7 +167,7 @@ def step_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Clus
     asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
     return step.in_step(
         step.node_command(run_path, attempt),
-        cluster,
+        megatron.of_training(resolved, cluster),
         binds=container.places_of(resolved, run_path),
         nodes=len(allocation.nodes),
         cpus=int(asked) if asked.isdigit() else allocation.cpus_per_node,
@@ -195,6 +195,7 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     pinned = pins.read()
     seen = stack.ask(command, found.image)
     problems, warnings = stack.judge(seen, pinned, found.image, stack.oldest_python())
+    problems += stack.lacking(seen, run.resolved().train_args, found.image, gpus=bool(allocation.gpus_per_node))
     for text in (*notes, image.changed(run.read().get("container"), found), *warnings):
         if text:
             say(f"warning: {text}")
@@ -202,6 +203,26 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
         raise UserError(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **stack.record(seen, pinned)})
+    check_megatron_image(run, cluster, allocation)
+
+
+def check_megatron_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
+    """The same of the image that the ranks of a Megatron recipe run in. Raises UserError."""
+    inner = megatron.of_training(run.resolved(), cluster)
+    if inner is cluster:
+        return
+    found, notes = image.look(inner.container)
+    assert found is not None  # both images are named where one is
+    words = [sys.executable, "-m", stack.MODULE]
+    gpus, host, binds = bool(allocation.gpus_per_node), allocation.nodes[0], [run.path.resolve()]
+    seen = stack.ask(step.on_first_node(words, inner, binds=binds, host=host, gpus=gpus, environ=os.environ), found.image)
+    for text in notes:
+        say(f"warning: {text}")
+    if problems := megatron.judge(seen, found.image):
+        raise UserError(problems)
+    versions = {name: seen.packages[name] for name in megatron.NEEDED}
+    say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
+    run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})
 
 
 def run(

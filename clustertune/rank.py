@@ -29,7 +29,7 @@ from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
 from clustertune.staging import node, parcel, worker
 from clustertune.storage import is_full, storage_cause
-from clustertune.training import tracker
+from clustertune.training import course, tracker
 from clustertune.training.beat import Beat
 from clustertune.training.stop import StopFlag
 
@@ -167,6 +167,8 @@ class _Forgiving(io.TextIOWrapper):
 def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> ExitCode:
     """Build the trainer, resume from the newest whole checkpoint, train, and say how it ended."""
     resolved = run.resolved()
+    if resolved.recipe.megatron is not None:
+        return _train_megatron(run, resolved, number, stop, beat, out)
     records = run.attempt(number)
     plan = Plan.read(records) if (records / PLAN).exists() else None
     keys = _take_secrets()
@@ -174,6 +176,7 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
     source = (str(near["model"]), None) if "model" in near else model_source(run, resolved)
     notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
 
+    from clustertune.training import measure
     from clustertune.training.session import Attempt, Session
 
     def fence() -> None:
@@ -197,7 +200,26 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
         _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
     data = near.get("data", run.data)
     trainer = session.make_trainer(store, source, data, lambda folder: _describe(folder, resolved), report, keys)
+    if (steps := course.read(run.path)) is not None:
+        measure.attach(trainer, steps, records)
     return session.run(trainer, latest)
+
+
+def _train_megatron(run: RunDir, resolved: Resolved, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> ExitCode:
+    """The same for a recipe whose ranks are Megatron's: NVIDIA's loop, with this rank's signals, records and checkpoints."""
+    from clustertune.megatron import program
+
+    records = run.attempt(number)
+    keys = _take_secrets()
+    near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
+    source = (str(near["model"]), None) if "model" in near else model_source(run, resolved)
+    parcel.enter(resolved)
+    notes = _follow_plan(Plan.read(records))
+
+    def fence() -> None:
+        check_fence(run.path, number)
+
+    return program.train(program.Attempt(run, resolved, number, stop, beat, fence, out, source, notes, keys))
 
 
 def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> None:
@@ -260,9 +282,11 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
         notes.append(f"{resolved.accelerate_file} was applied here: the ranks were not started by accelerate launch")
     import torch
 
-    from clustertune.training import build, cpu_fsdp
+    from clustertune.training import axes, build, cpu_fsdp, deepspeed
 
-    if not torch.cuda.is_available():
+    notes += axes.set_environment(resolved.accelerate)
+    notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
+    if not torch.cuda.is_available() and not deepspeed.is_asked(resolved.accelerate):
         fsdp = resolved.accelerate.get("fsdp_config") or {}
         notes += cpu_fsdp.set_environment(int(fsdp.get("fsdp_version", 1)) if fsdp else None)
         cpu_fsdp.install()

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Apptainer for a Debian that has none, beside the system: its package of Debian's unstable suite with the C library that it needs,
 # unpacked below PREFIX. Installed packages stay as they are, but for the tools that Apptainer calls, which are installed where root runs this.
-#   containers/get-apptainer.sh [PREFIX]        default: build/apptainer, where make build-sif looks
+#   containers/get-apptainer.sh [PREFIX [SUITE]]        default: build/apptainer, where make build-sif looks; sid
+# One that was moved with its folder is mended in place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 prefix=${1:-build/apptainer}
+suite=${2:-sid}
 
 declare -A package=(
     [patchelf]=patchelf [mksquashfs]=squashfs-tools [squashfuse]=squashfuse [fuse-overlayfs]=fuse-overlayfs
@@ -24,19 +26,32 @@ if ((${#missing[@]})); then
 fi
 
 command -v dpkg-deb > /dev/null || { echo "no Debian here: install apptainer from your distribution or from apptainer.org" >&2; exit 1; }
+
+# place ROOT FINAL: tell the programs below ROOT that they will lie below FINAL.
+# RPATH, not RUNPATH: a library's own libraries come from there too. Absolute, because $ORIGIN needs /proc.
+place() {
+    local loader placed program
+    loader=$(find "$1/usr/lib" -name 'ld-linux-*.so.*' | head -n 1)
+    placed=$(dirname "${loader/#"$1"/"$2"}")
+    for program in "$1/usr/bin/apptainer" "$(find "$1/usr" -path '*apptainer/bin/starter')"; do
+        patchelf --set-interpreter "$placed/$(basename "$loader")" --force-rpath --set-rpath "$placed" "$program"
+    done
+}
+
+final=$(realpath -m "$prefix")
 if [[ -e $prefix ]]; then
+    if "$prefix/bin/apptainer" --version 2> /dev/null; then exit 0; fi
+    if [[ -f $prefix/usr/bin/apptainer && ! -L $prefix/usr/bin/apptainer ]]; then place "$final" "$final"; fi
     if "$prefix/bin/apptainer" --version 2> /dev/null; then exit 0; fi
     echo "$prefix exists and holds no apptainer that starts: remove it" >&2
     exit 1
 fi
 mkdir -p "$(dirname "$prefix")"
-final=$(realpath -m "$prefix")
 work=$(mktemp -d "$(dirname "$final")/.apptainer.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 root=$work/root
 mkdir -p "$root" "$work"/{lists/partial,cache/archives/partial,debs}
 
-suite=${APPTAINER_SUITE:-sid}
 # shellcheck disable=SC2016 # apt's own format
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | grep -m 1 -E '/debian/?$' || echo http://deb.debian.org/debian)
 printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nSigned-By: /usr/share/keyrings/debian-archive-keyring.gpg\n' \
@@ -52,13 +67,7 @@ for part in etc var; do
     mv "$root/$part" "$root/usr/$part"
     ln -s "../$part" "$root/usr/lib/$part"
 done
-# RPATH, not RUNPATH: a library's own libraries come from there too. Absolute, because $ORIGIN needs /proc.
-lib=$(dirname "$(find "$root/usr/lib" -name 'libc.so.6' | head -n 1)")
-loader=$(find "$lib" -name 'ld-linux-*.so.*' | head -n 1)
-placed=${lib/#"$root"/"$final"}
-for program in "$root/usr/bin/apptainer" "$(find "$root/usr" -path '*apptainer/bin/starter')"; do
-    patchelf --set-interpreter "$placed/$(basename "$loader")" --force-rpath --set-rpath "$placed" "$program"
-done
+place "$root" "$final"
 mkdir -p "$root/bin"
 ln -sf ../usr/bin/apptainer "$root/bin/apptainer"
 chmod 755 "$root"

@@ -68,6 +68,15 @@ for path in "${present[@]}" "${HF_HOME-}" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACH
     fi
 done
 
+# What mounts the image must outlive the signals that Slurm sends to every process of a step: launch/fuse/keep.sh. Only in the
+# place of what is there: Apptainer unpacks the image where it finds no squashfuse.
+folder=$(cd "$(dirname "$0")" && pwd)/fuse
+for name in squashfuse_ll squashfuse fuse-overlayfs; do
+    if command -v "$name" > /dev/null; then
+        PATH=$folder/$name:$PATH
+    fi
+done
+
 environment=()
 for name in "${needed[@]}"; do
     [[ -z ${!name+set} ]] || environment+=("$name=${!name}")

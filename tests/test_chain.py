@@ -15,6 +15,7 @@ import pytest
 from clustertune import manifest
 from clustertune.checkpoint import store
 from clustertune.config.schema import IFEVAL_SCORES
+from clustertune.report import source
 from clustertune.rundir import STAGES
 from tests.command import SHORT, Done, events, rank_pid, run, run_until
 
@@ -54,6 +55,9 @@ def test_the_metrics_are_complete(finished: tuple[Path, Done]) -> None:
     )
     assert [e["step"] for e in events(finished[0], "eval")] == [0, 3, 6, 8]
     assert steps[-1]["loss"] < steps[0]["loss"]
+    published = json.loads((finished[0] / "metrics.json").read_text())
+    assert tuple(published) == (*source.FIELDS, source.STEADY) and published["world_size"] == 2 and published["fsdp"] is True
+    assert published["wall_time_s"] == pytest.approx(sum(s["seconds"] for s in steps)) and published[source.STEADY] > 0
 
 
 def test_the_merged_model_is_peft_s(finished: tuple[Path, Done]) -> None:

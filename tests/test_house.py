@@ -14,7 +14,7 @@ from tests import tree
 
 ORDER = (
     ("errors", "health", "host"),
-    ("console", "lock", "manifest", "process", "storage"),
+    ("console", "lock", "manifest", "process", "storage", "tensorfile"),
     ("config",),
     ("plan", "ops", "containers"),
     ("rundir",),
@@ -27,11 +27,14 @@ ORDER = (
     ("adapter",),
     ("merge",),
     ("ifeval",),
+    ("megatron",),
     ("staging",),
     ("doctor",),
     ("report",),
+    ("push",),
     ("chain", "rank", "summary"),
     ("job", "launched", "raytrain", "sweep"),
+    ("bench",),
     ("arguments", "front"),
     ("commands",),
     ("cli",),

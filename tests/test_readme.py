@@ -51,6 +51,8 @@ COMMANDS = {
     "clustertune nccl-check --tune": f"{NCCL}test_tune.py::test_the_faster_interface_is_found",
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000": PLAN,
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --why memory": PLAN,
+    "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 accelerate.fsdp_config.fsdp_activation_checkpointing=false"
+    " 'activation_checkpointing.save=[attention]'": "tests/plan/test_recomputation.py::test_the_command_of_the_page",
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --advise": PLAN,
     "clustertune plan llama405b-oasst2 --cluster rno-rtxpro6000 --json": PLAN,
     "clustertune plan --compare llama405b-oasst2 tiny-oasst2 --cluster rno-rtxpro6000": PLAN,
@@ -76,6 +78,11 @@ COMMANDS = {
     "clustertune submit recipes/llama405b-oasst2 --dry-run": (
         "tests/launch/test_submit.py::test_dry_run_of_every_recipe_on_every_cluster"
     ),
+    "clustertune submit llama70b-megatron --cluster mine.yaml --dry-run": (
+        "tests/megatron/test_submit.py::test_what_would_be_done_is_printed"
+    ),
+    "clustertune push RUN --repo OWNER/NAME --dry-run": "tests/push/test_push.py::test_a_dry_run_asks_nobody",
+    "clustertune push RUN --repo OWNER/NAME --publish": ("tests/push/test_push.py::test_pushed_private_in_one_commit_and_once"),
     "clustertune submit --status runs/llama405b-oasst2/ID": "tests/launch/test_status.py::test_on_a_real_slurm",
     "clustertune doctor sbatch launch/run.sbatch": "tests/doctor/test_sbatch.py::test_the_command",
     "clustertune doctor": f"{DOCTOR}test_this_machine",
@@ -121,6 +128,25 @@ COMMANDS = {
     "clustertune sweep --results runs/llama405b-oasst2/sweep-ID": f"{SWEEP}{ISOLATED}",
 }
 """Every command of the documents, and the test that runs it."""
+
+NEWCOMER = "tests/config/test_newcomer.py::"
+COMMANDS |= {
+    "clustertune plan my-qwen --cluster dgx-h100": f"{NEWCOMER}test_the_page_makes_a_recipe",
+    "clustertune submit my-qwen --cluster dgx-h100 --dry-run": f"{NEWCOMER}test_the_page_makes_a_recipe",
+    "clustertune run my-qwen --tiny --to export": f"{NEWCOMER}test_the_recipe_of_the_page_runs",
+}
+
+BENCH = "tests/bench/test_command.py::"
+COMMANDS |= {
+    "clustertune bench tiny-oasst2 --steps 4 --warmup 1 --profile 1": f"{BENCH}test_a_recipe_is_measured_against_trl",
+    "clustertune bench tiny-oasst2 --against trl --steps 4 --warmup 1 --profile 0 --no-ends": (
+        f"{BENCH}test_a_recipe_is_measured_against_trl"
+    ),
+    "clustertune bench llama405b-oasst2 --synthetic --submit --cluster rno-rtxpro6000 --dry-run": (
+        f"{BENCH}test_the_job_of_a_full_size_model_is_shown"
+    ),
+    "clustertune compare RUN_OR_JSON...": "tests/report/test_compare.py::test_the_command",
+}
 
 
 # --- reading the documents ---------------------------------------------------------------------------------------------
@@ -190,6 +216,12 @@ def usage_error(line: str) -> str | None:
     except Exception as error:
         return str(error) or type(error).__name__
     return None
+
+
+OF_RECIPES = "tests/test_recipes.py::test_the_commands_of_a_readme_are_run"
+COMMANDS |= {
+    line: OF_RECIPES for name, line in every_command("clustertune") if name.startswith("recipes/") and line not in COMMANDS
+}
 
 
 # --- the rules ---------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ def texts() -> dict[str, str]:
     """The UTF-8 text of every file that is text, by its name relative to the root."""
     found = {}
     for name in files():
+        if (REPO / name).is_symlink():
+            continue  # its text is its target's
         data = (REPO / name).read_bytes()
         if b"\0" not in data:
             found[name] = data.decode("utf-8")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     from clustertune.adapter.expected import Expected
-    from clustertune.adapter.shards import FileSource, ShardedSource, Stored
+    from clustertune.adapter.shards import FileSource, ShardedSource
+    from clustertune.adapter.stored import Stored
+    from clustertune.adapter.zero import ZeroSource
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
@@ -52,7 +54,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     """
     started = time.monotonic()
     try:
-        manifest = _verify(checkpoint)
+        manifest = verify(checkpoint)
         source_sha = hash_file(checkpoint / MANIFEST).sha256
         published = _find_published(out, checkpoint, source_sha)
         if published is not None:
@@ -95,7 +97,7 @@ def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tupl
     every shard whose content is not what the manifest says.
     """
     from clustertune.adapter.expected import build_expected
-    from clustertune.adapter.shards import open_source
+    from clustertune.adapter.sources import open_source
 
     expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
     source = open_source(checkpoint, manifest)
@@ -112,9 +114,9 @@ def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tupl
         raise UserError(problems)
     tensors = source.read(wanted)
     bad = [
-        Problem(f"{name} has {_count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
+        Problem(f"{name} has {count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
         for name, tensor in sorted(tensors.items())
-        if _count_bad(tensor)
+        if count_bad(tensor)
     ]
     if bad:
         raise UserError(bad)
@@ -122,7 +124,7 @@ def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tupl
 
 
 def _match(
-    source: ShardedSource | FileSource, expected: Expected, checkpoint: Path
+    source: ShardedSource | FileSource | ZeroSource, expected: Expected, checkpoint: Path
 ) -> tuple[dict[str, Stored], list[Problem], list[str]]:
     """Lay what is stored over what is expected."""
     from clustertune.adapter.expected import normalise
@@ -173,7 +175,7 @@ def read_trained_model(checkpoint: Path) -> TrainedModel:
         raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
 
 
-def _verify(checkpoint: Path) -> Manifest:
+def verify(checkpoint: Path) -> Manifest:
     """Every file there with its size, ``recipe.json`` with its hash; the shards are hashed when it is known which are read."""
     problems = find_problems(checkpoint, "checkpoint", hashes=False)
     if problems:
@@ -255,7 +257,7 @@ def _publish(stage: Path, out: Path, meta: Mapping[str, Any]) -> Manifest:
     return seal(out, KIND, meta)
 
 
-def _count_bad(tensor: torch.Tensor) -> int:
+def count_bad(tensor: torch.Tensor) -> int:
     return int((~tensor.isfinite()).sum())
 
 

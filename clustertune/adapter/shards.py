@@ -11,9 +11,9 @@ import hashlib
 import io
 import logging
 import pickle
+import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from clustertune.adapter.stored import Stored
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, hash_file
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 """Where accelerate's ``save_fsdp_model`` puts the model's shards."""
 ADAPTER_FILE = "adapter_model.safetensors"
-_INDEX = f"{MODEL_FOLDER}/.metadata"
+_FLOATING = {"F64", "F32", "F16", "BF16"}
+INDEX = f"{MODEL_FOLDER}/.metadata"
 
 _METADATA_CLASSES = (
     "Metadata",
@@ -50,17 +52,6 @@ _ALLOWED = frozenset(
     + [("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
 )
 """Everything that a real index refers to; no entry can read, write or run anything."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor as the checkpoint describes it, before it is read."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    """torch's name, such as ``torch.float32``, or safetensors' such as ``F32``."""
-    floating: bool
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -97,6 +88,9 @@ class _IndexedReader(dcp.FileSystemReader):  # type: ignore[misc]
 class ShardedSource:
     """The tensors of ``pytorch_model_fsdp_0`` (torch distributed checkpoint)."""
 
+    published = False
+    """Names are those of the model in memory."""
+
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
         self._index = self._read_index()
@@ -108,9 +102,9 @@ class ShardedSource:
 
     def _read_index(self) -> Metadata:
         """Unpickle the very bytes whose hash the manifest gives."""
-        path = self.checkpoint / _INDEX
+        path = self.checkpoint / INDEX
         data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != self.manifest.files[_INDEX].sha256:
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[INDEX].sha256:
             raise UserError(Problem("content differs from the manifest's SHA-256", file=str(path)))
         try:
             index = _IndexUnpickler(io.BytesIO(data)).load()
@@ -131,7 +125,7 @@ class ShardedSource:
                 files.add(name)
             else:
                 words = f"{place.fqn} lies in {info.relative_path!r}, which is no plain file of this checkpoint"
-                problems.append(Problem(words, file=str(self.checkpoint / _INDEX)))
+                problems.append(Problem(words, file=str(self.checkpoint / INDEX)))
         return sorted(files), problems
 
     def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
@@ -170,7 +164,7 @@ class FileSource:
                 for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)
                     part = src.get_slice(key)
                     dtype = part.get_dtype()
-                    self.stored.append(Stored(key, tuple(part.get_shape()), dtype, dtype in {"F64", "F32", "F16", "BF16"}))
+                    self.stored.append(Stored(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
         except SafetensorError as error:
             raise UserError(Problem(f"no safetensors file: {error}", file=str(self.path))) from None
 
@@ -184,16 +178,37 @@ class FileSource:
             return {name: src.get_tensor(stored.key) for name, stored in wanted.items()}
 
 
-def open_source(checkpoint: Path, manifest: Manifest) -> ShardedSource | FileSource:
-    """The shards where there are any, else the adapter file. Raises UserError where the checkpoint has neither."""
-    if _INDEX in manifest.files:
-        return ShardedSource(checkpoint, manifest)
-    if ADAPTER_FILE in manifest.files:
-        return FileSource(checkpoint, manifest)
-    raise UserError(
-        Problem(
-            f"holds neither {_INDEX} nor {ADAPTER_FILE}",
-            file=str(checkpoint),
-            fix="export a checkpoint of a LoRA run (state_dict_type SHARDED_STATE_DICT under FSDP)",
-        )
-    )
+class ModelFiles:
+    """The tensors of the ``model*.safetensors`` of a run without sharding, as ``save_pretrained`` writes them."""
+
+    published = True
+    """Names are those of the Hub, which transformers may join and rename as it loads them."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.checkpoint = checkpoint
+        self._file: dict[str, str] = {}
+        self.stored = []
+        for name in sorted(manifest.files):
+            if not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name):
+                continue
+            try:
+                with safe_open(checkpoint / name, framework="pt") as src:
+                    for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)
+                        part = src.get_slice(key)
+                        dtype = part.get_dtype()
+                        self.stored.append(Stored(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
+                        self._file[key] = name
+            except SafetensorError as error:
+                raise UserError(Problem(f"no safetensors file: {error}", file=str(checkpoint / name))) from None
+
+    def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
+        """The files that hold the given keys."""
+        return sorted({self._file[key] for key in keys}), []
+
+    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        """Read the chosen tensors."""
+        found = {}
+        for name, stored in wanted.items():
+            with safe_open(self.checkpoint / self._file[stored.key], framework="pt") as src:
+                found[name] = src.get_tensor(stored.key)
+        return found

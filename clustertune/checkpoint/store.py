@@ -18,7 +18,10 @@ from clustertune.errors import Problem, UserError
 
 KIND = "checkpoint"
 _NAME = re.compile(r"step-(\d{6,})(?:\.a(\d+))?")
-_OF_RANK = re.compile(r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.pth)$")
+_OF_RANK = re.compile(
+    r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.pth|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.(?:pt|nvme\.json)"
+    r"|offloaded_tensors/rank(\d+)/.*)$"
+)
 _HASH_LIMIT = 16 << 30
 """Above this size retention compares file sizes only: hashing three full 72B checkpoints would take longer than a step."""
 
@@ -185,7 +188,7 @@ class CheckpointStore:
     def _owner(self, name: str) -> int:
         """The rank that wrote a file: a client must fsync its own writes on NFS."""
         match = _OF_RANK.search(name)
-        return int(match[1] or match[2]) % self.ranks.world_size if match else 0
+        return int(next(filter(None, match.groups()))) % self.ranks.world_size if match else 0
 
     def prune(self) -> list[Path]:
         """Remove what is older than the newest ``limit`` whole checkpoints, and what earlier attempts left unfinished.

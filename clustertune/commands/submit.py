@@ -141,15 +141,13 @@ class Submission:
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
         from clustertune import secrets
-        from clustertune.config.megatron import refusals
         from clustertune.config.resolved import is_there
-        from clustertune.launch import lead, shape, visible
+        from clustertune.launch import lead, megatron, shape, visible
         from clustertune.launch.submit import REPO
         from clustertune.staging import parcel
 
-        if problems := refusals(self.resolved):
-            return problems
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
+        problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
         wrong = parcel.find_problems(self.resolved)
         problems += wrong
         if self.trains:
@@ -176,6 +174,14 @@ class Submission:
         mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
         problems += visible.find_problems(places, self.machine, platform.node(), mounts)
         return [*problems, *self._image_problems()]
+
+    def _megatron_problems(self) -> list[Problem]:
+        """What of the recipe Megatron-Bridge does not do."""
+        if self.resolved.recipe.megatron is None:
+            return []
+        from clustertune.megatron import settings
+
+        return settings.find_problems(self.resolved)
 
     def _image_problems(self) -> list[Problem]:
         """An image that is not what its sum says, or cannot be shown the run; what it is, where all is well."""
@@ -233,6 +239,8 @@ class Submission:
             ]
             lead = {"seconds": self.lead.seconds, "reason": self.lead.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": lead}
+            if self.resolved.recipe.megatron is not None:
+                document["megatron"] = self._megatron()
             emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
             return
         for line in self.lines():
@@ -254,7 +262,19 @@ class Submission:
             found += ["", f"# warned {self.lead.seconds} s before the time limit: {self.lead.reason}"]
             found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
             found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
+            if self.resolved.recipe.megatron is not None:
+                found += self._megatron_lines()
         return found
+
+    def _megatron(self) -> dict[str, Any]:
+        from clustertune.megatron import shown
+
+        return shown.document(self.resolved, self.machine, self.path)
+
+    def _megatron_lines(self) -> list[str]:
+        from clustertune.megatron import shown
+
+        return shown.lines(self.resolved, self.machine, self.path)
 
     def send(self, as_json: bool) -> None:
         """Submit, or say why not."""

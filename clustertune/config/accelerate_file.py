@@ -149,7 +149,7 @@ def find_problems(document: Document, folder: Path, kind: str | None) -> list[Pr
         _check_parallel(parallel_sizes(body), add)
         _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), add, kind)
     if kind_of == "DEEPSPEED":
-        _check_deepspeed(section(body, "deepspeed_config"), folder, add)
+        _check_deepspeed(section(body, "deepspeed_config"), body.get("mixed_precision"), folder, add)
     return problems
 
 
@@ -248,7 +248,7 @@ def _check_wrap(values: Mapping[str, tuple[str, Any]], add: Add, kind: str | Non
                 add(path, f"{kind} of the installed transformers has no class {show_value(name)}", fix)
 
 
-def _check_deepspeed(config: Mapping[str, Any], folder: Path, add: Add) -> None:
+def _check_deepspeed(config: Mapping[str, Any], precision: object, folder: Path, add: Add) -> None:
     if not config:
         add(("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}")
     name = config.get("deepspeed_config_file")
@@ -258,6 +258,8 @@ def _check_deepspeed(config: Mapping[str, Any], folder: Path, add: Add) -> None:
         add(("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None)
     for key in _OF_DEEPSPEED_FILE & set(config):
         add(("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there")
+    if precision is not None:
+        add(("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", "leave it out: bf16 stands there")
 
 
 def _whole(value: object) -> bool:

@@ -261,11 +261,12 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def scale_down(body: dict[str, Any]) -> dict[str, Any]:
+def scale_down(body: dict[str, Any], tensor_parallel: int = 1) -> dict[str, Any]:
     """The same model class with 2 layers, a hidden size of 128 and a vocabulary of 4096: about a million parameters.
 
     Heads per key-value head keep their ratio up to 4, RoPE scaling its kind and factor, mixtures of experts stay mixtures, and
     where there are layers of two kinds there is one of each. A default of the configuration class is scaled like a given value.
+    ``tensor_parallel`` ranks that share a layer split its key-value heads: there are as many at least.
     """
     body = common_names(body)
     values, small = Values(body), dict(body)
@@ -273,7 +274,7 @@ def scale_down(body: dict[str, Any]) -> dict[str, Any]:
     for key in ("num_key_value_heads", "num_kv_heads"):
         if groups := values.get(key):
             ratio = max(1, int(body["num_attention_heads"]) // int(groups))
-            small[key] = max(1, heads // min(ratio, heads))
+            small[key] = min(heads, max(tensor_parallel, heads // min(ratio, heads)))
     small |= {
         "hidden_size": TINY_HIDDEN,
         "num_hidden_layers": layers,

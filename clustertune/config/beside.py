@@ -51,6 +51,11 @@ def _merge(values: dict[str, Any], top: Mapping[str, Any]) -> None:
             values[key] = copy.deepcopy(value)
 
 
+def top(overrides: Document | None) -> frozenset[str]:
+    """The sections of a file of which the command line gives something."""
+    return frozenset(overrides.data) if overrides else frozenset()
+
+
 def flat(overrides: Document | None) -> dict[str, Any]:
     """The overrides by their dotted key path."""
     found: dict[str, Any] = {}
@@ -68,7 +73,7 @@ def flat(overrides: Document | None) -> dict[str, Any]:
 
 def read_deepspeed(
     accelerate: Mapping[str, Any], folder: Path, shown: str, overrides: Document | None
-) -> tuple[dict[str, Any] | None, list[Problem]]:
+) -> tuple[Document | None, list[Problem]]:
     """DeepSpeed's configuration where the accelerate file names one, the overrides over it; and what is wrong with it."""
     given = flat(overrides)
     name = acc.section(accelerate, "deepspeed_config").get("deepspeed_config_file")
@@ -84,7 +89,7 @@ def read_deepspeed(
         body = _parse(folder / name, f"{shown}/{name}")
     except UserError as error:
         return None, error.problems
-    return lay_over(Document(f"{shown}/{name}", body), overrides).data, []
+    return lay_over(Document(f"{shown}/{name}", body), overrides), []
 
 
 def _parse(path: Path, shown: str) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def _check_options(container: Container) -> Iterator[Found]:
 def _check_container(container: Container) -> Iterator[Found]:
     runtime, image = container.runtime, container.image
     if runtime == "none":
-        for key in ("image", "binds", "options", "program"):
+        for key in ("image", "megatron", "binds", "options", "program"):
             if getattr(container, key):
                 yield ("container", key), "given, while runtime is none", "write runtime: apptainer, or leave it out"
     elif runtime and image is None:
@@ -223,10 +223,11 @@ def _check_container(container: Container) -> Iterator[Found]:
             "a .sqsh that all nodes see, or docker://NAME@sha256:DIGEST" if runtime == "pyxis" else "a .sif that all nodes see"
         )
         yield ("container", "image"), f"missing, while runtime is {runtime}", kind
-    elif runtime == "pyxis" and image and image.endswith(".sif"):
-        yield ("container", "image"), "a .sif, which enroot cannot open", "runtime: apptainer; or a .sqsh of enroot import"
-    elif runtime and runtime != "pyxis" and image and image.startswith("docker://"):
-        yield ("container", "image"), f"{runtime} would fetch it anew on every node", "make build-sif, and name the file"
+    for key, named in {"image": image, "megatron": container.megatron}.items() if runtime != "none" else ():
+        if runtime == "pyxis" and named and named.endswith(".sif"):
+            yield ("container", key), "a .sif, which enroot cannot open", "runtime: apptainer; or a .sqsh of enroot import"
+        elif runtime and runtime != "pyxis" and named and named.startswith("docker://"):
+            yield ("container", key), f"{runtime} would fetch it anew on every node", "make build-sif, and name the file"
     if runtime == "pyxis" and container.program:
         yield ("container", "program"), "given, while pyxis is a part of srun", "leave it out"
     yield from _check_options(container)

@@ -196,6 +196,8 @@ class Container(Section):
     """``none``: the Python environment of the checkout, which all nodes see. ``pyxis``: enroot through srun's plugin."""
     image: Annotated[str, Field(max_length=1024, pattern=rf"^({PATH}|{DOCKER})$")] | None = None
     """A file that all nodes see (``.sif``; with pyxis ``.sqsh``), or with pyxis ``docker://NAME@sha256:DIGEST``."""
+    megatron: Annotated[str, Field(max_length=1024, pattern=rf"^({PATH}|{DOCKER})$")] | None = None
+    """The same for the ranks of Megatron recipes: NVIDIA's image of ``containers/megatron.def``."""
     binds: tuple[Annotated[str, Field(max_length=2048)], ...] = ()
     """Folders that the container sees beside the run's own: ``/path``, ``/path:/inside`` or ``/path:/inside:ro``."""
     program: AbsolutePath | None = None

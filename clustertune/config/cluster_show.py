@@ -65,3 +65,5 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     else:
         yield "Slurm", "none"
     yield "container", f"{cluster.container.runtime}" + (f" {cluster.container.image}" if cluster.container.image else "")
+    if cluster.container.megatron:
+        yield "container of Megatron recipes", cluster.container.megatron

@@ -122,28 +122,8 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) ->
     return None, [Problem(text, file=place(path), key=".".join(path), fix=fix)]
 
 
-def ratio_problems(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> list[Problem]:
-    """What else says which layers are recomputed, where ``activation_checkpointing.ratio`` does: each is a second home."""
-    fix = "keep one of the two"
-    path = ("activation_checkpointing", "ratio")
-    problems = []
-    for key in ("activation_checkpointing", "gradient_checkpointing"):
-        if train.get(key) is not None:
-            text = f"{train[key]}, and {'.'.join(path)} says which layers are recomputed: that is said twice"
-            problems.append(Problem(text, file=place(("train", key)), key=f"train.{key}", fix=fix))
-        settings = train.get(f"{key}_kwargs")
-        if isinstance(settings, dict) and "every_n_layers" in settings:
-            text = f"{'.'.join(path)} says which layers are recomputed: that is said twice"
-            named = f"{key}_kwargs"
-            problems.append(Problem(text, file=place(("train", named)), key=f"train.{named}.every_n_layers", fix=fix))
-    if _by_fsdp(accelerate):
-        text = f"given, and {file} has fsdp_activation_checkpointing: true, for all layers: that is said twice"
-        fix = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the ratio out"
-        problems.append(Problem(text, file=place(path), key=".".join(path), fix=fix))
-    return problems
-
-
-def _by_fsdp(accelerate: Mapping[str, Any]) -> bool:
+def by_fsdp(accelerate: Mapping[str, Any]) -> bool:
+    """Whether FSDP recomputes the layers that it wraps."""
     config = acc.section(accelerate, "fsdp_config")
     return accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing")
 
@@ -158,13 +138,13 @@ def checkpointing(
     """
     key = "activation_checkpointing"
     stated = train.get(key, train.get("gradient_checkpointing"))
-    by_fsdp = _by_fsdp(accelerate)
-    if by_fsdp and stated:
+    wrapped = by_fsdp(accelerate)
+    if wrapped and stated:
         named = key if train.get(key) is not None else "gradient_checkpointing"
         text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"
         problem = Problem(text, file=place(("train", named)), key=f"train.{named}", fix="keep one of the two (FSDP's)")
         return Derived(f"train.{key}", False, ""), [problem]
-    if by_fsdp:
+    if wrapped:
         return Derived(f"train.{key}", False, f"FSDP checkpoints them ({file}); once is enough"), []
     if stated is not None:
         return Derived(f"train.{key}", bool(stated), "as train says"), []

@@ -162,9 +162,33 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
     return layers, problems
 
 
-def _read_base(base: object, asking: Document, folder: Path, shown: str) -> Layer:
+def base_folder(folder: Path) -> Path:
+    """The bases of a recipe: beside its folder, else the project's."""
     beside = folder.parent / "_base"
-    where = beside if beside.is_dir() else RECIPES / "_base"
+    return beside if beside.is_dir() else RECIPES / "_base"
+
+
+def same_model(folder: Path, model: object) -> Path | None:
+    """The recipe folder whose ``model.json`` describes the same ``model`` (the section): a model is described once.
+
+    Looked for where the bases of ``folder`` are.
+    """
+    name = model.get("name") if isinstance(model, dict) else None
+    if not isinstance(name, str):
+        return None
+    for file in sorted(base_folder(folder).parent.glob("*/model.json")):
+        recipe = file.parent / "recipe.yaml"
+        try:
+            found = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
+        except (OSError, UnicodeDecodeError, UserError):
+            continue  # a recipe that cannot be read says nothing of this one
+        if isinstance(found, dict) and found.get("name") == name:
+            return file.parent
+    return None
+
+
+def _read_base(base: object, asking: Document, folder: Path, shown: str) -> Layer:
+    where = base_folder(folder)
     known = [entry.stem for entry in where.glob("*.yaml")]
     if not isinstance(base, str) or base not in known or not re.fullmatch(NAME, base):
         raise UserError(
@@ -175,7 +199,7 @@ def _read_base(base: object, asking: Document, folder: Path, shown: str) -> Laye
                 fix=did_you_mean(str(base), known),
             )
         )
-    name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where == beside else f"recipes/_base/{base}.yaml"
+    name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where.parent == folder.parent else f"recipes/_base/{base}.yaml"
     document = read_yaml(where / f"{base}.yaml", name)
     if "base" in document.data:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What Megatron-Core refuses of a ``megatron`` section, and that this version plans such a recipe and does not start it."""
+"""What Megatron-Core refuses of a ``megatron`` section, and which commands start such a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Megatron
 from clustertune.errors import Problem, UserError
 
-NOT_STARTED = "is for Megatron-Bridge in its own container; this version plans it, it does not start it"
+NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 Add = Callable[[str, str, str | None], None]
@@ -74,8 +74,12 @@ def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None
             more = "write account_for_embedding_in_pipeline_split: true and account_for_loss_in_pipeline_split: true"
         add(key, f"{counted} are no multiple of {stages} stages", more)
     groups = int(architecture.get("num_key_value_heads") or heads)
-    for name, count in {"num_attention_heads": heads, "num_key_value_heads": groups}.items():
-        if count % tp:
+    # Where there are more ranks than key-value heads, several share one (transformer_config.py).
+    for name, wrong, count in (
+        ("num_attention_heads", heads % tp, heads),
+        ("num_key_value_heads", groups % tp and tp % groups, groups),
+    ):
+        if wrong:
             add("tensor_model_parallel_size", f"{tp} does not divide the model's {count} {name}", fix)
     inner = architecture.get("intermediate_size")
     if isinstance(inner, int) and inner % tp:
@@ -91,13 +95,13 @@ def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None
 
 
 def refusals(resolved: Resolved) -> list[Problem]:
-    """Why a recipe is not trained here: nothing, or that it is for Megatron."""
+    """Why a recipe is not trained by a launcher other than Slurm's: nothing, or that it is for Megatron."""
     if resolved.recipe.megatron is None:
         return []
-    return [Problem(NOT_STARTED, file=resolved.name, key="megatron", fix="clustertune plan, or take the section out")]
+    return [Problem(NOT_STARTED, file=resolved.name, key="megatron", fix="clustertune submit RECIPE, or take the section out")]
 
 
 def require_startable(resolved: Resolved) -> None:
-    """Raises UserError for a recipe that is planned only."""
+    """Raises UserError for a recipe that only ``submit`` starts."""
     if problems := refusals(resolved):
         raise UserError(problems)

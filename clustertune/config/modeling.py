@@ -177,3 +177,19 @@ def _walk(known: dict[str, ast.ClassDef], name: str, prefix: str, found: dict[st
                 found[path] = "Linear"
             else:
                 _walk(known, made, f"{path}.", found, depth + 1)
+
+
+@cache
+def parallel_plans(kind: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """transformers' tensor-parallel and expert-parallel plans of a model type: module or parameter -> style; empty without."""
+    found = _parallel_plans(kind)
+    return found["tp"], found["ep"]
+
+
+@remembered
+def _parallel_plans(kind: str) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {"tp": {}, "ep": {}}
+    for node in _config_classes(kind):
+        for name, plan in found.items():
+            plan.update(_constants(node).get(f"base_model_{name}_plan") or {})
+    return found

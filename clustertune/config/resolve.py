@@ -8,15 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
-from clustertune.config import beside, checks, derive, megatron, quantization
-from clustertune.config.load import COMMAND_LINE, Layer, Layers, find_folder, read_layers
+from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, recomputation, strategy
+from clustertune.config.load import COMMAND_LINE, Layer, Layers, base_folder, find_folder, read_layers, same_model
 from clustertune.config.resolved import Derived, Resolved, is_there
-from clustertune.config.schema import NAME, ActivationCheckpointing, Megatron, Recipe
-from clustertune.config.tiny import tiny_layer
+from clustertune.config.schema import NAME, Megatron, Recipe
+from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
 from clustertune.config.yamlfile import Document, KeyPath, read_text, read_yaml
 from clustertune.errors import Problem, UserError
 
@@ -60,7 +58,8 @@ class _Work:
     owners: dict[KeyPath, Layer] = field(default_factory=dict)
     accelerate: Document | None = None
     accelerate_file: str = "accelerate.yaml"
-    deepspeed: dict[str, Any] | None = None
+    deepspeed: Document | None = None
+    deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
     megatron: Megatron | None = None
     architecture: dict[str, Any] | None = None
     chat_template: str | None = None
@@ -83,14 +82,20 @@ class _Work:
         self.megatron = megatron.read(self.values)
         self._read_distribution(folder, shown)
         try:
-            self.architecture = arch.read_architecture(folder / arch.FILE, f"{shown}/{arch.FILE}")
+            own = (folder / arch.FILE).is_file()
+            place = None if own else same_model(folder, self.values.get("model"))
+            file = (f"{shown}/{arch.FILE}", folder) if place is None else (f"{place.name}/{arch.FILE}", place)
+            self.architecture = arch.read_architecture(file[1] / arch.FILE, file[0])
         except UserError as error:
             self.problems += error.problems
         model = self.values.get("model")
         template = model.get("chat_template") if isinstance(model, dict) else None
         if isinstance(template, str) and _is_file_name(template):
             try:
-                self.chat_template = read_text(folder / template, f"{shown}/{template}")
+                shared = base_folder(folder) / template
+                own = (folder / template).is_file() or not shared.is_file()
+                place = folder / template if own else shared
+                self.chat_template = read_text(place, f"{shown}/{template}" if own else str(place))
             except UserError as error:
                 self.problems += error.problems
 
@@ -110,6 +115,7 @@ class _Work:
             self.problems += error.problems
             return
         self.accelerate = beside.lay_over(document, given.get("accelerate"))
+        self.deepspeed_overrides = beside.flat(given.get("deepspeed"))
         self.deepspeed, problems = beside.read_deepspeed(self.accelerate.data, folder, shown, given.get("deepspeed"))
         self.problems += problems
 
@@ -122,12 +128,26 @@ class _Work:
             self.problems += acc.find_problems(self.accelerate, self.layers.folder, kind)
         self.world, reason = derive.world_size(self.values, self.ranks)
         self.derived.append(Derived("world_size", self.world, reason))
+        if self.tiny and self.accelerate:
+            distribution = self._scale_distribution(self.accelerate)
         self._spread(distribution)
         if self.tiny:
-            self._lay_tiny()
+            self._lay_tiny(distribution)
         self.problems += checks.find_schema_problems(self.values, self.place)
         self._check_train(distribution, accelerate_shown)
         self._check_lora()
+
+    def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
+        """The files beside the recipe for a tiny run; what the command line says of them is left alone."""
+        if "parallelism_config" not in beside.top(self.layers.beside.get("accelerate")):
+            self.accelerate, scaled = scale_mesh(accelerate, self.world)
+            self.derived += scaled
+        if self.deepspeed is not None:
+            small = Document("--tiny", scale_deepspeed(self.deepspeed.data))
+            given = self.layers.beside.get("deepspeed")
+            self.deepspeed = beside.lay_over(beside.lay_over(self.deepspeed, small), given)
+            self.deepspeed_overrides = beside.flat(small) | self.deepspeed_overrides
+        return self.accelerate.data if self.accelerate else {}
 
     def _spread(self, distribution: dict[str, Any]) -> None:
         """The data-parallel ranks, and what FSDP2 shards over where only the other sizes are given."""
@@ -157,14 +177,14 @@ class _Work:
             if self.complete:
                 self.problems += derive.accumulation(batch, 1, 1, self.place)[1]
 
-    def _lay_tiny(self) -> None:
+    def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
         document = Document("--tiny", tiny_layer(self.values, self.layers.folder, self.dp))
         at = len(self.layers.layers) - (self.layers.layers[-1].origin == "override")
         self.layers.layers.insert(at, Layer("tiny", document))
         self.values, self.owners = self.layers.merged()
         if self.architecture:
-            self.architecture = arch.scale_down(self.architecture)
+            self.architecture = arch.scale_down(self.architecture, acc.parallel_sizes(distribution).get("tp", 1))
             self.derived.append(Derived("architecture", arch.summary(self.architecture), "model.json scaled down for --tiny"))
 
     def _check_train(self, distribution: dict[str, Any], accelerate_shown: str) -> None:
@@ -186,31 +206,35 @@ class _Work:
         derived, twice = self._recomputation(distribution)
         problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
         problems += checks.find_quantization_problems(self.train, self.values.get("lora"), distribution, self.place)
+        problems += kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown, self.place)
         if self.train.get("packing") and acc.parallel_sizes(distribution).get("cp", 1) > 1 and self.megatron is None:
             # trl/trainer/sft_trainer.py:1150: the mask that keeps packed conversations apart is dropped.
             text = "true, while context parallelism drops what keeps packed conversations apart"
             path = ("train", "packing")
             problems.append(Problem(text, file=self.place(path), key="train.packing", fix="train.packing=false, or cp size 1"))
+        if self.megatron is None:
+            lora = self.values.get("lora")
+            problems += strategy.find_problems(self.train, lora, distribution, self.architecture, accelerate_shown, self.place)
         self.derived += [derived] if found is None else [found, derived]
+        if self.deepspeed is not None and found is not None:
+            said = deepspeed.read(self.train, batch["global_batch_size"], found.value, self.world, self.dp, self.architecture)
+            problems += deepspeed.find_problems(self.deepspeed, said)
+            self.derived += deepspeed.filled(self.deepspeed.data, said)
         self.problems += problems
 
     def _recomputation(self, distribution: dict[str, Any]) -> tuple[Derived, list[Problem]]:
         """Which of the model, FSDP, the ratio and Megatron recompute activations."""
         key = "train.activation_checkpointing"
-        given = self.values.get("activation_checkpointing")
-        try:
-            ratio = ActivationCheckpointing.model_validate(given).ratio if given is not None else None
-        except ValidationError:
-            ratio = None
+        section = recomputation.read(self.values.get("activation_checkpointing"))
         if self.megatron is not None:
-            return Derived(key, False, "megatron.recompute_granularity says it"), self._megatron_problems(ratio)
-        if ratio is None:
+            found = self._megatron_problems(section.ratio if section else None)
+            return Derived(key, False, "megatron.recompute_granularity says it"), found
+        if section is None:
             return derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
-        problems = derive.ratio_problems(self.train, distribution, self.accelerate_file, self.place)
+        problems = recomputation.find_problems(section, self.train, distribution, self.accelerate_file, self.place)
         layers = int((self.architecture or {}).get("num_hidden_layers", 1))
-        count = len(derive.recomputed_layers(ratio, layers))
-        reason = f"activation_checkpointing.ratio {ratio:g}: {count} of {layers} layers"
-        return Derived(key, count > 0, reason), problems
+        on = bool(derive.recomputed_layers(section.ratio, layers))
+        return Derived(key, on, recomputation.reason(section, layers)), problems
 
     def _megatron_problems(self, ratio: float | None) -> list[Problem]:
         assert self.megatron is not None
@@ -220,7 +244,8 @@ class _Work:
             problems.append(Problem(message, file=self.place(("megatron", key)), key=f"megatron.{key}", fix=fix))
 
         if self.tiny:
-            add("tensor_model_parallel_size", "--tiny trains, and this recipe is planned only", "leave --tiny out")
+            text = "--tiny trains on CPUs, where Megatron-Bridge has no kernels"
+            add("tensor_model_parallel_size", text, "submit --dry-run shows command and configuration without a GPU")
         else:
             megatron.find_problems(self.megatron, self.world, self.architecture, self.train, add)
         for key, value in {
@@ -275,8 +300,8 @@ class _Work:
             tiny=self.tiny,
             chat_template=self.chat_template,
             accelerate_overrides=beside.flat(self.layers.beside.get("accelerate")),
-            deepspeed=self.deepspeed,
-            deepspeed_overrides=beside.flat(self.layers.beside.get("deepspeed")),
+            deepspeed=self.deepspeed.data if self.deepspeed else None,
+            deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,
         )
         resolved.warnings.extend(_warnings(resolved))
@@ -314,4 +339,5 @@ def _warnings(resolved: Resolved) -> list[str]:
     kind = resolved.accelerate.get("distributed_type")
     if kind in {"NO", "MULTI_GPU"} and resolved.world_size > 1:
         found.append(f"{resolved.accelerate_file}: distributed_type {kind} keeps the whole model on every rank")
+    found += kernels.warnings(resolved.train_args, resolved.accelerate)
     return found

@@ -139,6 +139,8 @@ class Resolved:
             "chat_template": self.chat_template,
         }
         # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
-        extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": recipe["activation_checkpointing"]}
+        recomputed = self.recipe.activation_checkpointing
+        share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
+        extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -87,6 +87,8 @@ class Data(Section):
     """Keep trees whose root has this language code (``oasst-tree`` only)."""
     eval_fraction: Annotated[Number, Field(gt=0, lt=1)] = 0.05
     """Share of trees that become the eval split where the input has no splits of its own."""
+    limit: Positive | None = None
+    """Take only the first so many conversations of the input."""
     bad_rows: Literal["skip", "stop"] = "skip"
     """``skip``: leave bad rows out, count and report them. ``stop``: refuse the input."""
     expect: ExpectedSplits | None = None
@@ -137,14 +139,17 @@ class Expect(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Which decoder layers keep only their input and compute the rest again in backward."""
+    """Which decoder layers keep only their input and compute the rest again in backward, and what they keep beside it."""
 
-    ratio: Score
+    ratio: Score = 1.0
     """Share of the decoder layers, spread evenly; 0: none, 1: all."""
+    save: Annotated[list[Literal["attention", "matmul", "every_second_matmul"]], Field(min_length=1)] | None = None
+    """Results that a recomputed layer keeps: those of the attention kernel, of all matrix products, or of the first, third,
+    fifth ... of them; ``[attention, every_second_matmul]`` is torchtitan's policy. None: none."""
 
 
 class Megatron(Section):
-    """The distribution for Megatron-Bridge in its own container, in Megatron-Core's names; planned here, not started."""
+    """The distribution for Megatron-Bridge in its own container, in Megatron-Core's names; ``submit`` starts it."""
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.config import architecture
 from clustertune.config.load import BESIDE
 from clustertune.config.parameters import lora_parameter_count, parameter_count, uncounted
-from clustertune.config.resolved import Resolved
+from clustertune.config.resolved import Derived, Resolved
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,10 +90,21 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
             for name in BESIDE:
                 for key, value in getattr(resolved, f"{name}_overrides").items():
                     yield f"{name}.{key}", value, "override"
+            yield from _deepspeed(resolved, derived)
         if section == "slurm":
             for key, item in derived.items():
                 if "." not in key:
                     yield key, item.value, f"derived: {item.reason}"
+
+
+def _deepspeed(resolved: Resolved, derived: Mapping[str, Derived]) -> Iterator[tuple[str, Any, str]]:
+    """DeepSpeed's file, the values in the place of its ``auto``; what the command line gave was told before."""
+    file = (resolved.accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    for key, value in _flatten(resolved.deepspeed or {}, "deepspeed"):
+        if key in derived:
+            yield key, derived[key].value, f"derived: {derived[key].reason}"
+        elif key.partition(".")[2] not in resolved.deepspeed_overrides:
+            yield key, value, str(file)
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config.load import RECIPES
+from clustertune.config.resolved import Derived
+from clustertune.config.yamlfile import Document
 
 CONVERSATIONS = Path("tiny-oasst2", "conversations.jsonl")
 """The conversations that come with the project, below ``recipes/``."""
@@ -14,6 +20,76 @@ MAX_STEPS = 6
 EVERY = 2
 MAX_ACCUMULATION = 2
 MAX_NEW_TOKENS = 32
+RANKS = 2
+"""Ranks of a tiny run on one machine without GPUs."""
+_SECTION, _PREFIX = "parallelism_config", "parallelism_config_"
+_AXES = ("tp", "cp", "sp", "dp_replicate")
+"""Axes of the mesh beside the one that FSDP splits over; with too few ranks the last goes first."""
+
+
+def ranks(accelerate: Mapping[str, Any]) -> int:
+    """Ranks of a tiny run on one machine without GPUs: two for each axis of the mesh that FSDP splits over as well."""
+    kept = _mesh(accelerate, 2 * RANKS)
+    return 2 * RANKS if kept and not _alone(kept) else RANKS
+
+
+def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]:
+    """The accelerate file with every axis of its mesh at most 2, for ``world`` ranks; FSDP splits over those that are left.
+
+    An axis for which there are too few ranks is left out, and that is told.
+    """
+    given = acc.section(document.data, _SECTION)
+    sizes = acc.parallel_sizes(document.data)
+    if not set(sizes) & set(_AXES):
+        return document, []
+    kept = _mesh(document.data, world)
+    own = {key: value for key, value in given.items() if not key.endswith("_size")}
+    section = {**own, **{f"{_PREFIX}{axis}_size": size for axis, size in kept.items()}} if kept else None
+    body = {key: value for key, value in document.data.items() if key != _SECTION}
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    reason = f"{shown}, scaled down to {world} ranks"
+    if left := [axis for axis in _AXES if axis in sizes and axis not in kept]:
+        reason += f": too few for {' and '.join(left)}"
+    value = " x ".join(f"{axis} {size}" for axis, size in kept.items()) or "none"
+    return replace(document, data={**body, _SECTION: section} if section else body), [
+        Derived(f"accelerate.{_SECTION}", value, reason)
+    ]
+
+
+def scale_deepspeed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``--tiny`` lays over a DeepSpeed file that offloads: what needs a compiler or a disk of its own is done in memory.
+
+    DeepSpeed compiles its Adam for CPUs for minutes when it is first used, and reads NVMe by libaio alone.
+    """
+    zero = body.get("zero_optimization")
+    parts = {name: part for name in ("offload_optimizer", "offload_param") if (part := _offload(zero, name))}
+    if not parts:
+        return {}
+    moved = {name: {"device": "cpu", "nvme_path": None} for name, part in parts.items() if part.get("device") == "nvme"}
+    own = {} if "zero_force_ds_cpu_optimizer" in body else {"zero_force_ds_cpu_optimizer": False}
+    return {**({"zero_optimization": moved} if moved else {}), **own}
+
+
+def _offload(zero: object, name: str) -> Mapping[str, Any]:
+    part = zero.get(name) if isinstance(zero, Mapping) else None
+    return part if isinstance(part, Mapping) and part.get("device") in ("cpu", "nvme") else {}
+
+
+def _mesh(accelerate: Mapping[str, Any], world: int) -> dict[str, int]:
+    """The axes of 2 ranks each for which ``world`` is enough."""
+    sizes = acc.parallel_sizes(accelerate)
+    kept = {axis: 2 for axis in _AXES if axis in sizes}
+    while kept:
+        others = math.prod(kept.values())
+        if world % others == 0 and (world > others or (_alone(kept) and world == others)):
+            return kept
+        kept.popitem()
+    return kept
+
+
+def _alone(kept: Mapping[str, int]) -> bool:
+    """Context parallelism alone: FSDP splits over its ranks too (accelerate/parallelism_config.py, fsdp_dim_names)."""
+    return list(kept) == ["cp"]
 
 
 def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) -> dict[str, Any]:

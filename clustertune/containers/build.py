@@ -7,6 +7,9 @@ import os
 import platform
 import re
 import shutil
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +137,28 @@ def base_of(what: Asked, python: str, say: Say) -> Base:
     if what.base and not _REFERENCE.fullmatch(what.base):
         return Base(Path(what.base).name, Path(what.base).resolve())
     return Base(what.base or pins.read_bases()["BASE_MEGATRON" if what.definition == "megatron" else "BASE_TRAIN"])
+
+
+REGISTRIES = {"docker.io": "registry-1.docker.io"}
+"""Where a registry answers, if not at its name."""
+REGISTRY_SECONDS = 10
+
+
+def look_for_registry(base: Base, say: Say) -> None:
+    """Say where the base's registry does not answer, before gigabytes are fetched. An engine may know a mirror: it goes on."""
+    if base.archive is not None:
+        return
+    named = base.name.partition("/")[0]
+    host = named if re.search(r"[.:]|^localhost$", named) else "docker.io"
+    try:
+        with urllib.request.urlopen(f"https://{REGISTRIES.get(host, host)}/v2/", timeout=REGISTRY_SECONDS):
+            return
+    except urllib.error.HTTPError:
+        return  # it asks who we are
+    except OSError as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if not isinstance(reason, ssl.SSLError):
+            say(f"note: {host} does not answer ({reason}): without a mirror of it the build fails at its base -> BASE=standin")
 
 
 def wheels_of(what: Asked, lock: Lock, say: Say) -> tuple[Path, list[Wheel]]:

@@ -1,4 +1,4 @@
-"""Apptainer definition files: header, sections, build arguments, and shellcheck of every section that a shell runs.
+"""Apptainer definition files: header, sections, build arguments, what is fetched, and shellcheck of what a shell runs.
 
 Apptainer itself says what is wrong only where it builds, which needs the base image; a section that it does not know it
 refuses, and other readers drop it in silence.
@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from clustertune.containers import fetches
 from clustertune.errors import Problem, UserError
 
 SHELL = frozenset({"pre", "setup", "post", "test", "environment", "runscript", "startscript"})
+BUILDS = frozenset({"pre", "setup", "post"})
+"""Those that put something into the image."""
 SECTIONS = SHELL | {"arguments", "files", "labels", "help"}
 """https://apptainer.org/docs/user/main/definition_files.html ; app sections are not used here."""
 HEADER = frozenset(
@@ -25,6 +28,9 @@ HEADER = frozenset(
 AGENTS = frozenset(
     {"docker", "docker-archive", "oci", "oci-archive", "localimage", "library", "oras", "shub", "debootstrap", "scratch", "yum"}
 )
+REMOTE = frozenset({"docker", "library", "oras", "shub"})
+"""Their images have a digest: ``NAME@sha256:DIGEST``, of library ``NAME:sha256.DIGEST``."""
+MIRRORED = frozenset({"debootstrap", "yum"})
 _ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 _NOT_HERE = "SC2034,SC2148"
 """A variable that only a later section reads; a section has no #! line."""
@@ -84,13 +90,18 @@ def read(text: str) -> Definition:
 
 
 def lint(path: Path) -> list[Problem]:
-    """Everything that is wrong with a definition file. Raises UserError where it cannot be read or shellcheck is not here."""
+    """Everything that is wrong with a definition file; of a ``.sh`` that one runs, what it fetches.
+
+    Raises UserError where it cannot be read or shellcheck is not here.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(Problem(f"cannot be read: {error}", str(path))) from error
+    if path.suffix == ".sh":
+        return [Problem(message, f"{path}:{line}", fix=fix) for line, message, fix in fetches.unheld(text.splitlines(), 1)]
     definition = read(text)
-    found = [*_structure(definition), *_arguments(text, definition), *_shell(definition)]
+    found = [*_structure(definition), *_arguments(text, definition), *_shell(definition), *_fetched(definition)]
     return [Problem(message, f"{path}:{line}", fix=fix) for line, message, fix in sorted(found)]
 
 
@@ -111,8 +122,10 @@ def _structure(definition: Definition) -> Iterator[Found]:
     agent = definition.value("bootstrap")
     if agent and agent not in AGENTS:
         yield 1, f"Bootstrap: {agent} is unknown", f"one of {', '.join(sorted(AGENTS))}"
-    if agent == "docker" and not re.search(r"@sha256:[0-9a-f]{64}$", definition.value("from")):
+    if agent in REMOTE and not re.search(r"(@sha256:|:sha256\.)[0-9a-f]{64}$", definition.value("from")):
         yield 1, f"From: {definition.value('from')} has no digest", "a tag moves: NAME@sha256:DIGEST"
+    if agent in MIRRORED:
+        yield 1, f"Bootstrap: {agent} takes what its mirror has today", "an image with a digest: Bootstrap: docker"
     seen: set[str] = set()
     for section in definition.sections:
         if section.name not in SECTIONS:
@@ -134,6 +147,13 @@ def _arguments(text: str, definition: Definition) -> Iterator[Found]:
             name = line.strip().partition("=")[0]
             if section.name == "arguments" and name in given and name not in used:
                 yield number, f"argument {name} is not used", "leave it out"
+
+
+def _fetched(definition: Definition) -> Iterator[Found]:
+    for section in definition.sections:
+        if section.name in BUILDS:
+            for line, message, fix in fetches.unheld(section.body, section.line + 1):
+                yield line, f"%{section.name}: {message}", fix
 
 
 def _shell(definition: Definition) -> Iterator[Found]:

@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.containers import sbom, wheelhouse
-from clustertune.containers.build import WORK, Asked, Base, Say, base_of, environ, labels, lay_out, locked, wheels_of
+from clustertune.containers.build import (
+    WORK,
+    Asked,
+    Base,
+    Say,
+    base_of,
+    environ,
+    labels,
+    lay_out,
+    locked,
+    look_for_registry,
+    wheels_of,
+)  # fmt: skip
 from clustertune.containers.lockfile import Lock
 from clustertune.containers.pins import FOLDER, REPO
 from clustertune.containers.wheelhouse import Wheel
@@ -83,11 +95,15 @@ def answer(command: Sequence[str], seconds: int = PROBE_SECONDS) -> str | None:
 def find_apptainer() -> str:
     """apptainer or singularity: on PATH, else what containers/get-apptainer.sh made."""
     own = WORK.parent / "apptainer" / "bin" / "apptainer"
-    found = shutil.which("apptainer") or shutil.which("singularity") or (str(own) if own.exists() else None)
-    if not found:
+    if found := shutil.which("apptainer") or shutil.which("singularity"):
+        return found
+    if not own.exists():
         fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
         raise UserError(Problem("neither apptainer nor singularity is here", fix=fix))
-    return found
+    if answer([str(own), "--version"]) is None:
+        fix = "the folder was moved, or another system's: containers/get-apptainer.sh mends it"
+        raise UserError(Problem("does not start", str(own), fix=fix))
+    return str(own)
 
 
 def _as_user(command: list[str], scratch: Path) -> list[str]:
@@ -130,6 +146,7 @@ def build_sif(what: Asked, say: Say) -> dict[str, Any]:
     base = base_of(what, lock.python if lock else "3.12", say)
     if what.dry_run:
         return _plan(what, lock, base, program, str(out))
+    look_for_registry(base, say)
     folder, wheels = wheels_of(what, lock, say) if lock else (None, [])
     try:
         WORK.mkdir(parents=True, exist_ok=True)
@@ -200,6 +217,7 @@ def build_image(what: Asked, say: Say) -> dict[str, Any]:
     base = base_of(what, lock.python, say)
     if what.dry_run:
         return _plan(what, lock, base, engine, tag)
+    look_for_registry(base, say)
     folder, wheels = wheels_of(what, lock, say)
     try:
         WORK.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -51,12 +50,8 @@ def accepted(path: Path = ACCEPTED) -> Mapping[str, str]:
     return found
 
 
-def ask(locks: Iterable[Lock], database: str | None = None) -> list[Known]:
-    """What the database knows of the locked versions, each once. Raises NoDatabase where it does not answer.
-
-    ``database``: its address; CLUSTERTUNE_OSV names a mirror.
-    """
-    address = database or os.environ.get("CLUSTERTUNE_OSV") or DATABASE
+def ask(locks: Iterable[Lock], address: str = DATABASE) -> list[Known]:
+    """What the database at ``address`` knows of the locked versions, each once. Raises NoDatabase where it does not answer."""
     pairs = sorted({(entry.name, entry.version.partition("+")[0]) for lock in locks for entry in lock.entries.values()})
     found = []
     for start in range(0, len(pairs), _BATCH):

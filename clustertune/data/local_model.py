@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
+from clustertune.config.parameters import parameter_count
+from clustertune.data import random_weights
 
 KIND = "model"
+LARGE = 2_000_000_000
+"""Parameters beyond which a model is written shard by shard, from a block of random numbers."""
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 """Turns in the Llama 3.1 form (header tokens around the role, ``<|eot_id|>`` after each turn), with the assistant's part
 between generation markers so that TRL can mask the rest."""
@@ -83,15 +87,20 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
         "pad_token_id": tokenizer.pad_token_id,
     }
     config = AutoConfig.for_model(architecture["model_type"], **{**keys, **ids})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(out)
+    generation = GenerationConfig(**ids)
+    if (parameter_count(architecture) or 0) > LARGE:
+        parameters = random_weights.write(config, out, seed)
+        generation.save_pretrained(out)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
+        model.generation_config = generation
+        model.save_pretrained(out)
+        parameters = sum(p.numel() for p in model.parameters())
     tokenizer.save_pretrained(out)
     for path in out.iterdir():
         path.chmod(0o644)  # safetensors 0.8 writes 0600, which a shared group folder cannot read
-    parameters = sum(p.numel() for p in model.parameters())
     manifest.seal(out, KIND, {"parameters": parameters, "seed": seed, "architecture": dict(architecture)})
     return out
 

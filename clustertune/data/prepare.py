@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _same(one: Path, other: Path) -> bool:
 
 def _settings(data: Data) -> dict[str, Any]:
     """The settings that change the result: not where the input lies, and not what is expected of it."""
-    return data.model_dump(include={"format", "language", "eval_fraction", "bad_rows"})
+    return data.model_dump(include={"format", "language", "eval_fraction", "limit", "bad_rows"})
 
 
 def _whole(out: Path, key: str | None) -> dict[str, Any] | None:
@@ -95,7 +96,7 @@ def _make(data: Data, source: Source, seed: int, out: Path) -> dict[str, Any]:
         found = trees.conversations(records) if data.format == "oasst-tree" else conversations(data.format, records, rejects)
         keys: list[tuple[str, str | None]] = []
         lengths = array("I")
-        for conversation in found:
+        for conversation in islice(found, data.limit):
             spool.write(_line(conversation))
             keys.append((conversation.key, conversation.split))
             lengths.append(len(conversation.messages))

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from clustertune.merge.header import read_header
+from clustertune.tensorfile import read_header
 
 MOST_BYTES = 64 << 20
 """Above this size a JSON file is not read: Llama 3's tokenizer.json is 9 MB, Gemma's 33 MB."""

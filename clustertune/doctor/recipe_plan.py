@@ -10,6 +10,7 @@ from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.launch import lead, shape
+from clustertune.plan.host import reads_rows
 from clustertune.plan.predict import GIB, Plan, make_plan
 from clustertune.plan.schedule import START_S
 
@@ -50,7 +51,7 @@ GPU_MEMORY = Rule(
 HOST_MEMORY = Rule(
     "host-memory",
     "predicted RAM of the fullest node",
-    "the kernel kills the rank that loads, and the others wait for it until a time-out",
+    "the kernel kills a rank that loads, and the others wait for it until a time-out",
     "https://github.com/huggingface/transformers/issues/43749",
 )
 LOADING = Rule(
@@ -160,7 +161,7 @@ def _memory(context: Context) -> Iterator[Finding]:
         text = (
             f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts}), a node has {plan.machine.host_bytes / GIB:,.0f} GiB"
         )
-        fix = "fsdp_cpu_ram_efficient_loading: true loads in one rank; offload less; more nodes"
+        fix = "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true reads by rows; offload less; more nodes"
         yield finding(HOST_MEMORY, FAIL, text, fix, where=context.name)
 
 
@@ -170,7 +171,8 @@ def _timeout(context: Context) -> float:
 
 def _loading(context: Context) -> Iterator[Finding]:
     plan, limit = _plan_of(context), _timeout(context)
-    if plan is None or context.resolved.world_size == 1:
+    # Ranks that read their own rows end together: none of them waits for one that loads.
+    if plan is None or context.resolved.world_size == 1 or reads_rows(context.resolved):
         return
     seconds = plan.schedule.start.value - START_S
     if seconds > limit / 2:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import quantization
+from clustertune.config import kernels, quantization
 from clustertune.config.hardware import load_hardware
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context
@@ -192,10 +192,10 @@ def _labels(context: Context) -> Iterator[Finding]:
 
 def _shapes(context: Context) -> Iterator[Finding]:
     args = context.resolved.train_args
-    compiled = bool(args.get("torch_compile") or args.get("torch_compile_backend"))
+    compiled = kernels.compiled(args, context.resolved.accelerate)[0]
     # Packed rows differ in length too, unless they are cut to one: bfd fills them, the last one aside.
     if compiled and not args.get("packing") and not args.get("pad_to_multiple_of"):
-        text = "train.torch_compile, and batches as long as their longest conversation"
+        text = "the model is compiled, and batches as long as their longest conversation"
         fix = f"train.packing=true, or train.pad_to_multiple_of={args.get('max_length') or 1024}"
         yield finding(SHAPES, WARN, text, fix, where=context.name)
 

@@ -17,7 +17,7 @@ from clustertune.doctor.recipe_context import Context
 from clustertune.errors import Problem, UserError
 from clustertune.health import FAIL, WARN, Finding, Rule, finding
 from clustertune.launch import fit, visible
-from clustertune.merge.header import Tensor, read_header
+from clustertune.tensorfile import Tensor, read_header
 
 OURS = ("run.json", "lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
 """What a run folder holds from its first second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from clustertune.config import kernels
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context, plain
 from clustertune.doctor.stack_faults import FAULTS, NCCL, holds
@@ -109,13 +110,8 @@ def _missing(context: Context) -> Iterator[Finding]:
 def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     """Key, value and the packages of which one must be there."""
     args = context.resolved.train_args
-    attention = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
-    # Without GPUs the run takes sdpa instead: clustertune/training/build.py.
-    if attention.startswith("flash_attention") and context.cluster.compute.gpus:
-        # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
-        yield "train.model_init_kwargs.attn_implementation", attention, ("flash-attn", "kernels")
-    if args.get("use_liger_kernel"):
-        yield "train.use_liger_kernel", "true", ("liger-kernel",)
+    # Without GPUs the run leaves these kernels out: clustertune/training/build.py.
+    yield from kernels.needed(args, gpus=bool(context.cluster.compute.gpus))
     if context.resolved.accelerate.get("distributed_type") == "DEEPSPEED":
         yield "accelerate.distributed_type", "DEEPSPEED", ("deepspeed",)
     packages = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel", "fbgemm_fp8": "fbgemm-gpu"}

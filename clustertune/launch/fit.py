@@ -50,6 +50,8 @@ class Spread:
     gathered_whole: bool
     """Weights stay gathered from forward to backward (FSDP without resharding)."""
     name: str
+    states_offloaded: bool = False
+    """The optimizer's state and the float32 copy that it updates lie in host memory, on NVMe for some."""
 
 
 def weight_bytes(resolved: Resolved) -> float | None:
@@ -72,8 +74,8 @@ def spread(resolved: Resolved, world: int, per_node: int) -> Spread:
     if kind == "FSDP":
         return _fsdp(body, world, per_node)
     if kind == "DEEPSPEED":
-        stage, offloaded = _zero(body, Path(resolved.folder), resolved.deepspeed)
-        return Spread(world if stage >= 3 else 1, world if stage >= 1 else 1, offloaded, False, f"ZeRO-{stage}")
+        stage, offloaded, states = _zero(body, Path(resolved.folder), resolved.deepspeed)
+        return Spread(world if stage >= 3 else 1, world if stage >= 1 else 1, offloaded, False, f"ZeRO-{stage}", states)
     return Spread(1, 1, False, False, kind)
 
 
@@ -93,25 +95,27 @@ def _fsdp(body: Mapping[str, Any], world: int, per_node: int) -> Spread:
     return Spread(shards, shards, offloaded, name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"), name)
 
 
-def _zero(body: Mapping[str, Any], folder: Path, deepspeed: Mapping[str, Any] | None) -> tuple[int, bool]:
-    """The ZeRO stage, and whether parameters are offloaded; from accelerate's section or the DeepSpeed file it names.
+def _zero(body: Mapping[str, Any], folder: Path, deepspeed: Mapping[str, Any] | None) -> tuple[int, bool, bool]:
+    """The ZeRO stage, and whether parameters and optimizer state are offloaded; of accelerate's section or DeepSpeed's file.
 
     ``deepspeed``: that file as it was resolved; runs of former releases do not have it.
     """
     config = acc.section(body, "deepspeed_config")
     stage, offload = config.get("zero_stage"), config.get("offload_param_device")
+    states = config.get("offload_optimizer_device")
     named = config.get("deepspeed_config_file")
     if isinstance(named, str):
         try:
             found = deepspeed if deepspeed is not None else json.loads((folder / named).read_bytes())
             zero = found.get("zero_optimization", {})
             stage, offload = zero.get("stage", stage), zero.get("offload_param", {}).get("device", offload)
+            states = zero.get("offload_optimizer", {}).get("device", states)
         except (OSError, ValueError, AttributeError):
-            return 3, True  # unreadable: the widest split keeps the bound below the truth
+            return 3, True, True  # unreadable: the widest split keeps the bound below the truth
     try:
-        return int(stage) if stage is not None else 2, offload not in (None, "none")
+        return int(stage) if stage is not None else 2, offload not in (None, "none"), states not in (None, "none")
     except (ValueError, TypeError):
-        return 3, True
+        return 3, True, True
 
 
 def rank_parts(resolved: Resolved, world: int, per_node: int) -> list[Part]:
@@ -120,6 +124,8 @@ def rank_parts(resolved: Resolved, world: int, per_node: int) -> list[Part]:
     if counted is None or trained is None:
         return []
     total = counted.total
+    if resolved.recipe.megatron is not None:
+        return [*_megatron_parts(resolved, total, trained, world), *_token_parts(resolved, counted)]
     split = spread(resolved, world, per_node)
     frozen = total if resolved.recipe.lora is not None else 0
     parts = []
@@ -136,12 +142,30 @@ def rank_parts(resolved: Resolved, world: int, per_node: int) -> list[Part]:
     return parts + _token_parts(resolved, counted)
 
 
+def _megatron_parts(resolved: Resolved, total: int, trained: int, world: int) -> list[Part]:
+    """Megatron-Core holds bf16 weights and float32 gradients of its part of the model; master weights and moments (12 B) are
+    split over the data-parallel ranks too where the optimizer is distributed. Experts are split further: less is certain.
+    """
+    m = resolved.recipe.megatron
+    assert m is not None
+    cut = m.tensor_model_parallel_size * m.pipeline_model_parallel_size
+    held = cut * m.expert_model_parallel_size
+    states = max(world, held) if m.use_distributed_optimizer else held
+    return [
+        Part(f"bf16 weights {HALF * total / 1e9:.1f} GB / {held} ranks", HALF * total / held),
+        Part("gradients (4 B each)", FULL * trained / held),
+        Part("optimizer (12 B each)", 3 * FULL * trained / states),
+    ]
+
+
 def _trained_parts(resolved: Resolved, trained: int, split: Spread) -> list[Part]:
     """Trained parameters with gradients and the optimizer's two moments.
 
     In float32 for LoRA (PEFT's autocast_adapter_dtype) and under mixed precision where the model is split (accelerate and
     DeepSpeed upcast what is trained); plain data parallelism leaves it as loaded.
     """
+    if split.states_offloaded:
+        return [Part(f"trained weights ({HALF} B each)", HALF * trained / split.weights)]
     args = resolved.train_args
     mixed = bool(args.get("bf16", True)) or bool(args.get("fp16"))
     upcast = mixed and resolved.accelerate.get("distributed_type") in ("FSDP", "DEEPSPEED")
@@ -176,6 +200,8 @@ def _token_parts(resolved: Resolved, counted: Counted) -> list[Part]:
     tokens = tokens // shared
     config = acc.section(resolved.accelerate, "fsdp_config")
     checkpointed = acc.flag(config, "activation_checkpointing") or bool(args.get("activation_checkpointing"))
+    if resolved.recipe.megatron is not None:
+        checkpointed = resolved.recipe.megatron.recompute_granularity == "full"
     settings = args.get("activation_checkpointing_kwargs") or args.get("gradient_checkpointing_kwargs")
     moved = isinstance(settings, dict) and bool(settings.get("offload"))
     offloaded = acc.flag(config, "activation_checkpointing_offload") or moved or bool(args.get("activation_offloading"))
@@ -194,8 +220,8 @@ def loading_parts(resolved: Resolved, per_node: int, *, first: bool = True) -> l
     own = Part(f"{per_node} ranks", per_node * RANK_HOST_BYTES)
     config = acc.section(resolved.accelerate, "fsdp_config")
     kind = resolved.accelerate.get("distributed_type")
-    if kind == "DEEPSPEED":
-        return [own]  # ZeRO-3 loads shard by shard
+    if kind == "DEEPSPEED" or resolved.recipe.megatron is not None:
+        return [own]  # ZeRO-3 loads shard by shard, Megatron-Bridge each rank its part
     if kind == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading"):
         return [Part("all weights in rank 0 (fsdp_cpu_ram_efficient_loading)", weights), own] if first else [own]
     return [Part(f"all weights in each of {per_node} ranks", per_node * weights), own]

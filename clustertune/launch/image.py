@@ -17,6 +17,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Container
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.launch import mounting
 from clustertune.manifest import write_durably
 
 LABEL_SECONDS = 60.0
@@ -71,7 +72,8 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
         text = f"its sum is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
         raise UserError(Problem(text, file=str(path), key="container.image", fix=fix))
     labels = labels_of(settings, path)
-    return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), notes
+    warnings = [*notes, *mounting.unshielded(settings)]
+    return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), warnings
 
 
 def _stated(path: Path) -> tuple[str | None, list[str]]:

@@ -25,8 +25,10 @@ def accelerate_command(
     node: int = 0,
     address: str = "",
     port: int = 0,
+    start: Sequence[str] = ("--module", "clustertune"),
 ) -> list[str]:
-    """``accelerate launch`` for the ranks of node ``node``; ``program`` are the arguments of the ``clustertune`` module.
+    """``accelerate launch`` for the ranks of node ``node``; ``program`` are the arguments of the ``clustertune`` module, or of
+    the script that ``start`` names.
 
     With several nodes the rendezvous is static: the first node listens at ``address:port``. On one node port 0 lets
     accelerate take a free one: a fixed port collides after a killed run. ``--log_dir``: torch's elastic agent would leave a
@@ -34,6 +36,9 @@ def accelerate_command(
     """
     nodes = len(plan.nodes) if plan else 1
     meeting = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
+    if nodes > 1 and resolved.accelerate.get("distributed_type") == "DEEPSPEED":
+        # accelerate's default starts the ranks of all nodes itself, with pdsh and a hostfile.
+        meeting += ["--deepspeed_multinode_launcher", "standard"]
     return [
         sys.executable,
         "-m",
@@ -51,8 +56,7 @@ def accelerate_command(
         str(port),
         "--log_dir",
         os.devnull,
-        "--module",
-        "clustertune",
+        *start,
         *program,
     ]
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import local, rendezvous
+from clustertune.launch import local, megatron, rendezvous
 from clustertune.launch.agent import Agent, record_file
 from clustertune.launch.environment import make_own_folder
 from clustertune.launch.plan import Plan, check_fence, newest_attempt
@@ -63,7 +63,10 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
     resolved = run.resolved()
     agent = Agent(run_path, plan, node, patient=True)
     program = local.rank_program(run_path, attempt, quiet=quiet)
-    command = local.accelerate_command(run, resolved, program, plan, node, address, port)
+    if megatron.is_asked(resolved):
+        command = megatron.torchrun_command(program, plan, node, address, port)
+    else:
+        command = local.accelerate_command(run, resolved, program, plan, node, address, port)
     try:
         with stack:
             code = agent.run(command, quiet=quiet or node > 0, environment=plan.environment)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune.config import kernels
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.launch.inventory import MARK
@@ -23,6 +24,7 @@ SECONDS = 300.0
 FOR_SOME = {
     "wandb": "training with report_to: wandb",
     "matplotlib": "the report's plots",
+    "bitsandbytes": "training on a 4-bit or 8-bit base",
     "lm-eval": "the stage eval",
     "nltk": "the stage eval",
     "langdetect": "the stage eval",
@@ -112,6 +114,16 @@ def judge(stack: Stack, pinned: pins.Pins, image: str, oldest: tuple[int, ...]) 
         else:
             problems.append(Problem(f"the image has no {name} ({version})", file=image, key="container.image", fix=fix))
     return problems[:_TOLD], [*warnings, *told][:_TOLD]
+
+
+def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -> list[Problem]:
+    """The packages that a recipe's ``train`` section asks for and an image does not have."""
+    problems = []
+    for key, value, packages in kernels.needed(train, gpus=gpus):
+        if not any(name in stack.packages for name in packages):
+            text = f"{value} needs {' or '.join(packages)}, and {image} has none"
+            problems.append(Problem(text, key=key, fix=f"install {packages[0]} in the image, or leave {key} out"))
+    return problems
 
 
 def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:

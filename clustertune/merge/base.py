@@ -10,7 +10,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems
-from clustertune.merge.header import Header, Tensor, read_header
+from clustertune.tensorfile import Header, Tensor, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

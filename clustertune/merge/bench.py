@@ -21,7 +21,7 @@ from typing import Any
 
 from clustertune.console import emit_json, say
 from clustertune.merge.bench_model import make_adapter, make_base
-from clustertune.merge.header import read_header
+from clustertune.tensorfile import read_header
 
 _OURS = """
 import json, sys, time

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.merge.base import INDEX
-from clustertune.merge.header import Tensor, byte_size
 from clustertune.merge.lora import CONFIG, WEIGHTS
 from clustertune.merge.shards import plan_shards
+from clustertune.tensorfile import Tensor, byte_size
 
 _HIDDEN, _INTER, _VOCAB, _HEADS = 2048, 5632, 32000, 16
 _BLOCK = 4 << 20

@@ -9,9 +9,9 @@ from pathlib import Path
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
-from clustertune.merge.header import Tensor, read_header
 from clustertune.merge.lora_config import LoraSettings, read_settings
 from clustertune.merge.streams import CHUNK, read_exactly
+from clustertune.tensorfile import Tensor, read_header
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.errors import storage_error
-from clustertune.merge.header import BITS, Tensor
 from clustertune.merge.kernel import Scratch, add_update, as_tensor, row_blocks, torch_dtype
 from clustertune.merge.lora import Adapter, Update
 from clustertune.merge.shards import Shard
 from clustertune.merge.streams import CHUNK, STEP, Output, Source
+from clustertune.tensorfile import BITS, Tensor
 
 
 @dataclass(frozen=True)

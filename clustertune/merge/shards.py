@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clustertune.errors import Problem, UserError
-from clustertune.merge.header import BITS, Tensor, build_header
+from clustertune.tensorfile import BITS, Tensor, build_header
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

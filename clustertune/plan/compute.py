@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from clustertune.config.parameters import LayerKind
 from clustertune.plan.constants import Constants
+from clustertune.plan.kept import Kept
 from clustertune.plan.machine import Machine
+from clustertune.plan.policy import Policy
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import SECONDS, Term, total
 
@@ -44,6 +46,9 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
     if shape.strategy.lora:
         forward.append(work.adapters(1))
         backward.append(work.adapters(2))
+    if shape.strategy.whole_forward:
+        name = "metrics"
+        forward += [*work.products(1, name), work.attention(1, name), work.elements(1, name), work.loss(1)]
     if shape.quantised and shape.strategy.compute != "fp8":
         forward.append(work.dequantising(1))
         backward.append(work.dequantising(1 + again))
@@ -51,8 +56,9 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
         forward.append(work.casts(1))
         backward.append(work.casts(2 if shape.strategy.reshard else 1))
     if again:
-        name = "recomputation"
-        backward += [*work.products(again, name, head=False), work.attention(again, name), work.elements(again, name)]
+        name, policy = "recomputation", Policy(shape, Kept(shape, constants))
+        backward += work.products(again * policy.products_again, name, head=False)
+        backward += [work.attention(again * policy.attention_again, name), work.elements(again, name)]
     return Compute([t for t in forward if t.value], [t for t in backward if t.value])
 
 
@@ -62,12 +68,13 @@ def flops(shape: Shape, *, hardware: bool) -> float:
     Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts its causal half.
     """
     plan, counted = shape.strategy, shape.counted
+    policy = Policy(shape, Kept(shape, Constants()))
     again = plan.checkpointed if hardware else 0.0
-    passes = (2 if plan.lora else 3) + again
+    passes = (2 if plan.lora else 3) + again * policy.products_again
+    looks = 1 + ATTENTION_BACKWARD + again * policy.attention_again
     per_token = 0.0
     for kind in counted.layers:
-        attention = _attention_flops(kind, plan.sequence)
-        per_token += kind.count * (2 * kind.active_matmul * passes + attention * (1 + ATTENTION_BACKWARD + again))
+        per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan.sequence) * looks)
     per_token += 2 * shape.head_weights * (2 if plan.lora else 3) + 6 * shape.adapters
     return per_token * shape.step_tokens
 
@@ -138,7 +145,7 @@ class _Work:
     def elements(self, passes: float, name: str) -> Term:
         """Norms, activations, residuals, rotary embeddings and casts: bytes over bandwidth."""
         plan, shape, constants = self.shape.strategy, self.shape, self.constants
-        hidden = constants.compiled_hidden if plan.compiled else constants.eager_hidden
+        hidden = constants.compiled_hidden if plan.compiled or plan.liger else constants.eager_hidden
         # A forward pass is a third of forward and backward together.
         width = shape.counted.num_layers * hidden * shape.counted.hidden / 3
         width /= plan.pp * (plan.tp if plan.sequence_parallel else 1)

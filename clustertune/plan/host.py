@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import quantization, sliced
 from clustertune.config.resolved import Resolved
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import BYTES, Term
@@ -23,15 +24,36 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
 
 
 def _loading(resolved: Resolved, shape: Shape) -> Term:
-    """Weights in host memory at once: all of them in rank 0 (fsdp_cpu_ram_efficient_loading), or in every rank of the node."""
+    """Weights in host memory at once: a few parts (FSDP2 that reads rows), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total
     config = acc.section(resolved.accelerate, "fsdp_config")
     if plan.kind == "Megatron" or plan.kind.startswith("ZeRO"):
         return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
+    if reads_rows(resolved):
+        counted = shape.counted
+        largest = max([counted.embedding, *(part.parameters for kind in counted.layers for part in kind.linears)])
+        each = 2 if plan.lora else 2 + 4  # as read, and as the float32 that it becomes
+        values = {
+            "ranks": plan.gpus_per_node,
+            "parts": sliced.IN_FLIGHT,
+            "count": largest,
+            "bytes": each,
+            "shards": plan.weight_shards,
+        }
+        size = plan.gpus_per_node * sliced.IN_FLIGHT * largest * each / plan.weight_shards
+        return Term(
+            "loading", size, BYTES, "{ranks} ranks x {parts} parts of {count} parameters x {bytes} B / {shards}", values
+        )
     if plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading"):
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
     values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}
     return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
+
+
+def reads_rows(resolved: Resolved) -> bool:
+    """Whether each rank reads only the rows that it keeps (clustertune/training/loading.py)."""
+    reason = sliced.why_not(resolved.accelerate, quantization.of(resolved.train_args))
+    return sliced.is_wanted(resolved.accelerate) and reason is None
 
 
 def _offloaded(shape: Shape) -> list[Term]:

@@ -56,7 +56,9 @@ class Kept:
             outside, inside = outside - self._unread((0, 2), hidden), inside - self._unread((3,), kind.inner)
         else:
             outside = self.norms(kind) * self.norm() * hidden + self.experts(kind)
-            inside = self.width * (self.heads(kind) + 3 * kind.inner) + self.inputs(kind) + self.head_norms(kind)
+            # Liger's gate computes its activation again in backward (liger_kernel/ops/swiglu.py).
+            wide = 2 if self.shape.strategy.liger else 3
+            inside = self.width * (self.heads(kind) + wide * kind.inner) + self.inputs(kind) + self.head_norms(kind)
         split = plan.tp if plan.sequence_parallel else 1
         return outside / split + (inside + self.scores(kind)) / plan.tp + self.mask()
 
@@ -66,7 +68,9 @@ class Kept:
 
     def norm(self) -> float:
         """Of a norm its input in float32 (in float32 training that is the residual sum itself), and for the gradient of its
-        weight the normalised row."""
+        weight the normalised row. Liger's norm keeps its input as it is (liger_kernel/ops/rms_norm.py)."""
+        if self.shape.strategy.liger:
+            return self.stream
         return FULL + (0 if self.shape.strategy.lora else self.stream)
 
     def head_norms(self, kind: LayerKind) -> float:
@@ -81,8 +85,12 @@ class Kept:
         for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them anew."""
         attention = kind.attention
         wide = attention.heads * (attention.qk_dim + attention.v_dim)
-        repeated = not self.shape.strategy.compiled and (self.masked or self.shape.strategy.attention == "eager")
-        return wide + (attention.heads if repeated else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
+        return wide + (attention.heads if self.repeats else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
+
+    @property
+    def repeats(self) -> bool:
+        """Keys and values of a group are written out for each of its heads."""
+        return not self.shape.strategy.compiled and (self.masked or self.shape.strategy.attention == "eager")
 
     def scores(self, kind: LayerKind) -> float:
         """Without a fused kernel: a score for every head and token before, as products give it and as the softmax's float32."""

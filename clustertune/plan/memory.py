@@ -12,6 +12,7 @@ from functools import cached_property
 
 from clustertune.plan.constants import Constants
 from clustertune.plan.kept import FULL, HALF, Kept
+from clustertune.plan.policy import Policy
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import BYTES, Term, total
 
@@ -65,6 +66,10 @@ class _Memory:
     @cached_property
     def kept(self) -> Kept:
         return Kept(self.shape, self.constants)
+
+    @cached_property
+    def policy(self) -> Policy:
+        return Policy(self.shape, self.kept)
 
     # -- what rests -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +317,9 @@ class _Memory:
             )
         whole = self.kept_by_layers * (1 - plan.checkpointed) * share + (self.kept.last_norm() if share == 1 else 0.0)
         row = self.kept.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
-        stored = 0.0 if plan.checkpoint_offload else shape.counted.num_layers * plan.checkpointed * row * share
+        saved = sum(kind.count * self.policy.layer(kind) for kind in shape.counted.layers)
+        inputs = 0.0 if plan.checkpoint_offload else shape.counted.num_layers * row
+        stored = (inputs + saved) * plan.checkpointed * share
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
@@ -325,7 +332,7 @@ class _Memory:
         plan, shape = self.shape.strategy, self.shape
         if not plan.checkpointed or (plan.checkpointed < 1 and index >= shape.layers - 1):
             return []
-        largest = self.largest_kept
+        largest = self.largest_kept - min(self.policy.taken(kind) for kind in shape.counted.layers)
         values = {"tokens": shape.tokens, "bytes": largest}
         return [Term("activations", largest * shape.tokens, BYTES, "one layer recomputed: {tokens} tokens x {bytes} B", values)]
 

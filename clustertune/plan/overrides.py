@@ -128,8 +128,10 @@ def recomputation(resolved: Resolved, ratio: float, kind: str) -> list[str]:
             return _flag(resolved, "activation_checkpointing_offload", False)
         found += _flag(resolved, "activation_checkpointing_offload", False)
         found += _flag(resolved, "activation_checkpointing", False)
-    known_ratio = recipe.activation_checkpointing.ratio if recipe.activation_checkpointing else None
-    return found if known_ratio == ratio else [f"activation_checkpointing.ratio={ratio:g}", *found]
+    section = recipe.activation_checkpointing
+    if section is not None and section.save and not ratio:
+        found = ["activation_checkpointing.save=null", *found]  # there is nothing of which it could be kept
+    return found if section is not None and section.ratio == ratio else [f"activation_checkpointing.ratio={ratio:g}", *found]
 
 
 def share(resolved: Resolved, ratio: float, kind: str) -> float:

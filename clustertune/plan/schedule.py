@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from clustertune.config.resolved import Resolved
 from clustertune.plan.compute import micro_batch
 from clustertune.plan.constants import Constants
+from clustertune.plan.host import reads_rows
 from clustertune.plan.lengths import PACKED_SHARE, Lengths
 from clustertune.plan.machine import Machine
 from clustertune.plan.shape import Shape
@@ -89,12 +90,12 @@ def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Cons
     steps, why = _steps(resolved, found)
     args = resolved.train_args
     size = _checkpoint_bytes(shape)
-    saves = _count(args, "save", steps)
+    saves = times(args, "save", steps)
     checkpoint = Term(
         "checkpoint", size / machine.storage_write_bytes_per_s, SECONDS, "{size} GB / {speed} GB/s written",
         {"size": size / 1e9, "speed": machine.storage_write_bytes_per_s / 1e9},
     )  # fmt: skip
-    evaluations = _count(args, "eval", steps)
+    evaluations = times(args, "eval", steps)
     if evaluations is not None and args.get("eval_on_start"):
         evaluations += 1
     kept = args.get("save_total_limit") or saves or 1
@@ -104,7 +105,7 @@ def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Cons
         disk["adapter"] = 4.0 * shape.adapters
     return Schedule(
         steps, why, evaluations, _evaluation(args, shape, machine, constants, found), saves, checkpoint, size,
-        _start(shape, machine), disk,
+        _start(resolved, shape, machine), disk,
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _steps(resolved: Resolved, found: Rows) -> tuple[int | None, str]:
     return None, found.why
 
 
-def _count(args: dict[str, object], what: str, steps: int | None) -> int | None:
+def times(args: dict[str, object], what: str, steps: int | None) -> int | None:
     """How often evaluation or saving comes, by transformers' rules: every so many steps, of all steps a share where the value
     is below 1, and once more after the last step (trainer_callback.py, DefaultFlowCallback.on_step_end)."""
     if steps is None:
@@ -162,9 +163,10 @@ def _checkpoint_bytes(shape: Shape) -> float:
     return count * ((4 if plan.lora else plan.weight_bytes) + plan.state_bytes)
 
 
-def _start(shape: Shape, machine: Machine) -> Term:
-    """Loading: the weights come from storage once per node that reads them."""
-    size = 2.0 * shape.counted.total
+def _start(resolved: Resolved, shape: Shape, machine: Machine) -> Term:
+    """Loading: the weights come from storage once, and where ranks read rows once for each replica of them."""
+    copies = shape.strategy.world // shape.strategy.weight_shards if reads_rows(resolved) else 1
+    size = 2.0 * shape.counted.total * max(1, copies)
     value = START_S + size / machine.storage_read_bytes_per_s
     values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}
     return Term("start-up and load", value, SECONDS, "{start} s + {size} GB / {speed} GB/s read", values)

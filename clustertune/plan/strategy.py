@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import kernels, recomputation
 from clustertune.config.derive import DEFAULT_MICRO_BATCH, recomputed_layers
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
@@ -22,6 +23,10 @@ DEFAULT_MAX_LENGTH = 1024
 FUSED_LOSS = (
     "TRL 1.16 computes the loss in tiles of the output head: logits are never whole (trl/trainer/utils.py:1548); other "
     "trainers and TRL before its fused head keep them"
+)
+WHOLE_LOSS = (
+    "train.label_smoothing_factor: TRL holds all logits at once, and computes each forward pass a second time for its metrics "
+    "(trl/trainer/sft_trainer.py:1601)"
 )
 TF32 = "float32 products are counted as TF32, half the speed of bfloat16; without train.tf32=true they are slower"
 
@@ -111,6 +116,12 @@ class Strategy:
     """Micro batches hold conversations of like length (train_sampling_strategy: group_by_length)."""
     tiled_loss: bool = False
     """A fused loss is TRL's, which has a tile of the logits and adds up the head's gradient in float32."""
+    save: tuple[str, ...] = ()
+    """What recomputed layers keep beside their input: ``activation_checkpointing.save``."""
+    liger: bool = False
+    """Norms, rotary embeddings and gates are Liger's kernels, each one pass over its rows."""
+    whole_forward: bool = False
+    """The loss takes a forward pass with whole logits, and its metrics a second one without gradient."""
 
     @property
     def nodes(self) -> int:
@@ -125,10 +136,11 @@ def strategy(resolved: Resolved) -> Strategy:
     if problems:
         raise UserError(problems)
     kept = numbers.read(resolved, split)
-    checkpointed, offloaded, said = _recomputation(resolved)
+    checkpointed, offloaded, save, said = _recomputation(resolved)
     args = resolved.train_args
+    fused, smoothed, words = _loss(args, split)
     attention, named = _attention(args, split)
-    notes = [*split.notes, *kept.notes, *said, *([FUSED_LOSS] if split.kind != "Megatron" else [])]
+    notes = [*split.notes, *kept.notes, *said, *words]
     notes += ["flex_attention is counted as sdpa"] if named == "flex_attention" else []
     notes += [TF32] if kept.compute == "fp32" and not args.get("tf32") else []
     return Strategy(
@@ -153,7 +165,7 @@ def strategy(resolved: Resolved) -> Strategy:
         packing=bool(args.get("packing") or args.get("padding_free")),
         checkpointed=checkpointed,
         checkpoint_offload=offloaded,
-        compiled=_compiled(resolved),
+        compiled=kernels.compiled(args, resolved.accelerate)[0],
         attention=attention,
         lora=resolved.recipe.lora is not None,
         weight_bytes=kept.weight,
@@ -165,7 +177,7 @@ def strategy(resolved: Resolved) -> Strategy:
         offload_params=split.offload_params,
         offload_optimizer=split.offload_optimizer,
         sequence_parallel=split.sequence_parallel,
-        fused_loss=split.kind != "Megatron",
+        fused_loss=fused,
         notes=tuple(dict.fromkeys(notes)),
         trained_bytes=kept.trained,
         other_bytes=kept.other,
@@ -174,8 +186,19 @@ def strategy(resolved: Resolved) -> Strategy:
         ends_apart=split.kind == "FSDP2",  # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model
         isolated=split.kind != "Megatron",
         grouped=args.get("train_sampling_strategy") == "group_by_length",
-        tiled_loss=split.kind != "Megatron",
+        tiled_loss=fused,
+        save=save,
+        liger=bool(args.get("use_liger_kernel")) and split.kind != "Megatron",
+        whole_forward=smoothed,
     )
+
+
+def _loss(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[bool, bool, list[str]]:
+    """Whether logits are in tiles, whether smoothed labels want them whole in a forward pass of their own, and a note."""
+    if split.kind == "Megatron":
+        return False, False, []
+    smoothed = bool(args.get("label_smoothing_factor")) and args.get("loss_type", "nll") == "nll"
+    return not smoothed, smoothed, [WHOLE_LOSS if smoothed else FUSED_LOSS]
 
 
 def _micro_batch(args: Mapping[str, Any]) -> int:
@@ -187,43 +210,32 @@ def _sequence(args: Mapping[str, Any]) -> int:
     return int(args.get("max_length") or DEFAULT_MAX_LENGTH)
 
 
-def _recomputation(resolved: Resolved) -> tuple[float, bool, list[str]]:
-    """The share of layers that are recomputed, whether what that starts from is offloaded, and notes."""
+def _recomputation(resolved: Resolved) -> tuple[float, bool, tuple[str, ...], list[str]]:
+    """The share of recomputed layers, whether what they start from is offloaded, what they keep beside it, and notes."""
     megatron = resolved.recipe.megatron
     if megatron is not None:
         if megatron.recompute_granularity == "selective":
-            return 0.0, False, ["selective recomputation repeats the attention alone, which flash attention does anyway"]
-        return float(megatron.recompute_granularity == "full"), False, []
+            return 0.0, False, (), ["selective recomputation repeats the attention alone, which flash attention does anyway"]
+        return float(megatron.recompute_granularity == "full"), False, (), []
     config = acc.section(resolved.accelerate, "fsdp_config")
     args = resolved.train_args
     if resolved.accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing"):
-        return 1.0, acc.flag(config, "activation_checkpointing_offload"), []
+        return 1.0, acc.flag(config, "activation_checkpointing_offload"), (), []
     if not args.get("activation_checkpointing"):
         told = ["train.activation_offloading moves saved activations to host memory: not counted"]
-        return 0.0, False, told if args.get("activation_offloading") else []
-    given = args.get("activation_checkpointing_kwargs") or args.get("gradient_checkpointing_kwargs")
-    settings = given if isinstance(given, dict) else {}
-    notes = []
-    if settings.get("selective"):
-        notes.append("selective keeps results of matrix products that full recomputation repeats: counted as full")
+        return 0.0, False, (), told if args.get("activation_offloading") else []
+    settings = recomputation.settings(args)
     layers = int(resolved.architecture["num_hidden_layers"])
-    ratio = resolved.recipe.activation_checkpointing
-    if ratio is not None:
-        share = len(recomputed_layers(ratio.ratio, layers)) / layers
+    section = resolved.recipe.activation_checkpointing
+    if section is not None:
+        share = len(recomputed_layers(section.ratio, layers)) / layers
     else:
         # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
         every = settings.get("every_n_layers", 1)
         every = every if isinstance(every, int) and every >= 1 else 1
         share = -(-layers // every) / layers
     # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
-    return share, bool(settings.get("offload") or args.get("activation_offloading")), notes
-
-
-def _compiled(resolved: Resolved) -> bool:
-    dynamo = acc.section(resolved.accelerate, "dynamo_config")
-    backend = str(dynamo.get("dynamo_backend", dynamo.get("backend", "NO"))).upper()
-    named = resolved.train_args.get("torch_compile") or resolved.train_args.get("torch_compile_backend")
-    return bool(named) or backend not in ("NO", "NONE", "FALSE")
+    return share, bool(settings.get("offload") or args.get("activation_offloading")), recomputation.saved(section, args), []
 
 
 def _attention(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[str, str]:

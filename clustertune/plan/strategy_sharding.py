@@ -127,18 +127,13 @@ def _deepspeed(resolved: Resolved, per_node: int) -> Sharding:
         params, states = (_device(acc.section(zero, f"offload_{what}").get("device")) for what in ("param", "optimizer"))
     axes = _with_axes(Sharding(f"ZeRO-{stage}", per_node), resolved)
     ranks = max(1, resolved.world_size // axes.tp)
-    notes, replicas = [*axes.notes], 1
-    mics = _whole(zero.get("mics_shard_size"), 0)
-    if stage == 3 and mics > 0 and ranks % mics == 0:
-        replicas, ranks = ranks // mics, mics
-        notes.append(f"mics_shard_size {mics}: each weight is split over {mics} ranks")
+    notes = [*axes.notes]
     if _whole(zero.get("zero_hpz_partition_size"), 1) > 1:
         notes.append("zero_hpz_partition_size keeps a second copy of the weights on each node: not counted")
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
         notes.append("quantised weights or gradients on the way (ZeRO++): not counted")
     return replace(
         axes,
-        replicas=replicas,
         weights=ranks if stage >= 3 else 1,
         gradients=ranks if stage >= 2 else 1,
         states=ranks if stage >= 1 else 1,

@@ -116,6 +116,8 @@ def _recomputed(plan: Plan) -> str:
     """A third of the time and most of the memory hang on it, and TRL turns it on where a recipe says nothing."""
     share, recipe = plan.strategy.checkpointed, plan.resolved.recipe
     text = f"layers recomputed in the backward pass: {'none' if not share else 'all' if share == 1 else f'{share:.0%}'}"
+    if share and plan.strategy.save:
+        text += f"; of them {' and '.join(plan.strategy.save)} kept".replace("every_second_matmul", "every second product")
     keys = ("activation_checkpointing", "gradient_checkpointing")
     said = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
     if share and not said and plan.resolved.train_args.get("activation_checkpointing"):

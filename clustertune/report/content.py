@@ -182,6 +182,24 @@ def attempt_rows(metrics: Metrics) -> list[Row]:
     return rows
 
 
+def startup_rows(metrics: Metrics) -> list[Row]:
+    """Of each attempt that took a step: its start-up, the parts that took longest first, weights read and peak memory."""
+    return [
+        [
+            str(record.attempt),
+            duration(record.seconds),
+            ", ".join(f"{name} {duration(seconds)}" for name, seconds in _longest(record.parts)),
+            size(record.read_bytes),
+            size(record.host_bytes),
+        ]
+        for record in metrics.startups
+    ]
+
+
+def _longest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda part: -part[1])
+
+
 def checkpoint_rows(metrics: Metrics, present: Collection[str]) -> list[Row]:
     """Every checkpoint that was saved; ``present`` are the paths, relative to the run, that are still there."""
     return [

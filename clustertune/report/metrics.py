@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,21 @@ class StageRecord:
 
 
 @dataclass(frozen=True)
+class StartupRecord:
+    """Where one attempt's time went until its first step was done."""
+
+    attempt: int
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds by part, as they were told."""
+    seconds: float | None = None
+    """Of all parts; None where the line of the sum is missing."""
+    read_bytes: float | None = None
+    """Of the weights, by all ranks."""
+    host_bytes: float | None = None
+    """Peak resident memory, the largest of all ranks."""
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One start of the training."""
 
@@ -94,6 +109,8 @@ class Metrics:
     """By first appearance."""
     attempts: list[Attempt] = field(default_factory=list)
     """By number."""
+    startups: list[StartupRecord] = field(default_factory=list)
+    """By number of the attempt."""
     unreadable_lines: int = 0
     """Lines that are no event: torn by a crash, or not JSON."""
 
@@ -122,6 +139,7 @@ class _Reader:
         self.checkpoints: list[CheckpointRecord] = []
         self.stages: dict[str, StageRecord] = {}
         self.attempts: dict[int, dict[str, Any]] = {}
+        self.startups: dict[int, StartupRecord] = {}
         self.unreadable = 0
 
     def take(self, line: bytes) -> None:
@@ -143,6 +161,7 @@ class _Reader:
             checkpoints=self.checkpoints,
             stages=list(self.stages.values()),
             attempts=[Attempt(number, **self.attempts[number]) for number in sorted(self.attempts)],
+            startups=[self.startups[number] for number in sorted(self.startups)],
             unreadable_lines=self.unreadable,
         )
 
@@ -193,6 +212,17 @@ class _Reader:
             )
         )
 
+    def _on_startup(self, event: dict[str, Any]) -> None:
+        number, part, seconds = _whole(event.get("attempt", 1)), str(event["part"]), _number(event["seconds"])
+        before = self.startups.get(number, StartupRecord(number))
+        if part != "total":
+            self.startups[number] = replace(before, parts={**before.parts, part: seconds or 0.0})
+            return
+        read, held = (_numbers(event.get(name)) for name in ("read_bytes", "host_bytes"))
+        self.startups[number] = replace(
+            before, seconds=seconds, read_bytes=sum(read) if read else None, host_bytes=max(held, default=None)
+        )
+
     def _on_stage(self, event: dict[str, Any]) -> None:
         name, status = str(event["stage"]), str(event.get("status", "started"))
         before = self.stages.get(name, StageRecord(name, status, tries=0))
@@ -217,6 +247,11 @@ def _whole(value: Any) -> int:
 
 def _maybe_whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers of a list; none where it is no list."""
+    return [number for each in value if (number := _number(each)) is not None] if isinstance(value, list) else []
 
 
 def _number(value: Any) -> float | None:

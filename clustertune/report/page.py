@@ -88,6 +88,7 @@ def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[st
         "nccl": nccl.section(run.path, document.get("cluster")),
         "stages": _stages(stages),
         "attempts": content.attempt_rows(metrics),
+        "startups": content.startup_rows(metrics),
         "checkpoints": content.checkpoint_rows(metrics, _present(run)),
         "recipe": content.recipe_rows(resolved),
         "derived": content.derived_rows(resolved),

@@ -19,6 +19,8 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.ifeval import punkt
 from clustertune.ifeval import task as tasks
+from clustertune.launch import image as images
+from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
 from clustertune.staging import hub, needs, parcel, worker
 from clustertune.staging.copying import Done
@@ -159,13 +161,19 @@ class Collector:
         return [Part("nltk", "punkt_tab", target, names=list(punkt.FILES), fetch=fetch)]
 
     def _container(self) -> list[Part]:
-        image = self._cluster.container.image
-        if self._cluster.container.runtime == "none" or image is None:
+        settings = self._cluster.container
+        if settings.runtime == "none" or settings.image is None:
             return []
-        path = Path(image)
-        if not path.is_file():
-            fix = "build it (make build-sif), or name another cluster: --cluster NAME"
-            raise UserError(Problem("no such image", file=image, key="container.image", fix=fix))
+        if settings.image.startswith("docker://"):
+            text = "the image is in a registry, which machines without network do not reach"
+            fix = f"enroot import --output train.sqsh '{enroot_name(settings.image)}', and the file as container.image"
+            raise UserError(Problem(text, file=settings.image, key="container.image", fix=fix))
+        # Held to its sum here: on the other side nobody can fetch it again.
+        found, _ = images.look(settings)
+        assert found is not None
+        if not found.checked:
+            self.notes.append(f"warning: {settings.image}.sha256 is not there: whether the image is whole is not checked")
+        path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
         files = [_one(path), *([_one(beside)] if beside.is_file() else [])]
         return [Part("container", path.name, parcel.CONTAINER, path.parent, files, path=f"{parcel.CONTAINER}/{path.name}")]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.config import quantization
+from clustertune.config import kernels, quantization
 from clustertune.errors import Problem, UserError
 
 _PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm_gpu", "gptq": "gptqmodel"}
@@ -30,6 +30,11 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     values = dict(train_args)
     # The Trainer's own filter logs 0.0 for a loss that is NaN and goes on (transformers 5.23, logging_nan_inf_filter).
     values |= {"logging_nan_inf_filter": False, "disable_tqdm": True, "save_only_model": False}
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if "selective" in (given := values.get(key) or {}):
+            # TRL hands it to the outermost model; under PEFT transformers asks the one inside, which does not know the word.
+            # The same policy is set for the layers themselves: clustertune/training/recompute.py.
+            values[key] = {name: value for name, value in given.items() if name != "selective"}
     if cuda:
         return TrainArguments(values)
     notes = []
@@ -40,6 +45,14 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     if "flash" in str(model.get("attn_implementation", "")):
         notes.append(f"attn_implementation sdpa: {model['attn_implementation']} needs a GPU")
         values["model_init_kwargs"] = {**model, "attn_implementation": "sdpa"}
+    if values.pop("use_liger_kernel", None):
+        values.pop("liger_kernel_config", None)
+        notes.append("use_liger_kernel off: its kernels need a GPU")
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if (given := values.get(key)) and given.get("offload"):
+            # torch.autograd.graph.save_on_cpu asks for pinned memory, which only a GPU's driver gives.
+            values[key] = {name: value for name, value in given.items() if name != "offload"}
+            notes.append(f"{key}.offload off: activations are in host memory already")
     return TrainArguments(values, notes)
 
 
@@ -55,19 +68,35 @@ def spelt(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     return {_OLDER[key] if key not in known and _OLDER.get(key) in known else key: value for key, value in values.items()}
 
 
-def check_packages(train_args: Mapping[str, Any]) -> None:
-    """Raise UserError where the base is to be loaded quantised by a package that is not installed."""
+def check_packages(train_args: Mapping[str, Any], *, cuda: bool = False) -> None:
+    """Raise UserError where a package that the recipe asks for is not installed: a quantised base's, and with ``cuda`` the
+    kernels', which a machine without GPUs leaves out.
+    """
     config = quantization.of(train_args)
     needed = _PACKAGES.get(quantization.method(config)) if config else None
+    problems = []
     if needed and importlib.util.find_spec(needed) is None:
         key = "train.model_init_kwargs.quantization_config"
         problem = f"the Python package {needed} is not installed"
-        raise UserError(Problem(problem, key=key, fix="install it in the image, or leave the quantisation out"))
+        problems.append(Problem(problem, key=key, fix="install it in the image, or leave the quantisation out"))
+    for key, value, packages in kernels.needed(train_args, gpus=cuda):
+        if all(importlib.util.find_spec(name.replace("-", "_")) is None for name in packages):
+            problem = f"{value} needs the Python package {' or '.join(packages)}, which is not installed"
+            problems.append(Problem(problem, key=key, fix=f"install {packages[0]} in the image, or leave {key} out"))
+    if problems:
+        raise UserError(problems)
 
 
 def attention_of(train_args: Mapping[str, Any]) -> str:
     """The attention implementation that the run uses; sdpa is transformers' default where the model supports it."""
     return str((train_args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
+
+
+def machine_facts() -> dict[str, str | None]:
+    """What the metrics of a run say of this rank's machine: its first GPU (None: there is none) and the build of torch."""
+    import torch
+
+    return {"gpu0": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "torch": torch.__version__}
 
 
 def load_conversations(folder: Path) -> tuple[Any, Any | None]:

@@ -30,6 +30,7 @@ def install() -> None:
     """Wrap ``AcceleratorState.__init__`` once. Without effect where the distributed type is not MULTI_CPU."""
     from accelerate import state
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     original = state.AcceleratorState.__init__
     if getattr(original, "runs_fsdp_on_cpu", False):
@@ -44,6 +45,9 @@ def install() -> None:
             self.distributed_type = DistributedType.FSDP
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+                # Pinned memory is an accelerator's; without one torch refuses to make it.
+                fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
             self.fsdp_plugin = fsdp_plugin
             state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 

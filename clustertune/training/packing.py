@@ -17,6 +17,8 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+    from clustertune.training import deepspeed
+
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if "flash" in attention else torch.float32
     skipped = ("architectures", "model_type", "dtype", "torch_dtype")
@@ -24,7 +26,8 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         config = AutoConfig.for_model(small_architecture["model_type"], **keys)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device).eval()
+        with deepspeed.whole_models():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device).eval()
         tokens = torch.randint(10, int(config.vocab_size), (3, 12)).tolist()
         collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 

@@ -1,22 +1,97 @@
-"""Recomputation of a share of the decoder layers: ``activation_checkpointing.ratio`` of a recipe."""
+"""Recomputation of decoder layers: ``activation_checkpointing`` of a recipe, and whether it is the only one at work."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from clustertune.config.derive import recomputed_layers
+from clustertune.config import derive, recomputation
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+from clustertune.training.recompute_ops import context_function
 
 
-def choose_layers(model: Any, ratio: float) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Recomputed:
+    """How many of a model's decoder layers are recomputed, and by what."""
+
+    layers: int
+    by_model: int
+    """Layers that transformers recomputes (``gradient_checkpointing`` of the layer)."""
+    by_wrapper: int
+    """Layers inside a wrapper of torch's, which accelerate's ``fsdp_activation_checkpointing`` puts around them."""
+
+    def __str__(self) -> str:
+        count = max(self.by_model, self.by_wrapper)
+        return f"{count} of {self.layers}"
+
+
+def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> tuple[int, int]:
     """Leave recomputation on for ``ratio`` of a model's decoder layers, spread evenly. Returns how many, and of how many.
 
     The Trainer has switched it on for all of them by then; each layer reads its own flag in every forward pass
-    (transformers/modeling_layers.py:93), whatever FSDP, DeepSpeed or DDP has wrapped around it.
+    (transformers/modeling_layers.py:93), whatever FSDP, DeepSpeed or DDP has wrapped around it. ``save``: what these keep.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    chosen = set(recomputed_layers(ratio, len(layers)))
+    layers = _layers(model)
+    chosen = set(derive.recomputed_layers(ratio, len(layers)))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
+    _keep(layers, save)
     return len(chosen), len(layers)
+
+
+def _keep(layers: Sequence[Any], save: Sequence[str]) -> None:
+    """Have the layers that are recomputed keep some results."""
+    for layer in layers if save else ():
+        if layer.gradient_checkpointing:
+            recompute = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = functools.partial(recompute, context_fn=context_function(save))
+
+
+def _layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def inspect(model: Any) -> Recomputed:
+    """What is at work in a model that is ready to train."""
+    layers = _layers(model)
+    wrapped = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    return Recomputed(len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers), len(wrapped))
+
+
+def apply(model: Any, resolved: Resolved) -> Recomputed:
+    """Set what the recipe asks for in a model that the Trainer has prepared, and look what is really at work.
+
+    Raises UserError where that is another share, by another means, or by two at once.
+    """
+    section = resolved.recipe.activation_checkpointing
+    on = bool(resolved.train_args.get("activation_checkpointing"))
+    save = recomputation.saved(section, resolved.train_args)
+    if on and section is not None:
+        choose_layers(model, section.ratio, save)
+    elif on:
+        _keep(_layers(model), save)
+    found = inspect(model)
+    by_fsdp = derive.by_fsdp(resolved.accelerate)
+    wanted = len(derive.recomputed_layers(section.ratio, found.layers)) if section is not None and on else None
+    if found.by_model and found.by_wrapper:
+        text = f"{found.by_wrapper} layers are recomputed by FSDP's wrapper and {found.by_model} by the model: twice"
+        fix = "keep one: accelerate.fsdp_config.fsdp_activation_checkpointing, or activation_checkpointing"
+    elif on and not found.by_model:
+        text = f"{type(model).__name__} has no decoder layer that recomputes its activations, and the recipe asks for it"
+        fix = "activation_checkpointing.ratio=0, or accelerate.fsdp_config.fsdp_activation_checkpointing=true under FSDP"
+    elif by_fsdp and not found.by_wrapper:
+        text = "accelerate has wrapped no layer, and fsdp_activation_checkpointing is true"
+        fix = "look at fsdp_transformer_layer_cls_to_wrap in the accelerate file"
+    elif not on and found.by_model:
+        text, fix = f"{found.by_model} layers are recomputed by the model, and the recipe asks for none", None
+    elif wanted is not None and wanted != found.by_model:
+        text, fix = f"{found.by_model} layers are recomputed, and the recipe asks for {wanted} of {found.layers}", None
+    else:
+        return found
+    raise UserError(Problem(text, key="activation_checkpointing", fix=fix))

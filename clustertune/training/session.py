@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig
 
 from clustertune import secrets
@@ -18,10 +18,12 @@ from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.plan import Plan
-from clustertune.training import build, packing, recompute, sharding, tracker
+from clustertune.training import build, deepspeed, kernels, packing, recompute, sharding, tracker
 from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.loading import Loading
+from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.stop import StopFlag
 from clustertune.training.tokens import check_labels, load_tokenizer
 from clustertune.training.trainer import NothingLeft, Saved, Store, Trainer
@@ -41,15 +43,17 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         assert self.trainer is not None
-        found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator)
+        found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator, self._session.group.gather)
         resolved = self._session.resolved
         sharding.check(found, resolved.accelerate, resolved.world_size)
-        if (share := resolved.recipe.activation_checkpointing) is not None and resolved.train_args["activation_checkpointing"]:
-            chosen, layers = recompute.choose_layers(self.trainer.model, share.ratio)
-            self._session.facts["recomputed_layers"] = f"{chosen} of {layers}"
+        if (engine := self.trainer.engine) is not None:
+            self._session.facts["deepspeed"] = deepspeed.check(engine, resolved)
+        self._session.facts["recomputed_layers"] = str(recompute.apply(self.trainer.model, resolved))
         if self._session.group.rank == 0:
             self._session.open_console(self.trainer.state.max_steps)
-            self._report({**asdict(found), **self._session.facts, "notes": self._session.notes})
+            facts = {**asdict(found), **self._session.facts}
+            facts["attention"] = found.attention or facts["attention"]  # what the model calls, before what was asked for
+            self._report({**facts, "notes": self._session.notes})
         if self.trainer.is_at_end and self.trainer.eval_dataset is None:
             raise NothingLeft
         self._session.attempt.beat("train", self.trainer.state.global_step)
@@ -81,6 +85,7 @@ class Session:
     group: Group
     notes: list[str]
     facts: dict[str, Any]
+    startup: Startup
     log: EventLog | None = None
     console: TrainingConsole | None = None
 
@@ -89,14 +94,20 @@ class Session:
         """Fit the recipe to this machine and join the process group. Raises UserError where not all ranks are there."""
         import torch
 
-        build.check_packages(resolved.train_args)
+        startup = Startup()
+        startup.begin("process group")
+        notes = [*notes, *kernels.set_environment(resolved.train_args, resolved.accelerate)]
+        build.check_packages(resolved.train_args, cuda=torch.cuda.is_available())
+        deepspeed.prepare(resolved)
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
         args = SFTConfig(output_dir=str(run_path), **build.spelt(values, SFTConfig.__dataclass_fields__))
+        notes += deepspeed.fit_to_cpu(args)
         group = Group()
         check_world(group, resolved.world_size, attempt.plan)
-        session = cls(run_path, resolved, attempt, args, group, [*notes, *fitted.notes], {})
+        session = cls(run_path, resolved, attempt, args, group, [*notes, *fitted.notes], {}, startup)
+        startup.end()
         if group.rank == 0:
             session.log = EventLog(run_path / "metrics.jsonl", attempt.number, attempt.fence)
         return session
@@ -141,8 +152,9 @@ class Session:
         report: Callable[[Mapping[str, Any]], None],
     ) -> Trainer:
         recipe = self.resolved.recipe
-        tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
-        train, held_out = build.load_conversations(data)
+        with self.startup.part("data"):
+            tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
+            train, held_out = build.load_conversations(data)
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
             self.notes.append("no evaluation: the eval split is empty")
@@ -152,6 +164,9 @@ class Session:
         if source[1]:
             init["revision"] = source[1]
         self.args.model_init_kwargs = init
+        loading = Loading(self.resolved.accelerate, self.startup, self.group).install()
+        self.startup.begin("model")
+        set_seed(self.args.seed)  # TRL 1.2.0, of the reference's stack, draws LoRA's matrices without
         trainer = Trainer(
             model=source[0],
             args=self.args,
@@ -159,7 +174,8 @@ class Session:
             eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=LoraConfig(**recipe.lora) if recipe.lora is not None else None,
-            callbacks=[before, watch],
+            callbacks=[before, watch, self._startup_watch(), *kernels.watches(self.resolved, self.tell, self.log)],
+            loading=loading,
             store=store,
             stop=self.attempt.stop,
             beat=self.attempt.beat,
@@ -168,6 +184,8 @@ class Session:
             on_removed=self._on_removed,
             checkpoint_extra=describe,
         )
+        self.startup.end()
+        self.notes += loading.notes
         tracker.guard(trainer.callback_handler.callbacks, self.tell)
         trainer.remove_callback(PrinterCallback)  # its dicts say what the console's lines say
         before.trainer = trainer
@@ -175,14 +193,18 @@ class Session:
         self._look_at(trainer, tokenizer)
         return trainer
 
+    def _startup_watch(self) -> StartupWatch:
+        return StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
+
     def _look_at(self, trainer: Trainer, tokenizer: Any) -> None:
         """Facts of the run that are checked or reported before the first step."""
         sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
         check_labels(sample, {tokenizer.eos_token_id})
-        trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        total = sum(p.numel() for p in trainer.model.parameters())
+        trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
+        total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
         attention = build.attention_of(self.args.to_dict())
         self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
+        self.facts |= build.machine_facts()
         expected = self.resolved.recipe.expect.trainable_parameters
         if expected not in (None, trainable) and not self.resolved.tiny:
             self.notes.append(f"{trainable:,} trainable parameters, the recipe expects {expected:,}")

@@ -1,16 +1,24 @@
-"""What the process group really is, and proof that parameters really are sharded.
+"""What the process group really is, and proof that parameters really lie where the recipe says.
 
-accelerate falls back in silence (to DDP on CPU, to one process where the launcher's settings are not seen), so the
-program compares what it asked for with what it got before the first step, on GPUs too.
+accelerate falls back in silence (to DDP on CPU, to one process where the launcher's settings are not seen, to replicas where
+a tensor-parallel model was not split), so the program compares what it asked for with what it got before the first step, on
+GPUs too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.training import deepspeed
+
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""The axes of accelerate's mesh, in its order."""
+TP_SHARE = 0.5
+"""Least share of the parameters that tensor parallelism splits: all but norms, adapters' small halves and odd vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -29,55 +37,158 @@ class Distribution:
     """Parameter elements that this rank holds, over all: about 1/N where sharded over N ranks."""
     dtypes: dict[str, int] = field(default_factory=dict)
     """Parameter elements by dtype, over all ranks: a frozen base that was upcast to fp32 shows here."""
+    placements: dict[str, int] = field(default_factory=dict)
+    """Parameter elements by where they lie, such as ``dp_shard_cp: shard 0, tp: shard 1``; ``whole`` on every rank."""
+    offloaded: float = 0.0
+    """Share of the elements whose home is the CPU's memory, from where each layer is copied to the device to be used."""
+    attention: str | None = None
+    """The attention implementation that the model calls."""
+    replicas: str | None = None
+    """``equal`` or ``different``: whether ranks that should hold the same parameters do; None where nothing is held twice."""
 
 
-def _fsdp2_sizes(model: Any) -> tuple[int, int, dict[str, int], Counter[str]]:
+@dataclass
+class _Parts:
+    """Sums over one model's parameters."""
+
+    held: int = 0
+    total: int = 0
+    mesh: dict[str, int] = field(default_factory=dict)
+    dtypes: Counter[str] = field(default_factory=Counter)
+    placements: Counter[str] = field(default_factory=Counter)
+    offloaded: int = 0
+
+
+def _fsdp2_parts(model: Any) -> _Parts:
     from torch.distributed.tensor import DTensor
 
-    held, total, mesh, dtypes = 0, 0, {}, Counter[str]()
+    parts = _Parts()
+    offloading = _offloading_parameters(model)
     for parameter in model.parameters():
-        total += parameter.numel()
-        dtypes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        size = parameter.numel()
+        parts.total += size
+        parts.dtypes[str(parameter.dtype).removeprefix("torch.")] += size
         if isinstance(parameter, DTensor):
-            held += parameter.to_local().numel()
+            parts.held += parameter.to_local().numel()
             # Without a parallelism_config accelerate leaves the one dimension of its mesh unnamed.
             names = parameter.device_mesh.mesh_dim_names or ("dp_shard",)
-            mesh = dict(zip(names, parameter.device_mesh.shape, strict=True))
+            parts.mesh = dict(zip(names, parameter.device_mesh.shape, strict=True))
+            parts.placements[_describe(names, parameter.placements)] += size
+            if id(parameter) in offloading and parameter.to_local().device.type == "cpu":
+                parts.offloaded += size
         else:
-            held += parameter.numel()
-    return held, total, mesh, dtypes
+            parts.held += size
+            parts.placements["whole"] += size
+    return parts
 
 
-def _fsdp1_sizes(model: Any, world_size: int) -> tuple[int, int, dict[str, int], Counter[str]]:
+def _describe(names: tuple[str, ...], placements: tuple[Any, ...]) -> str:
+    """``dp_shard_cp: shard 0, tp: replicate``."""
+    return ", ".join(
+        f"{name}: {f'shard {placement.dim}' if hasattr(placement, 'dim') else type(placement).__name__.lower()}"
+        for name, placement in zip(names, placements, strict=True)
+    )
+
+
+def _offloading_parameters(model: Any) -> set[int]:
+    """The parameters of FSDP2 groups that offload: on a machine without GPUs their device alone does not tell."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # The torch of the reference's stack has one group, or None.
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for group in filter(None, groups):
+                found |= {id(p.sharded_param) for p in group.fsdp_params if p.offload_to_cpu}
+    return found
+
+
+def _fsdp1_parts(model: Any, world_size: int) -> _Parts:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    held, total, dtypes = 0, 0, Counter[str]()
+    parts = _Parts(mesh={"dp_shard": world_size})
     for module in FullyShardedDataParallel.fsdp_modules(model):
         if (handle := module._handle) is not None:
             size = handle.flat_param._unpadded_unsharded_size.numel()
-            held, total = held + handle.flat_param.numel(), total + size
-            dtypes[str(handle.flat_param.dtype).removeprefix("torch.")] += size
-    return held, total, {"dp_shard": world_size}, dtypes
+            parts.held, parts.total = parts.held + handle.flat_param.numel(), parts.total + size
+            parts.dtypes[str(handle.flat_param.dtype).removeprefix("torch.")] += size
+            parts.placements["dp_shard: flat"] += size
+            parts.offloaded += size if handle._offload_params else 0
+    return parts
 
 
-def inspect(model: Any, accelerator: Any) -> Distribution:
-    """Look at the wrapped model of this rank."""
+def _zero_parts(model: Any) -> _Parts:
+    held, total, dtypes, places = deepspeed.parts_of(model)
+    return _Parts(held=held, total=total, dtypes=Counter(dtypes), placements=Counter(places))
+
+
+def checksum(model: Any) -> list[int]:
+    """One number for each parameter's bits on this rank: the same bits, the same numbers."""
+    import torch
+
+    sums = []
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        words = local.detach().contiguous().view(-1).view(torch.uint8)
+        whole = words[: words.numel() // 4 * 4].view(torch.int32)
+        sums.append(int(whole.sum(dtype=torch.int64)) + int(words[whole.numel() * 4 :].sum(dtype=torch.int64)))
+    return sums
+
+
+def _replicas(model: Any, accelerator: Any, kind: str, gather: Any) -> str | None:
+    """Whether the ranks that should hold the same bits do. A collective: all ranks call it, where any has to."""
+    mesh = accelerator.torch_device_mesh if accelerator.parallelism_config is not None else None
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    twice = kind.startswith("MULTI_") or "dp_replicate" in names
+    if not twice or accelerator.num_processes == 1:
+        return None
+    # Ranks with the same place on every other axis hold the same part; without a mesh all do.
+    place = tuple(mesh.get_local_rank(name) for name in names if name != "dp_replicate") if kind == "FSDP" and mesh else ()
+    groups: dict[Any, set[Any]] = {}
+    for where, sums in gather((place, tuple(checksum(model)))):
+        groups.setdefault(where, set()).add(sums)
+    return "equal" if all(len(found) == 1 for found in groups.values()) else "different"
+
+
+def inspect(model: Any, accelerator: Any, gather: Any = None) -> Distribution:
+    """Look at the wrapped model of this rank. ``gather`` takes a value and gives every rank's (:class:`Group`'s)."""
     kind = str(accelerator.distributed_type.value)
     version = accelerator.state.fsdp_plugin.fsdp_version if kind == "FSDP" else None
-    if version == 1:
-        held, total, mesh, dtypes = _fsdp1_sizes(model, accelerator.num_processes)
-    else:
-        held, total, mesh, dtypes = _fsdp2_sizes(model)
+    parts = _fsdp1_parts(model, accelerator.num_processes) if version == 1 else _fsdp2_parts(model)
+    if kind == "DEEPSPEED":
+        parts = _zero_parts(model)
+    config = getattr(getattr(accelerator.unwrap_model(model), "config", None), "_attn_implementation", None)
     return Distribution(
         type=kind,
         fsdp_version=version,
         world_size=accelerator.num_processes,
-        mesh=mesh or {"dp": accelerator.num_processes},
+        mesh=_mesh(accelerator, kind) or parts.mesh or {"dp": accelerator.num_processes},
         backend=accelerator.state.backend,
         device=str(accelerator.device.type),
-        sharded_share=held / total if total else 0.0,
-        dtypes=dict(dtypes),
+        sharded_share=parts.held / parts.total if parts.total else 0.0,
+        dtypes=dict(parts.dtypes),
+        placements=dict(parts.placements),
+        offloaded=parts.offloaded / parts.total if parts.total else 0.0,
+        attention=config,
+        replicas=_replicas(model, accelerator, kind, gather) if gather is not None else None,
     )
+
+
+def _mesh(accelerator: Any, kind: str) -> dict[str, int]:
+    """The axes of accelerate's mesh above size 1; empty where it has none."""
+    if kind != "FSDP" or accelerator.parallelism_config is None or (mesh := accelerator.torch_device_mesh) is None:
+        return {}
+    found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return {axis: int(found[axis]) for axis in AXES if found.get(axis, 1) > 1}
+
+
+def wanted_mesh(accelerate: Mapping[str, Any]) -> dict[str, int]:
+    """The axes above size 1 that the resolved file asks for; empty without a ``parallelism_config``."""
+    section = accelerate.get("parallelism_config") or {}
+    sizes = {axis: int(section.get(f"parallelism_config_{axis}_size") or 1) for axis in AXES}
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def check(found: Distribution, accelerate: dict[str, Any], world_size: int) -> None:
@@ -92,16 +203,58 @@ def check(found: Distribution, accelerate: dict[str, Any], world_size: int) -> N
             )
         )
     same = {wanted, "MULTI_CPU"} if wanted == "MULTI_GPU" and found.device == "cpu" else {wanted}
-    if found.type not in same and not (world_size == 1 and found.type in ("NO", "FSDP")):
+    if found.type not in same and not (world_size == 1 and found.type != "DEEPSPEED"):
         problems.append(Problem(f"the run is {found.type}, the file asks for {wanted}", key="distributed_type"))
+    if found.replicas == "different":
+        problems.append(Problem("ranks that should start from the same parameters hold different ones"))
     if wanted == "FSDP" and not problems and world_size > 1:
-        version = int(accelerate.get("fsdp_config", {}).get("fsdp_version", 1))
-        if found.fsdp_version != version:
-            problems.append(Problem(f"FSDP{found.fsdp_version}, the file asks for FSDP{version}", key="fsdp_version"))
-        shards = world_size // int(found.mesh.get("dp_replicate", 1))
-        if found.sharded_share > 1.25 / shards:  # padding of uneven shards stays far below a quarter
-            problems.append(
-                Problem(f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}")
-            )
+        problems += _fsdp_problems(found, accelerate, world_size)
     if problems:
         raise UserError(problems, ExitCode.FAILED)
+
+
+def _fsdp_problems(found: Distribution, accelerate: Mapping[str, Any], world_size: int) -> list[Problem]:
+    config = accelerate.get("fsdp_config", {})
+    version, problems = int(config.get("fsdp_version", 1)), []
+    if found.fsdp_version != version:
+        problems.append(Problem(f"FSDP{found.fsdp_version}, the file asks for FSDP{version}", key="fsdp_version"))
+    mesh = wanted_mesh(accelerate)
+    if mesh and found.mesh != mesh:
+        asked, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))
+        problems.append(Problem(f"the mesh is {is_now}, the file asks for {asked}", key="parallelism_config"))
+    problems += _placement_problems(found, mesh)
+    shards = world_size // int(found.mesh.get("dp_replicate", 1))
+    # What tp does not split is kept by each of its ranks: _placement_problems looks at that share.
+    whole_over_tp = sum(n for where, n in found.placements.items() if "tp: replicate" in where)
+    extra = whole_over_tp / max(1, sum(found.placements.values())) * (found.mesh.get("tp", 1) - 1)
+    if found.sharded_share > 1.25 * (1 + extra) / shards:  # padding of uneven shards stays far below a quarter
+        problems.append(
+            Problem(f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}")
+        )
+    offload = str(config.get("fsdp_offload_params", False)).lower() == "true"
+    if found.placements and offload != (found.offloaded > 0.99) and (offload or found.offloaded > 0):
+        text = f"{found.offloaded:.0%} of the parameters are kept in the CPU's memory"
+        problems.append(Problem(text, key="fsdp_config.fsdp_offload_params"))
+    if mesh.get("cp", 1) > 1 and found.attention is not None and found.attention != "clustertune_context":
+        text = f"the model calls {found.attention} attention, which sees this rank's part of a sequence only"
+        problems.append(Problem(text, key="parallelism_config.parallelism_config_cp_size"))
+    return problems
+
+
+def _placement_problems(found: Distribution, mesh: Mapping[str, int]) -> list[Problem]:
+    """Parameters that lie otherwise than FSDP2 on this mesh lays them."""
+    if found.fsdp_version != 2 or not found.placements:
+        return []
+    problems, total = [], sum(found.placements.values())
+    for where, count in found.placements.items():
+        parts = dict(part.split(": ", 1) for part in where.split(", ")) if ": " in where else {}
+        sharded = [axis for axis, how in parts.items() if axis.startswith("dp_shard") and how.startswith("shard")]
+        copied = parts.get("dp_replicate", "replicate") == "replicate"
+        if not (sharded and copied):
+            problems.append(Problem(f"{count:,} of {total:,} parameters lie as '{where}': not sharded over dp_shard"))
+    if mesh.get("tp", 1) > 1:
+        split = sum(count for where, count in found.placements.items() if "tp: shard" in where)
+        if split < TP_SHARE * total:
+            text = f"tensor parallelism splits {split / total:.0%} of the parameters: its ranks are copies of each other"
+            problems.append(Problem(text, key="parallelism_config.parallelism_config_tp_size"))
+    return problems

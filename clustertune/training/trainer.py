@@ -17,14 +17,14 @@ import torch
 from peft import PeftModel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from trl import SFTTrainer
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.storage import free_bytes, is_full, storage_cause
-from clustertune.training import fsdp1
+from clustertune.training import deepspeed, fsdp1
 from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.stop import StopFlag
+from clustertune.training.zero import ZeroTrainer, local
 
 
 class Store(Protocol):
@@ -71,7 +71,7 @@ def untouched_random_state() -> Any:
         np.random.set_state(numpy)
 
 
-class Trainer(SFTTrainer):  # type: ignore[misc]
+class Trainer(ZeroTrainer):
     """One rank's trainer. ``fence`` raises UserError where another attempt has taken over; rank 0 asks it at each step."""
 
     def __init__(
@@ -98,6 +98,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         """The step that this attempt goes on from."""
         self.peak_memory_bytes = 0
         """Highest peak memory over ranks so far."""
+        self.on_inputs: Callable[[Mapping[str, Any]], None] | None = None
+        """Gets the inputs of every micro batch of training; a benchmark counts their tokens."""
         self._bad_loss: float | None = None
         self._expected_digest: str | None = None
 
@@ -105,6 +107,8 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.beat("train", self.state.global_step)
+        if self.on_inputs is not None:
+            self.on_inputs(args[1])
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._bad_loss is None and not torch.isfinite(loss):
             self._bad_loss = float(loss)
@@ -120,6 +124,12 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
                 f"loss {self._bad_loss}" if bad[0] else f"gradient norm {value}" if bad[1] else "finite here"
             )
         return norm
+
+    def refuse_step(self, loss: float | None, gradients: bool) -> None:
+        """DeepSpeed steps before the Trainer sees a gradient norm: its engine asks here."""
+        bad = [float(loss is not None), float(not gradients)]
+        if any(self.group.maximum(bad)):
+            self._raise_non_finite(f"loss {loss}" if bad[0] else "gradients" if bad[1] else "finite here")
 
     def _raise_non_finite(self, here: str, fix: str | None = None) -> None:
         by_rank = [f"rank {rank}: {what}" for rank, what in enumerate(self.group.gather(here)) if what != "finite here"]
@@ -238,7 +248,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
     def _not_saved(self, step: int, folder: Path, error: BaseException) -> UserError:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        need = 3 * sum(p.numel() * p.element_size() for p in trained)  # the parameters and AdamW's two moments
+        need = 3 * sum(deepspeed.elements(p) * p.element_size() for p in trained)  # the parameters and AdamW's two moments
         what = str(storage_cause(error) or error).splitlines()[0]
         free = free_bytes(folder)
         room = f" ({free / 1e6:.1f} MB free, it needs about {need / 1e6:.1f} MB)" if free is not None else ""
@@ -252,7 +262,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         )
 
     def _check_parameters(self) -> None:
-        finite = all(bool(torch.isfinite(_local(p)).all()) for p in self.model.parameters() if p.requires_grad)
+        finite = all(bool(torch.isfinite(local(p)).all()) for p in self.model.parameters() if p.requires_grad)
         if any(self.group.maximum([float(not finite)])):
             self._raise_non_finite("finite here" if finite else "trained parameters")
 
@@ -274,6 +284,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
     def resume_with(self, meta: Mapping[str, Any]) -> None:
         """Take what TRL does not restore (tokens seen), and what the restored state must be equal to."""
+        self.check_world_of(int(meta.get("world_size", 0)), self.group.world_size)
         self.start_step = int(meta.get("step", 0))
         self._total_train_tokens = int(meta.get("tokens", 0))
         digests = meta.get("state_digests") or []
@@ -328,13 +339,15 @@ def state_digest(model: Any, optimizer: Any) -> str:
     digest = hashlib.sha256()
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if deepspeed.is_zero(inner):
+        for tensor in deepspeed.state_tensors(inner):
+            digest.update(_bytes(tensor))
+        return digest.hexdigest()
     for tensor in [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]:
         if isinstance(tensor, torch.Tensor):
-            digest.update(_local(tensor).contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes(local(tensor)))
     return digest.hexdigest()
 
 
-def _local(parameter: Any) -> torch.Tensor:
-    """This rank's part of a parameter."""
-    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.detach()
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -17,6 +17,7 @@ from tests.config.conftest import Refuse
 
 FSDP = "accelerate.fsdp_config"
 PARALLEL = "accelerate.parallelism_config.parallelism_config"
+BATCH = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
 DS = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
 
 
@@ -25,7 +26,7 @@ def deepspeed(recipes: Path) -> Path:
     """The reference recipe with a DeepSpeed distribution beside its own."""
     folder = recipes / "llama405b-oasst2"
     (folder / "ds.yaml").write_text(DS)
-    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **BATCH}))
     return folder
 
 
@@ -93,7 +94,7 @@ def test_ranks_left_to_shard_over_are_derived() -> None:
 def test_deepspeed_s_file_takes_overrides(deepspeed: Path, refused: Refuse) -> None:
     words = ["accelerate=ds.yaml", "deepspeed.zero_optimization.stage=3", "deepspeed.bf16=null"]
     resolved = resolve(deepspeed, words)
-    assert resolved.deepspeed == {"zero_optimization": {"stage": 3}}
+    assert resolved.deepspeed == {"zero_optimization": {"stage": 3}, **BATCH}
     assert resolved.fingerprint() != resolve(deepspeed, words[:1]).fingerprint()
     assert show.as_json(resolved)["values"]["deepspeed.zero_optimization.stage"] == {"value": 3, "origin": "override"}
     both = refused(deepspeed, ["accelerate=ds.yaml", "accelerate.deepspeed_config.zero_stage=3"])[0]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from clustertune.config import show
 from clustertune.config.resolve import resolve
-from tests.config.write_golden import GOLDEN, document, file_name
+from tests.config.write_golden import CASES, GOLDEN, document, file_name
 
 NAMES = ("tiny-oasst2", "llama405b-oasst2")
 
@@ -22,8 +22,7 @@ def rendered(name: str, *overrides: str, tiny: bool = False) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize(("name", "tiny"), CASES)
 def test_the_document_is_the_golden_one(repo: Path, name: str, tiny: bool) -> None:
     """A difference is a change of meaning to review; ``python -m tests.config.write_golden`` writes them anew."""
     golden = json.loads((repo / GOLDEN / file_name(name, tiny)).read_text())

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from clustertune.config.accelerate_file import parallel_sizes
 from clustertune.config.resolve import resolve
+from clustertune.config.tiny import ranks as tiny_ranks
 from clustertune.config.tiny import tiny_layer
 
 
@@ -70,3 +72,75 @@ def test_a_wrong_recipe_does_not_break_the_layer(train: Any) -> None:
 def test_a_recipe_elsewhere_finds_the_shipped_conversations(recipes: Path, repo: Path) -> None:
     tiny = resolve(recipes / "llama405b-oasst2", tiny=True)
     assert tiny.input_path == repo / "recipes" / "tiny-oasst2" / "conversations.jsonl"
+
+
+MESHES = [
+    # recipe, ranks, axes that are left, ranks with different sequences
+    ("llama405b-oasst2-hsdp-qlora", 16, {"dp_replicate": 2, "dp_shard": 8}, 16),
+    ("llama405b-oasst2-hsdp-qlora", 4, {"dp_replicate": 2, "dp_shard": 2}, 4),
+    ("llama405b-oasst2-hsdp-qlora", 2, {}, 2),
+    ("llama70b-tp-fsdp2", 4, {"tp": 2, "dp_shard": 2}, 2),
+    ("llama70b-tp-fsdp2", 3, {}, 3),
+    ("llama8b-longcontext-32k", 4, {"cp": 2, "dp_shard": 2}, 2),
+    ("llama8b-longcontext-32k", 2, {"cp": 2}, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "axes", "different"), MESHES)
+def test_each_axis_of_a_mesh_becomes_two(name: str, ranks: int, axes: dict[str, int], different: int) -> None:
+    """As it stands in the file it fits the real machine alone; what is left out for want of ranks is told."""
+    full, tiny = resolve(name), resolve(name, tiny=True, ranks=ranks)
+    assert parallel_sizes(tiny.accelerate) == axes
+    assert tiny.data_parallel_size == different
+    lost = set(parallel_sizes(full.accelerate)) - set(axes) - {"dp_shard"}
+    (told,) = (item for item in tiny.derived if item.key == "accelerate.parallelism_config")
+    assert ("too few for" in told.reason) is bool(lost) and all(axis in told.reason for axis in lost)
+    assert tiny.own_accelerate, "the ranks read the scaled file, not the recipe's"
+
+
+def test_sizes_on_the_command_line_are_meant() -> None:
+    """Who writes a size knows how many ranks there are."""
+    section = "accelerate.parallelism_config.parallelism_config"
+    found = resolve("llama70b-tp-fsdp2", [f"{section}_tp_size=4", f"{section}_dp_shard_size=2"], tiny=True, ranks=8)
+    assert parallel_sizes(found.accelerate) == {"tp": 4, "dp_shard": 2}
+    assert found.architecture["num_key_value_heads"] == 4, "four ranks split the heads of a layer"
+    assert resolve("llama70b-fsdp2", tiny=True, ranks=8).architecture["num_key_value_heads"] == 1
+
+
+def test_one_machine_gets_ranks_for_the_mesh() -> None:
+    """Two ranks are enough for one axis; a second needs four."""
+    wanted = {"tiny-oasst2": 2, "llama8b-qlora-1gpu": 2, "llama70b-tp-fsdp2": 4, "llama405b-oasst2-hsdp-qlora": 4}
+    assert {name: tiny_ranks(resolve(name).accelerate) for name in wanted} == wanted
+    assert tiny_ranks(resolve("llama8b-longcontext-32k").accelerate) == 2, (
+        "context parallelism alone leaves ranks to split over"
+    )
+
+
+def test_what_is_peculiar_stays() -> None:
+    """A tiny mixture is a mixture, a quantised base is quantised, a compiled model is compiled, layers are recomputed."""
+    mixture = resolve("mixtral8x7b-tulu3", tiny=True).architecture
+    assert mixture["num_local_experts"] == 4 and mixture["num_experts_per_tok"] == 2
+    grouped = resolve("qwen2.5-14b-tulu3", tiny=True)
+    assert grouped.architecture["num_attention_heads"] > grouped.architecture["num_key_value_heads"]
+    assert grouped.accelerate["dynamo_config"] == {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    assert grouped.recipe.activation_checkpointing and grouped.recipe.activation_checkpointing.ratio == 0.5
+    quantised = resolve("llama405b-oasst2-hsdp-qlora", tiny=True).train_args["model_init_kwargs"]
+    assert quantised["quantization_config"]["load_in_4bit"] is True
+
+
+def test_offloading_needs_no_compiler_and_no_disk() -> None:
+    """DeepSpeed's own Adam is compiled for minutes and NVMe takes libaio: a laptop has neither, and the sharding stays."""
+    full, tiny = (resolve("llama70b-zero-infinity", tiny=tiny).deepspeed for tiny in (False, True))
+    assert full and tiny
+    assert full["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert tiny["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert "nvme_path" not in tiny["zero_optimization"]["offload_param"] and tiny["zero_force_ds_cpu_optimizer"] is False
+    assert tiny["zero_optimization"]["stage"] == 3 and tiny["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    meant = ["deepspeed.zero_force_ds_cpu_optimizer=true"]
+    kept = resolve("llama70b-zero-infinity", meant, tiny=True)
+    assert kept.deepspeed and kept.deepspeed["zero_force_ds_cpu_optimizer"] is True
+    assert kept.deepspeed_overrides["zero_optimization.offload_param.device"] == "cpu", (
+        "the ranks read the file with the change"
+    )
+    small = resolve("llama1b-oasst2", ["accelerate=accelerate-zero2.yaml"], tiny=True)
+    assert small.deepspeed_overrides == {}

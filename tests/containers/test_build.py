@@ -7,9 +7,11 @@ import hashlib
 import io
 import json
 import os
+import ssl
 import subprocess
 import sys
 import tarfile
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from clustertune.containers.build import Asked, Base
 from clustertune.containers.lockfile import Entry, Lock
 from clustertune.errors import UserError
 from tests import tree
+from tests.slurm import wait_for
 
 DIGEST = "example.org/base@sha256:" + "a" * 64
 INVENTORY = {"python": [], "system": [["libc6", "1", "amd64"]], "distribution": "debian", "release": "12"}
@@ -128,6 +131,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     house.mkdir()
     (house / "requirements.txt").write_text("")
     monkeypatch.setattr(engines, "wheels_of", lambda *_: (house, []))
+    monkeypatch.setattr(engines, "look_for_registry", lambda *_: None)
     # As an ordinary user: no mount namespace is needed to start a script.
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     return tmp_path
@@ -183,11 +187,60 @@ def test_production_pulls_by_digest(fake: Path) -> None:
     assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "answer", "told"),
+    [
+        ("nvcr.io/nvidia/nemo", "https://nvcr.io/v2/", OSError("no route"), "nvcr.io does not answer (no route)"),
+        ("nvidia/cuda", "https://registry-1.docker.io/v2/", urllib.error.URLError("unknown name"), "docker.io does not answer"),
+        ("docker.io/nvidia/cuda", "https://registry-1.docker.io/v2/", TimeoutError("timed out"), "BASE=standin"),
+        ("localhost/x", "https://localhost/v2/", urllib.error.URLError(ssl.SSLError("plain")), ""),
+        ("example.org:5000/x", "https://example.org:5000/v2/", urllib.error.HTTPError("u", 401, "who", {}, None), ""),  # type: ignore[arg-type]
+        ("example.org/x", "https://example.org/v2/", None, ""),
+    ],
+)
+def test_a_registry_that_does_not_answer_is_told_first(
+    name: str, asked: str, answer: OSError | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three gigabytes are fetched before the engine would say so. One that asks for a password is there."""
+
+    def urlopen(address: str, timeout: float) -> io.BytesIO:
+        assert address == asked and timeout < 60
+        if answer:
+            raise answer
+        return io.BytesIO()
+
+    monkeypatch.setattr(build.urllib.request, "urlopen", urlopen)
+    said: list[str] = []
+    build.look_for_registry(Base(f"{name}@sha256:{'a' * 64}"), said.append)
+    assert [told in line for line in said] == ([True] if told else []), said
+    build.look_for_registry(Base("stand-in", Path("x.tar")), said.append)
+    assert len(said) == bool(told)
+
+
 def test_a_dry_run_does_nothing(fake: Path) -> None:
     """It says from what it would build, also where the stand-in is not made yet."""
     told = engines.build_sif(Asked("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
     assert told["definition"] == "containers/train.def" and told["base"] == f"stand-in {standin.suite_of('3.12')}"
     assert not (fake / "log").exists() and not (fake / "work").exists()
+
+
+def test_a_build_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    """By SIGTERM too, as CI and schedulers end things: a build folder holds gigabytes."""
+    folder, started, base = tmp_path / "bin", tmp_path / "started", tmp_path / "base.tar"
+    folder.mkdir()
+    base.touch()
+    program = folder / "apptainer"
+    program.write_text(f"#!/bin/sh\npwd > {started}.part && mv {started}.part {started}\nexec sleep 600\n")
+    program.chmod(0o755)
+    words = ["build-sif", "--definition", "megatron", "--base", str(base), "--out", str(tmp_path / "x.sif")]
+    command = [sys.executable, "-m", "clustertune.containers", *words]
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, cwd=tree.REPO, env=environ, stderr=subprocess.PIPE, text=True) as build:
+        wait_for(started.exists, "the start of the engine", 120)
+        build.terminate()
+        _, said = build.communicate(timeout=60)
+    assert build.returncode == 75 and "interrupted" in said and "Traceback" not in said
+    assert not Path(started.read_text().strip()).exists() and not list(tmp_path.glob("*.sif*"))
 
 
 def test_no_engine_is_told_with_the_way_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +251,22 @@ def test_no_engine_is_told_with_the_way_to_one(tmp_path: Path, monkeypatch: pyte
         engines.find_apptainer()
     with pytest.raises(UserError, match="podman"):
         engines.find_engine()
+
+
+def test_an_engine_that_was_moved_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs know where they lie: a checkout that was renamed has one that does not start."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(engines, "WORK", tmp_path / "build" / "containers")
+    own = tmp_path / "build" / "apptainer" / "bin" / "apptainer"
+    own.parent.mkdir(parents=True)
+    for text, starts in (("#!/no/such/loader\n", False), ("#!/bin/sh\nexit 1\n", False), ("#!/bin/sh\necho 1.4\n", True)):
+        own.write_text(text)
+        own.chmod(0o755)
+        if starts:
+            assert engines.find_apptainer() == str(own)
+        else:
+            with pytest.raises(UserError, match=r"does not start.*get-apptainer\.sh mends it"):
+                engines.find_apptainer()
 
 
 def test_a_layer_that_moves_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

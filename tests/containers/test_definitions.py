@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import build, deflint, pins
+from clustertune.containers import build, deflint, fetches, lockfile, pins
 from tests import tree
 
 TEXTS = {name: text for name, text in tree.texts().items() if name.startswith("containers/")}
@@ -36,6 +36,13 @@ def test_the_dockerfile_is_clean() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert "hadolint ignore" not in TEXTS["containers/Dockerfile"]
+
+
+def test_the_dockerfile_fetches_nothing_that_is_held_to_no_hash() -> None:
+    """hadolint asks for versions, not for hashes."""
+    assert list(fetches.unheld(TEXTS["containers/Dockerfile"].splitlines(), 1)) == []
+    loose = TEXTS["containers/Dockerfile"].replace("USER 10001", "RUN pip install x\nUSER 10001", 1)
+    assert list(fetches.unheld(loose.splitlines(), 1))
 
 
 def test_hadolint_would_find_a_fault(tmp_path: Path) -> None:
@@ -92,6 +99,18 @@ def test_the_dockerfile_does_what_the_definition_does() -> None:
         and "selftest.py" in sections["test"]
         and "selftest.py" in docker
     )
+
+
+def test_the_dockerfile_is_told_what_the_definition_is_told() -> None:
+    """The same build arguments with the same defaults, and the Python of the lock that they name."""
+    docker, definition = TEXTS["containers/Dockerfile"], deflint.read(TEXTS["containers/train.def"])
+    given = {name.lower(): value for name, value in re.findall(r"^ARG (\w+)=(\S+)$", docker, re.MULTILINE)}
+    wanted = {name: value for name, value in definition.arguments().items() if name != "bootstrap"}
+    given["base"] = given.pop("base_image")
+    assert given == wanted
+    for name in ("train", "reference"):
+        arguments = deflint.read(TEXTS[f"containers/{name}.def"]).arguments()
+        assert lockfile.read(pins.FOLDER / f"{arguments['lock']}.lock").python == arguments["python"]
 
 
 def test_the_image_is_no_roots() -> None:

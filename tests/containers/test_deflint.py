@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import deflint
+from clustertune.containers import deflint, fetches, pins
 from clustertune.errors import UserError
 
 GOOD = """# why
@@ -58,6 +58,17 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("From: {{ base }}", "From: {{ base }}\nnonsense", "4: neither `Key: value` nor a section"),
         ("bootstrap=docker", "bootstrap=dockr", "1: Bootstrap: dockr is unknown"),
         ("@sha256:" + "a" * 64, ":latest", "1: From: example/base:latest has no digest"),
+        ("bootstrap=docker", "bootstrap=debootstrap", "1: Bootstrap: debootstrap takes what its mirror has today"),
+        (
+            "bootstrap=docker\n    base=example/base@sha256:" + "a" * 64,
+            "bootstrap=library\n    base=a/b:1",
+            "1: From: a/b:1 has no",
+        ),
+        (
+            "    python{{ python }} -m",
+            "    wget http://x/y\n    python{{ python }} -m",
+            "14: %post: what wget loads is held to no",
+        ),
         ("python{{ python }}", "python{{ pyhton }}", "14: {{ pyhton }} has no default"),
         ("python{{ python }}", "python3", "8: argument python is not used"),
         ("    true\n", "    rm -rf $x/y\n", "23: %test: "),
@@ -86,3 +97,54 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_the_base_with_the_defaults_put_in() -> None:
     """What a production build starts from."""
     assert deflint.read(GOOD).value("from") == "example/base@sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("curl -fsSLO https://x/y.tar", "held to no hash"),
+        ("curl -fsSL https://x/y.sh | sh -s -- -y", "is run unseen"),
+        ('bash -c "$(wget -qO- https://x/y.sh)"', "is run unseen"),
+        ("pip install torch==2.0", "pip takes what the index has today"),
+        ("/v/bin/python -m pip --quiet install -r x.txt", "pip takes what the index has today"),
+        ("uv pip install --system torch", "pip takes what the index has today"),
+        ("git clone --depth 1 https://x/y", "git clone takes what the branch is today"),
+        ("conda install -y x", "`conda install` takes what its index has today"),
+        ("true && npm install x", "`npm install` takes what its index has today"),
+        ("add-apt-repository ppa:x/y", "add-apt-repository adds another archive"),
+        ("curl -O https://x/y \\\n    && tar xf y", "held to no hash"),
+    ],
+)
+def test_what_is_held_to_nothing(line: str, told: str) -> None:
+    """A base by digest and a %post that takes what is there today: two builds of one name, or somebody else's code."""
+    ((number, message, fix),) = fetches.unheld(["set -eu", *line.split("\n")], 10)
+    assert number == 11 and told in message and fix
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# curl https://x/y",
+        "pip install --require-hashes -r x.lock",
+        "python3 -m pip install \\\n    --no-index --find-links /mnt x",
+        "apt-get install --yes curl wget git",
+        "command -v curl > /dev/null",
+        "curl -O https://x/y\necho '0a  y' | sha256sum --check -",
+        "git clone https://x/y\ngit -C y checkout " + "0123456789" * 4,
+        "pip check",
+        "echo done # pip install x",
+    ],
+)
+def test_what_is_held(line: str) -> None:
+    """A linter that cries is switched off."""
+    assert list(fetches.unheld(line.split("\n"), 1)) == []
+
+
+def test_the_installer_is_looked_at_too(tmp_path: Path) -> None:
+    """The definitions hand their %post to it."""
+    text = (pins.FOLDER / "install.sh").read_text()
+    assert deflint.lint(pins.FOLDER / "install.sh") == []
+    loose = tmp_path / "install.sh"
+    loose.write_text(text.replace("--no-index", "").replace("--require-hashes", ""))
+    (problem,) = deflint.lint(loose)
+    assert "pip takes what the index has today" in str(problem)

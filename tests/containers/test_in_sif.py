@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from clustertune.containers import engines, pins
 from clustertune.launch import container, stack
 from tests.command import REPO
 from tests.containers.in_sif import cluster_file, job
+from tests.launch.test_slurm_faults import preempt
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 from tests.slurm_job import SETTINGS, Job
 
@@ -188,6 +190,59 @@ def test_the_chain_without_any_network(file: Path, tmp_path: Path) -> None:
         inside(file, [run], "-c", probe, more=none)
     inside(file, [run], "-m", "clustertune", "run", *words, more=none)
     assert (run / "adapter" / "adapter_model.safetensors").exists()
+
+
+READ_LATER = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+print("ready", flush=True)
+while not asked:
+    time.sleep(0.05)
+time.sleep(0.5)
+import sqlite3, xml.dom.minidom, nltk
+print("still reads", flush=True)
+"""
+
+
+def test_a_signal_to_every_process_leaves_the_image_readable(file: Path) -> None:
+    """As Slurm signals a step: the image's mount must outlive what the ranks save on."""
+    command = list(container.place([sys.executable, "-c", READ_LATER], load_cluster(str(file)), binds=[], gpus=False).command)
+    with subprocess.Popen(
+        command,
+        env={"PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        assert started.stdout is not None
+        before = next((line for line in started.stdout if line == "ready\n"), "")
+        names = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+                if int(rest.split()[3]) == started.pid:
+                    names[int(stat.parent.name)] = name
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            for pid in names:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        told, _ = started.communicate(timeout=120)
+    assert before and (started.returncode, told.splitlines()[-1:]) == (0, ["still reads"]), told
+
+
+@pytest.mark.long
+def test_preempted_in_the_container_nothing_is_lost(slurm: Cluster, quiet: Seen, file: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Slurm sends SIGTERM to every process of the step, squashfuse with it, and requeues the job."""
+    found = job(slurm, tmp_path / "r", file).submit()
+    found.until(lambda: len(found.steps()) >= 3, "the first steps")
+    preempt(slurm, found)
+    ended = found.end()
+    assert ended["JobState"] == "COMPLETED", found.text
+    assert min(found.steps(found.attempts())) == max(found.steps(1)) + 1, "saved in time nothing is done twice"
+    assert found.adapter() == quiet.job.adapter()
 
 
 def test_an_image_that_lacks_packages_is_told_before_the_first_stage(file: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_locks_hold_to_the_pins(spec: lock.Spec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [("PY", "torch"), ("BUILD", "pip"), ("EXTRA", "deepspeed"), ("REF", "trl"), ("DEV", "ray")]
+    ("group", "name"), [("PY", "torch"), ("BUILD", "pip"), ("EXTRA", "liger-kernel"), ("REF", "trl"), ("DEV", "ray")]
 )
 def test_a_version_moved_in_one_place_only_is_found(group: str, name: str) -> None:
     """Whichever group it stands in."""

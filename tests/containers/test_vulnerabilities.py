@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from clustertune.containers import __main__ as commands
 from clustertune.containers import vulnerabilities
 from clustertune.containers.lockfile import Entry, Lock
 from clustertune.containers.vulnerabilities import Known, NoDatabase
@@ -62,6 +63,16 @@ def test_what_is_known_is_told_once() -> None:
     (problem,) = vulnerabilities.judge(known, {"GHSA-2": "not used"})
     assert problem.key == "oven" and "PYSEC-1" in problem.message and "GHSA" not in problem.message
     assert vulnerabilities.judge(known, {"GHSA-2": "a", "PYSEC-1": "b"}) == []
+
+
+def test_a_mirror_is_named_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """make lock-check DATABASE=<address>: a machine that reaches a mirror only has it scanned too."""
+    monkeypatch.setattr(commands.lock, "check_all", lambda *_, **__: {"x": LOCK})
+    with database({"results": [{}, {"vulns": [{"id": "PYSEC-1"}]}]}) as (address, asked):
+        assert commands.main(["lock-check", "--database", address]) == 2
+    assert asked and "oven: 2.0: PYSEC-1" in capsys.readouterr().err
+    assert commands.main(["lock-check", "--database", "http://127.0.0.1:9"]) == 0
+    assert "not done: known vulnerabilities" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[]", {"results": [{}]}, {"results": "none"}, {"error": 1}])

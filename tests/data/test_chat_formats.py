@@ -122,3 +122,11 @@ def test_copies_of_a_conversation_never_stand_in_both_splits(run):
 def test_a_language_for_another_format_is_said_to_do_nothing(run):
     got = run([{"conversations": ["a", "b"]}], format="lima")
     assert any("data.language" in warning for warning in got.result["warnings"])
+
+
+def test_a_limit_takes_the_first_conversations(run, lines):
+    """The source's 2,048 samples: what stands behind them is not taken, and another limit is another dataset."""
+    rows = [{"instruction": f"ask {n}", "output": f"answer {n}"} for n in range(20)]
+    found = run(lines(rows), format="alpaca", limit=8)
+    assert sorted(c["source"]["row"] for c in found.conversations) == list(range(1, 9))
+    assert len(run(lines(rows), format="alpaca").conversations) == 20

@@ -30,7 +30,7 @@ from clustertune.doctor import (
 from clustertune.health import Finding
 from clustertune.host.facts import HostFacts, Mount, Package
 from clustertune.ifeval import punkt
-from clustertune.merge.header import Tensor, build_header
+from clustertune.tensorfile import Tensor, build_header
 
 MODULES = (
     data_files, data_model, recipe_plan, recipe_refused, recipe_training, run_folder, run_secrets, run_space, stack_versions,

@@ -11,7 +11,7 @@ import pytest
 from clustertune.doctor import recipe_model
 from clustertune.doctor.recipe_model import ModelFolder, has_generation_marks, snapshot
 from clustertune.health import FAIL
-from clustertune.merge.header import Tensor, build_header
+from clustertune.tensorfile import Tensor, build_header
 from tests.doctor.recipe_case import make, weight_file, write_checkpoint, write_model, write_run
 
 SMALL = (

@@ -214,6 +214,8 @@ def parcel_of(**model: str) -> Spoil:
     return spoil
 
 
+REGIONAL = "accelerate.dynamo_config.dynamo_use_regional_compilation=true"
+"""Without it the recipe is also doubtful: compiled as a whole."""
 CASES: list[tuple[str, str, Spoil]] = [
     ("recipe-doubtful", WARN, lambda c: setattr(c, "change", lambda r: replace(r, warnings=["odd"]))),
     ("double-recomputation", FAIL, train(activation_checkpointing=True)),
@@ -226,7 +228,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("long-warmup", WARN, override("train.warmup_steps=100")),
     ("long-warmup", WARN, override("train.warmup_steps=0.6")),
     ("loss-on-all-tokens", WARN, lambda c: c.recipe["train"].pop("assistant_only_loss")),
-    ("compile-shapes", WARN, override("train.torch_compile=true", "train.packing=false", "train.eval_steps=400")),
+    ("compile-shapes", WARN, override(REGIONAL, "train.torch_compile=true", "train.packing=false", "train.eval_steps=400")),
     ("quantised-storage", FAIL, quantised(bnb_4bit_quant_storage=None)),
     ("quantised-compute", WARN, quantised(bnb_4bit_compute_dtype=None)),
     ("no-bfloat16", FAIL, cluster(compute__gpu="v100-sxm-32", compute__interconnect="nvlink2")),
@@ -237,9 +239,9 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("not-planned", UNKNOWN, cluster(compute__gpu="my-gpu")),
     ("shape-refused", FAIL, both(shared, section("slurm", time="2-00:00:00"), cluster(slurm__max_time="24:00:00"))),
     ("gpu-memory", FAIL, override("train.per_device_train_batch_size=2", "train.max_length=131072")),
-    ("host-memory", FAIL, cluster(compute__memory_gb=24)),
-    ("load-timeout", WARN, slow_storage(0.012)),
-    ("load-timeout", FAIL, both(slow_storage(0.005))),
+    ("host-memory", FAIL, both(fsdp1(), cluster(compute__memory_gb=24))),
+    ("load-timeout", WARN, both(fsdp1(), slow_storage(0.012))),
+    ("load-timeout", FAIL, both(fsdp1(), slow_storage(0.005))),
     ("prepare-timeout", WARN, lambda c: c.recipe["data"]["expect"].update(train=400_000)),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
     ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=1))),
@@ -378,6 +380,8 @@ def test_what_loading_is_held_against_is_the_recipes_own_timeout(tmp_path: Path)
     """A longer ddp_timeout is the remedy that is proposed: it must silence the rule."""
     case = make(tmp_path)
     slow_storage(0.005)(case)
+    assert "load-timeout" not in {item.rule for item in case.findings()}  # ranks that read their own rows wait for nobody
+    fsdp1()(case)
     (found,) = [item for item in case.findings() if item.rule == "load-timeout"]
     remedy = re.search(r"train\.ddp_timeout=\d+", found.fix)
     assert remedy is not None
@@ -455,6 +459,7 @@ NEAR: list[tuple[str, str | None, Spoil]] = [
     ("dataset-differs", None, lambda c: (c.recipe["data"]["expect"].update(train=19_999, eval=None), expected(c))),
     ("loss-on-all-tokens", None, override("train.assistant_only_loss=false")),
     ("compile-shapes", None, override("train.torch_compile=true")),
+    ("compile-shapes", WARN, override(REGIONAL, "accelerate.dynamo_config.dynamo_backend=INDUCTOR", "train.packing=false")),
     ("package-missing", None, both(override("train.use_liger_kernel=true"), versions(liger_kernel="0.8.5"))),
     ("wandb-mode", None, environment(HF_HUB_OFFLINE="1", WANDB_MODE="offline")),
     ("env-file", None, env()),

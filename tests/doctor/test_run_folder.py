@@ -13,7 +13,7 @@ from clustertune.doctor import run_space
 from clustertune.doctor.run_folder import bad_shapes
 from clustertune.doctor.run_space import existing, needed
 from clustertune.health import FAIL, WARN
-from clustertune.merge.header import Tensor
+from clustertune.tensorfile import Tensor
 from tests.command import run
 from tests.doctor.recipe_case import make, write_checkpoint, write_run
 from tests.doctor.run_cases import full_disk

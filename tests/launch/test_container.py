@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +201,40 @@ def test_what_a_node_lacks_is_told_with_its_name(node: Node) -> None:
     done = node.run("nothere", "exec", str(node.image), "python3")
     assert done.returncode == 2 and "has no nothere" in done.stderr
     assert node.run("apptainer", "run", str(node.image)).returncode == 2
+
+
+def test_what_mounts_the_image_outlives_a_signal_to_all(node: Node, tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to every process of a step: with squashfuse gone the ranks cannot read the image while they save."""
+    told = node.bin / "squashfuse_ll"
+    told.write_text('#!/bin/sh\n/bin/grep SigIgn /proc/self/status\necho "$@"\n')
+    told.chmod(0o755)
+    _, found = node.ask()
+    done = subprocess.run(
+        ["squashfuse_ll", "-o", "offset=4"], env={"PATH": found["PATH"]}, capture_output=True, text=True, timeout=60, check=True
+    )
+    ignored = int(done.stdout.split()[1], 16)
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    assert all(ignored >> (number - 1) & 1 for number in numbers) and "offset=4" in done.stdout
+    # Apptainer's helpers get a PATH of its own: what is meant is found all the same, and never the link itself.
+    link = REPO / "launch/fuse/squashfuse_ll/squashfuse_ll"
+    done = subprocess.run(
+        [link], env={"PATH": f"{link.parent}:{node.bin}"}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "SigIgn" in done.stdout
+
+
+def test_no_program_is_promised_that_is_not_there(node: Node, tmp_path: Path) -> None:
+    """Apptainer unpacks the image where it finds no squashfuse."""
+    few = tmp_path / "few"
+    few.mkdir()
+    for name in ("bash", "dirname", "env", "mkdir", "uname"):
+        (few / name).symlink_to(str(shutil.which(name)))
+    _, found = node.ask(PATH=f"{node.bin}:{few}")
+    assert found["PATH"] == f"{node.bin}:{few}"
+    (few / "squashfuse").write_text("#!/bin/sh\n")
+    (few / "squashfuse").chmod(0o755)
+    _, found = node.ask(PATH=f"{node.bin}:{few}")
+    assert found["PATH"] == f"{REPO}/launch/fuse/squashfuse:{node.bin}:{few}"
 
 
 # --- pyxis -------------------------------------------------------------------------------------------------------------

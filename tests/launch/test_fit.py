@@ -115,3 +115,12 @@ def test_unknown_architectures_are_let_through() -> None:
     assert fit.rank_parts(other, 8, 8) == []
     assert shape.fit_problems(other, machine(), 1, 8) == []
     assert fit.loading_parts(other, 8) == []
+
+
+def test_an_offloaded_optimizer_takes_no_gpu_memory() -> None:
+    """70B on 8 GPUs of 80 GB: with state and float32 copy in host memory it fits, and without it is refused."""
+    words = ["deepspeed.zero_optimization.offload_optimizer=null"]
+    offloaded, kept = resolve("llama70b-zero3-offload"), resolve("llama70b-zero3-offload", words)
+    assert shape.fit_problems(offloaded, machine(), 1, 8) == []
+    assert [round(part.bytes / 1e9) for part in fit.rank_parts(offloaded, 8, 8)][:1] == [18]
+    assert "12 B each" in str(shape.fit_problems(kept, machine(), 1, 8)[0])

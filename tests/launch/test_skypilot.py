@@ -18,8 +18,7 @@ from clustertune.errors import UserError
 from clustertune.launch import skypilot
 from clustertune.launch.skypilot import Options, check, render
 from tests.command import REPO, run
-
-RECIPES = sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml"))
+from tests.launch.machines import OURS
 
 
 def task(recipe: str, *overrides: str, tiny: bool = False, options: Options | None = None) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def started(found: dict[str, Any], folder: Path, rank: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", OURS)
 def test_every_recipe_is_a_task(recipe: str, tiny: bool, tmp_path: Path) -> None:
     found = task(recipe, tiny=tiny)
     shape = resolve(recipe, tiny=tiny).recipe

@@ -54,6 +54,15 @@ def test_what_every_stage_needs_is_an_error_and_the_rest_a_warning() -> None:
     assert len(warnings) == 1 and "no wandb" in warnings[0]
 
 
+def test_kernels_that_a_recipe_asks_for_are_looked_for() -> None:
+    """Before hours of preparation; and one of two packages is enough for FlashAttention."""
+    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
+    told = stack.lacking(seen(), train, "train.sif", gpus=True)
+    assert [problem.key for problem in told] == ["train.model_init_kwargs.attn_implementation", "train.use_liger_kernel"]
+    assert not stack.lacking(seen(kernels="0.9", liger_kernel="0.8.5"), train, "train.sif", gpus=True)
+    assert not stack.lacking(seen(), train, "train.sif", gpus=False)
+
+
 def test_the_reference_stack_is_held_against_its_own_pins() -> None:
     """Its image is whole in its own way; 7 warnings at every start would be read by nobody."""
     reference = {name.replace("-", "_"): version for name, version in PINNED[pins.REF].items() if name in PINNED[pins.PY]}

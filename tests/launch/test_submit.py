@@ -250,7 +250,7 @@ def test_dry_run_of_every_recipe_on_every_cluster(case: tuple[str, str, bool]) -
     assert golden_submit.document(*case) == golden.read_text()
 
 
-@pytest.mark.parametrize("recipe", golden_submit.RECIPES)
+@pytest.mark.parametrize("recipe", golden_submit.OURS)
 def test_dry_run_needs_no_slurm(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a laptop, for the cluster that it is not; nothing is made."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -267,7 +267,7 @@ def test_dry_run_needs_no_slurm(recipe: str, tmp_path: Path, monkeypatch: pytest
 def test_every_problem_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the first alone: each round costs the wait for the next."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    cluster = golden_submit.CLUSTER_FILES[0]
+    cluster = "rno-rtxpro6000"
     done = call("llama405b-oasst2", "slurm.nodes=1", "slurm.time=00:10:00", "--cluster", cluster, "--run-dir", str(tmp_path))
     assert isinstance(done.exception, UserError)
     said = str(done.exception)
@@ -280,7 +280,7 @@ def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatc
     (tmp_path / ".env").write_text("HF_TOKEN=hf_canary\n")
     (tmp_path / ".env").chmod(0o644)
     monkeypatch.setattr(submit, "REPO", tmp_path)
-    done = call("tiny-oasst2", "--tiny", "--cluster", golden_submit.CLUSTER_FILES[0], "--run-dir", str(tmp_path / "run"))
+    done = call("tiny-oasst2", "--tiny", "--cluster", "rno-rtxpro6000", "--run-dir", str(tmp_path / "run"))
     assert isinstance(done.exception, UserError)
     assert str(tmp_path / ".env") in str(done.exception)
     assert "canary" not in str(done.exception)
@@ -356,7 +356,7 @@ def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path:
 def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> None:
     """``sbatch --test-only`` of each stage of each recipe, in the shape of a cluster like this one."""
     here = machine(2, 1, memory_gb=1000)
-    for recipe in golden_submit.RECIPES:
+    for recipe in golden_submit.OURS:
         resolved = resolve(recipe, tiny=True)
         for stage, wanted in shape.stage_shapes(resolved, here).items():
             script = tmp_path / f"{recipe}-{stage}.sbatch"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.errors import UserError
-from clustertune.merge.header import Tensor
 from clustertune.merge.shards import parse_size, plan_shards, split
+from clustertune.tensorfile import Tensor
 
 
 def fake(sizes: list[int]) -> list[Tensor]:

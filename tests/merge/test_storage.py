@@ -27,13 +27,13 @@ from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.merge import bench_model, merge, pieces, streaming, streams
 from clustertune.merge.base import Base
-from clustertune.merge.header import Tensor, build_header, byte_size
 from clustertune.merge.job import WORKING_MEMORY, Job
 from clustertune.merge.lora import Adapter, Update
 from clustertune.merge.lora_config import read_settings
 from clustertune.merge.shards import Shard
 from clustertune.merge.stage import staging_folder
 from clustertune.merge.streams import Output
+from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.merge.conftest import file_hashes, load_all
 
 FULL_DISK = """

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA, recomputed": {"lora": ALL, "dropout": 0.05, "recompute": True, "length": 256, "lengths": [128, 64, 64]},
     "full, padded": {"whole": True, "packing": False, "batch": 2, "length": 128, "lengths": [128, 100]},
     "weights above all, fp32": {"model": WIDE, "bf16": False, **SHORT},
+    "recomputed, some kept": {"section": {"save": ["attention", "every_second_matmul"]}},
 }
 MORE: dict[str, dict[str, Any]] = {
     "full, packed": {},
@@ -59,6 +60,11 @@ MORE: dict[str, dict[str, Any]] = {
     "experts": {"model": EXPERTS, "whole": True},
     "FSDP1": {"kind": "FSDP1", "model": WIDE, **SHORT},
     "FSDP1, recomputed": {"kind": "FSDP1", "model": WIDE, "whole": True, "recompute": True},
+    "half recomputed, some kept": {"section": {"ratio": 0.5, "save": ["attention", "every_second_matmul"]}},
+    "recomputed, attention kept": {"section": {"save": ["attention"]}},
+    "recomputed, products kept": {"section": {"save": ["matmul"]}, "whole": True},
+    "LoRA, recomputed, products kept": {"lora": ATTENTION, "section": {"save": ["matmul"]}},
+    "DDP, recomputed, some kept": {"kind": "DDP", "section": {"save": ["attention", "every_second_matmul"]}},
     "DDP": {"kind": "DDP", "model": WIDE, **SHORT},
     "DDP, LoRA": {"kind": "DDP", "lora": ATTENTION, "whole": True},
 }  # fmt: skip
@@ -99,6 +105,9 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
         "slurm": {"nodes": 1, "gpus_per_node": 2},
         "plan": {"whole_logits": case.get("whole", False)},
     }
+    if "section" in case:
+        body["activation_checkpointing"] = case["section"]
+        del train["activation_checkpointing"]
     if "lora" in case:
         body["lora"] = {"r": 8, "lora_alpha": 16, "lora_dropout": case.get("dropout", 0.0), "target_modules": case["lora"]}
         train["model_init_kwargs"] = {"dtype": "bfloat16" if half else "float32"}

@@ -207,11 +207,21 @@ def host(folder: Path, **recipe: Any) -> dict[str, float]:
 
 
 def test_ram_while_loading(tmp_path: Path) -> None:
-    """One copy in the node with fsdp_cpu_ram_efficient_loading, one for each rank without, a shard each under ZeRO-3."""
+    """A few parts where ranks read rows, one copy in the node under FSDP1, one for each rank without, a shard under ZeRO-3."""
     size = 2.0 * 8_030_261_248
     careless = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_cpu_ram_efficient_loading": False}}  # type: ignore[dict-item]
     zero = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
-    assert host(tmp_path / "one") == near({"ranks": 8 * RANK_HOST_BYTES, "loading": size})
+    first = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": True, "fsdp_use_orig_params": True,
+        },
+    }  # fmt: skip
+    parts = 8 * 5 * 128_256 * 4096 / 8  # five of the embedding's, of the eight ranks
+    assert host(tmp_path / "rows") == near({"ranks": 8 * RANK_HOST_BYTES, "loading": parts * (2 + 4)})
+    assert host(tmp_path / "lora", lora=LORA_SECTION)["loading"] == pytest.approx(parts * 2)
+    assert host(tmp_path / "one", accelerate=first) == near({"ranks": 8 * RANK_HOST_BYTES, "loading": size})
     assert host(tmp_path / "each", accelerate=careless)["loading"] == pytest.approx(8 * size)
     assert host(tmp_path / "zero", accelerate=zero)["loading"] == pytest.approx(size)
     assert host(tmp_path / "two", accelerate=zero, nodes=2)["loading"] == pytest.approx(size / 2)

@@ -127,7 +127,7 @@ def train(folder: Path) -> Tracker:
     from trl import SFTConfig, SFTTrainer
 
     from clustertune.config.resolve import resolve
-    from clustertune.training import accelerate_env, build, cpu_fsdp
+    from clustertune.training import accelerate_env, build, cpu_fsdp, recompute
 
     resolved = resolve(folder)
     version = resolved.accelerate.get("fsdp_config", {}).get("fsdp_version")
@@ -140,6 +140,9 @@ def train(folder: Path) -> Tracker:
     tracker = Tracker()
 
     class Follow(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recompute.apply(trainer.model, resolved)
+
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
                 tracker.start()

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clustertune.report import content
+from clustertune.report.format import duration
 from clustertune.report.metrics import Metrics, read_metrics
 
 RECORDED = Path(__file__).parent / "recorded" / "metrics.jsonl"
@@ -152,3 +154,19 @@ def test_no_event_whatever_it_holds_stops_the_reader(
     path.write_text("".join(json.dumps({"event": name, **values}) + "\n" for name, values in events))
     metrics = read_metrics(path)
     assert [record.step for record in metrics.steps] == sorted({record.step for record in metrics.steps})
+
+
+def test_the_start_up_of_each_attempt(tmp_path: Path) -> None:
+    """Parts as they come, the sum with what was read and held; an attempt that ended before has its parts only."""
+
+    def part(name: str, seconds: float, attempt: int = 1, **more: Any) -> dict[str, Any]:
+        return {"event": "startup", "attempt": attempt, "part": name, "seconds": seconds, **more}
+
+    total = part("total", 9.5, read_bytes=[3, 4], host_bytes=[10, 20], loading="slices")
+    metrics = write(tmp_path / "m", part("imports", 6.5), part("reading", 3.0), total, part("imports", 1.0, 2))
+    first, second = metrics.startups
+    assert (first.parts, first.seconds, first.read_bytes, first.host_bytes) == ({"imports": 6.5, "reading": 3.0}, 9.5, 7, 20)
+    assert (second.attempt, second.parts, second.seconds) == (2, {"imports": 1.0}, None)
+    rows = content.startup_rows(metrics)
+    assert rows[0][:3] == ["1", duration(9.5), f"imports {duration(6.5)}, reading {duration(3.0)}"]
+    assert metrics.unreadable_lines == 0

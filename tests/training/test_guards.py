@@ -114,6 +114,72 @@ def test_hsdp_shards_inside_a_replica() -> None:
     sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), ASKED, 4)
 
 
+def meshed(**sizes: int) -> dict[str, Any]:
+    return {**ASKED, "parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}}
+
+
+SPLIT = {
+    "dp_shard_cp: shard 0, tp: shard 0": 80,
+    "dp_shard_cp: shard 0, tp: shard 1": 15,
+    "dp_shard_cp: shard 0, tp: replicate": 5,
+}
+OFFLOADED = {**ASKED, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "right", "wrong", "message"),
+    [
+        (
+            meshed(dp_shard=2, tp=2),
+            {"placements": SPLIT},
+            {"placements": {"dp_shard_cp: shard 0, tp: replicate": 100}},
+            "splits 0%",
+        ),
+        (
+            meshed(dp_shard=2, tp=2),
+            {"placements": SPLIT},
+            {"mesh": {"dp_shard": 4}},
+            "the mesh is dp_shard 4, the file asks for",
+        ),
+        (
+            meshed(dp_shard=2, cp=2),
+            {"attention": "clustertune_context"},
+            {"attention": "sdpa"},
+            "the model calls sdpa attention",
+        ),
+        (
+            ASKED,
+            {"placements": {"dp_shard: shard 0": 9}},
+            {"placements": {"dp_shard: shard 0": 8, "whole": 1}},
+            "lie as 'whole'",
+        ),
+        (
+            meshed(dp_replicate=2, dp_shard=2),
+            {"placements": {"dp_replicate: replicate, dp_shard_cp: shard 0": 9}, "replicas": "equal", "sharded_share": 0.5},
+            {"replicas": "different"},
+            "hold different ones",
+        ),
+        (
+            OFFLOADED,
+            {"placements": {"dp_shard: shard 0": 9}, "offloaded": 1.0},
+            {"offloaded": 0.0},
+            "0% of the parameters are kept",
+        ),
+        (ASKED, {"placements": {"dp_shard: shard 0": 9}}, {"offloaded": 1.0}, "100% of the parameters are kept"),
+    ],
+)
+def test_parameters_lie_where_the_recipe_says(
+    asked: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any], message: str
+) -> None:
+    """Each strategy's own mark: found, the run goes on; another, it ends before the first step."""
+    section = asked.get("parallelism_config", {})
+    mesh = {axis.split("config_")[1].removesuffix("_size"): size for axis, size in section.items()} or {"dp_shard": 4}
+    base = {"world_size": 4, "mesh": mesh, "sharded_share": 0.25, **right}
+    sharding.check(found(**base), asked, 4)
+    with pytest.raises(UserError, match=message):
+        sharding.check(found(**{**base, **wrong}), asked, 4)
+
+
 def test_a_gpu_takes_the_recipe_as_it_is_and_a_cpu_says_what_differs() -> None:
     recipe = {"tf32": True, "bf16": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
     on_gpu = build.fit_to_device(recipe, cuda=True)

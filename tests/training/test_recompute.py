@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clustertune.config.derive import recomputed_layers
 from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
 from clustertune.plan.strategy import strategy
 from tests.command import events, run
 from tests.training.conftest import RECIPE, SMALL
@@ -42,6 +44,143 @@ def test_only_the_chosen_layers_run_twice(tiny_model: Path) -> None:
         found[ratio] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for ratio in (0.5, 1.0):
         assert all(torch.equal(a, b) for a, b in zip(found[0.0], found[ratio], strict=True))
+
+
+KEPT: dict[str, tuple[float, tuple[str, ...], int, int]] = {
+    "all": (1.0, (), 6, 1),  # the last product's result is not needed again: recomputation stops before it
+    "attention": (1.0, ("attention",), 6, 0),
+    "products": (1.0, ("matmul",), 0, 1),
+    "torchtitan's": (1.0, ("attention", "every_second_matmul"), 3, 0),
+    "of every second layer": (0.5, ("attention", "every_second_matmul"), 3, 0),
+}
+"""Ratio and policy, and how many of a recomputed layer's 7 products and of its attention run twice."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_kept_is_not_computed_twice(tiny_model: Path, dtype: str) -> None:
+    """Counted where operations run, below the policy; and the gradients are those of a model that keeps everything."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import AutoModelForCausalLM
+
+    from clustertune.training.recompute import choose_layers
+
+    class Count(TorchDispatchMode):
+        products = attention = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func)
+            self.products += name in ("aten.mm.default", "aten.addmm.default")
+            self.attention += "scaled_dot_product" in name and "backward" not in name
+            return func(*args, **(kwargs or {}))
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, dtype))
+    model.train()
+    tokens, layers = torch.arange(24).reshape(2, 12), len(model.model.layers)
+
+    def step(ratio: float, save: tuple[str, ...]) -> tuple[Any, list[Any]]:
+        model.zero_grad()
+        model.activation_checkpointing_enable()
+        choose_layers(model, ratio, save)
+        with Count() as counted:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        return counted, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain, gradients = step(0.0, ())
+    for name, (ratio, save, products, attention) in KEPT.items():
+        counted, found = step(ratio, save)
+        again = len(recomputed_layers(ratio, layers))
+        assert counted.products - plain.products == products * again, name
+        assert counted.attention - plain.attention == attention * again, name
+        assert all(torch.equal(a, b) for a, b in zip(gradients, found, strict=True)), name
+
+
+def test_a_policy_lives_with_lora(tiny_model: Path) -> None:
+    """PEFT's wrappers hand it on, and its dropout-free products are the same numbers twice."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from clustertune.training.recompute import choose_layers
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.train()
+    tokens = torch.arange(24).reshape(2, 12)
+    found = []
+    for save in ((), ("attention", "every_second_matmul")):
+        model.zero_grad()
+        model.activation_checkpointing_enable()
+        choose_layers(model, 1.0, save)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == 2 * 2 * len(base.model.layers)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+OWN = [OFF, "activation_checkpointing.ratio=0.5"]
+
+
+def test_exactly_one_recomputes(tiny_model: Path) -> None:
+    """Two at once compute every layer three times; none where one is asked for ends in a lack of memory."""
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from transformers import AutoModelForCausalLM
+
+    from clustertune.training import recompute
+
+    def prepared(*, on: bool, wrapped: bool) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        if on:
+            model.activation_checkpointing_enable()
+        if wrapped:
+            kind = type(model.model.layers[0])
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
+        return model
+
+    def said(words: list[str], **made: bool) -> str:
+        with pytest.raises(UserError) as caught:
+            recompute.apply(prepared(**made), resolve(RECIPE, words))
+        return caught.value.problems[0].message
+
+    own, plain, by_fsdp = resolve(RECIPE, OWN), resolve(RECIPE, [OFF, "train.activation_checkpointing=true"]), resolve(RECIPE)
+    assert str(recompute.apply(prepared(on=True, wrapped=False), own)) == "1 of 2"
+    assert str(recompute.apply(prepared(on=True, wrapped=False), plain)) == "2 of 2"
+    assert str(recompute.apply(prepared(on=False, wrapped=True), by_fsdp)) == "2 of 2"
+    assert "twice" in said(OWN, on=True, wrapped=True)
+    assert "recipe asks for none" in said([OFF, "train.activation_checkpointing=false"], on=True, wrapped=False)
+    assert "wrapped no layer" in said([], on=False, wrapped=False)
+    off = resolve(RECIPE, [OFF, "activation_checkpointing.ratio=0"])
+    assert str(recompute.apply(prepared(on=False, wrapped=False), off)) == "0 of 2"
+
+
+def test_the_word_of_trl_is_the_same_policy(tiny_model: Path) -> None:
+    """Under PEFT, TRL's own way ends in an error of torch's, which does not know the word."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from clustertune.training import build, recompute
+
+    words = [OFF, "train.activation_checkpointing=true", "train.activation_checkpointing_kwargs={selective: true}"]
+    resolved = resolve(RECIPE, words)
+    for cuda in (False, True):
+        assert build.fit_to_device(resolved.train_args, cuda=cuda).values["activation_checkpointing_kwargs"] == {}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model.activation_checkpointing_enable()
+    recompute.apply(model, resolved)
+    kept = [layer._gradient_checkpointing_func.keywords["context_fn"].args for layer in model.model.layers]
+    assert kept == [(("attention",),)] * len(model.model.layers)
+
+
+def test_a_model_without_such_layers_is_told() -> None:
+    """Its flags would be set on nothing, and the plan would be wrong by most of the memory."""
+    import torch
+
+    from clustertune.training import recompute
+
+    with pytest.raises(UserError) as caught:
+        recompute.apply(torch.nn.Linear(2, 2), resolve(RECIPE, OWN))
+    assert "no decoder layer" in caught.value.problems[0].message
 
 
 @pytest.mark.timeout(900)

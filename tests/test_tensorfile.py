@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save, save_file
 
-from clustertune.merge.header import BITS, Tensor, build_header, byte_size, read_header
+from clustertune.tensorfile import BITS, Tensor, build_header, byte_size, read_header
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.bool, torch.int64]
 NAMES = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")

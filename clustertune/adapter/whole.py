@@ -1,0 +1,313 @@
+"""``clustertune export`` of a run that trained all parameters: a model folder as ``save_pretrained`` lays it out, from shards.
+
+One output file at a time is in memory. Names are the published ones: transformers 5 fuses the experts of a mixture when it
+loads it, and its own conversion takes them apart again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clustertune.adapter.export import FILE_MODE, count_bad, export, verify
+from clustertune.checkpoint.store import find_checkpoint
+from clustertune.console import byte_progress, say
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.lock import held
+from clustertune.manifest import MANIFEST, Manifest, find_problems, fsync_path, hash_file, list_files, read_manifest, seal
+
+if TYPE_CHECKING:
+    import torch
+
+    from clustertune.adapter.stored import Stored
+
+KIND = "merged"
+"""A model folder that can be scored and served; a merge makes the same kind."""
+SHARD_BYTES = 5_000_000_000
+"""Bytes of one output file at most; transformers' own figure."""
+BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
+          "generation_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
+"""Files of the base that go with the weights."""
+_LAYER = re.compile(r"^.*?\.\d+\.")
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the checkpoint's ``recipe.json`` says about the model."""
+
+    recipe: str
+    architecture: dict[str, Any]
+    dtype: str
+    """Type of the published weights: the architecture's own, else bfloat16 where the training computed in it."""
+
+
+def export_either(source: Path, out: Path | None = None, base: Path | None = None) -> dict[str, Any]:
+    """Export the adapter, or the model where the recipe trained all parameters, of a run folder or of one checkpoint.
+
+    ``out`` defaults to the run's ``adapter`` or ``merged``; ``base`` to the base model that the run used.
+    """
+    checkpoint = find_checkpoint(source)
+    run = source if checkpoint != source else checkpoint.parent.parent
+    if trains_all(checkpoint):
+        return export_model(checkpoint, out or run / "merged", base or find_base(run))
+    return export(checkpoint, out or run / "adapter")
+
+
+def trains_all(checkpoint: Path) -> bool:
+    """Whether a checkpoint's recipe trains all parameters. False where it has no readable recipe: the export says why."""
+    try:
+        return json.loads((checkpoint / "recipe.json").read_bytes())["recipe"].get("lora") is None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def find_base(run_folder: Path) -> Path | None:
+    """The base model's folder of a run: the one that it made itself, or that its recipe names; None where it has no such."""
+    try:
+        model = json.loads((run_folder / "run.json").read_bytes())["recipe"]["recipe"]["model"]
+        given = model.get("path") or run_folder / "model" / str(model["name"]).rsplit("/", 1)[-1]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Path(given) if Path(given).is_dir() else None
+
+
+def read_trained(checkpoint: Path) -> Trained:
+    """Read ``recipe.json``. Raises UserError where it is no resolved recipe."""
+    path = checkpoint / "recipe.json"
+    try:
+        resolved = json.loads(path.read_bytes())
+        architecture, train = dict(resolved["architecture"]), resolved["recipe"].get("train", {})
+        stated = architecture.get("dtype") or architecture.get("torch_dtype")
+        return Trained(str(resolved["name"]), architecture, str(stated or ("bfloat16" if train.get("bf16") else "float32")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
+
+
+def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, Any]:
+    """Write the model of one checkpoint to ``out`` and return a summary (as :func:`clustertune.adapter.export.export`).
+
+    ``base``: the base model's folder, whose tokenizer goes with the weights; None leaves it out, with a warning.
+    Raises UserError with everything that is wrong with the checkpoint; where ``out`` holds anything else; exit code 73 where
+    the storage fails.
+    """
+    started = time.monotonic()
+    try:
+        manifest = verify(checkpoint)
+        sha = hash_file(checkpoint / MANIFEST).sha256
+        if (published := _published(out, checkpoint, sha)) is not None:
+            say(f"already exported: {out}")
+            return _summary(out, published, started, reused=True)
+        trained = read_trained(checkpoint)
+        work = _Export(checkpoint, manifest, trained)
+        with _staging(out) as stage:
+            meta = {
+                "step": int(manifest.meta["step"]),
+                "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": sha},
+                "recipe": trained.recipe,
+                **work.write(stage),
+                "warnings": [*work.warnings, *_copy_beside(base, stage)],
+            }
+            for warning in meta["warnings"]:
+                say(f"warning: {warning}")
+            out.mkdir(parents=True, exist_ok=True)
+            for file in sorted(stage.iterdir()):
+                if file.name != "lock":
+                    file.replace(out / file.name)
+            return _summary(out, seal(out, KIND, meta), started, reused=False)
+    except OSError as error:
+        raise storage_error(error, "writing the model", out) from error
+
+
+class _Export:
+    """One checkpoint on its way into a model folder."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, trained: Trained) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from clustertune.adapter.sources import open_model
+
+        self.checkpoint, self.trained, self.warnings = checkpoint, trained, list[str]()
+        self.config = AutoConfig.for_model(**trained.architecture)
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(self.config)
+        self.dtype: torch.dtype = getattr(torch, trained.dtype)
+        self.source = open_model(checkpoint, manifest)
+        self.wanted = self._match()
+        files, problems = self.source.files_of(stored.key for stored in self.wanted.values())
+        with byte_progress() as bar:
+            task = bar.add_task("verify shards", total=sum(manifest.files[name].size for name in files))
+            for name in files:
+                if hash_file(checkpoint / name) != manifest.files[name]:
+                    problems.append(Problem("content differs from the manifest's SHA-256", file=str(checkpoint / name)))
+                bar.advance(task, manifest.files[name].size)
+        if problems:
+            raise UserError(problems)
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes as the source has them, without those of tied parameters."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        state = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        if self.source.published:
+            state = revert_weight_conversion(self.model, state)
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+    def _match(self) -> dict[str, Stored]:
+        """Every parameter of the architecture among what is stored; a tied one may be stored under both of its names."""
+        found, problems, where = {}, [], str(self.checkpoint)
+        expected, known = self._expected(), set(self.model.state_dict())
+        for stored in self.source.stored:
+            clean = _WRAPPERS.sub("", stored.key)
+            name = clean if self.source.published else clean.removeprefix("model.")  # torch flattens {"model": state_dict}
+            if name in expected:
+                found[name] = stored
+            elif name not in known:
+                problems.append(Problem(f"{stored.key} is no parameter of the recipe's architecture", file=where))
+        for name, shape in expected.items():
+            if name not in found:
+                problems.append(Problem(f"{name} {list(shape)} is missing", file=where))
+            elif found[name].shape != shape:
+                problems.append(Problem(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}", file=where))
+        if problems:
+            raise UserError(problems)
+        return {name: found[name] for name in expected}
+
+    def write(self, stage: Path) -> dict[str, Any]:
+        """All files but those that come from the base. Raises UserError where a value is not finite."""
+        from safetensors.torch import save_file
+
+        groups = list(self._groups())
+        index: dict[str, str] = {}
+        parameters, problems = 0, list[Problem]()
+        size = sum(self._size(name) for name in self.wanted)
+        with byte_progress() as bar:
+            task = bar.add_task("export model", total=size)
+            for number, names in enumerate(groups, 1):
+                file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+                tensors = self._read(names, problems)
+                parameters += sum(tensor.numel() for tensor in tensors.values())
+                index |= dict.fromkeys(tensors, file)
+                save_file(tensors, stage / file, metadata={"format": "pt"})
+                del tensors
+                bar.advance(task, sum(self._size(name) for name in names))
+        if problems:
+            raise UserError(problems)
+        if len(groups) > 1:
+            body = {"metadata": {"total_size": size}, "weight_map": index}
+            (stage / "model.safetensors.index.json").write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
+        self.config.architectures = [type(self.model).__name__]
+        self.config.dtype = self.dtype
+        (stage / "config.json").write_text(self.config.to_json_string())
+        for path in stage.iterdir():
+            path.chmod(FILE_MODE)
+            fsync_path(path)
+        return {"tensors": len(index), "parameters": parameters, "dtypes": [self.trained.dtype]}
+
+    def _read(self, names: list[str], problems: list[Problem]) -> dict[str, torch.Tensor]:
+        """Some parameters in the published type, under their published names."""
+        read = self.source.read({name: self.wanted[name] for name in names})
+        for name, tensor in read.items():
+            if tensor.is_floating_point() and (bad := count_bad(tensor)):
+                text = f"{name} has {bad} of {tensor.numel()} values that are NaN or infinite"
+                problems.append(Problem(text, file=str(self.checkpoint)))
+        cast = {name: read.pop(name).to(self.dtype) if self.wanted[name].floating else read.pop(name) for name in names}
+        if self.source.published:
+            return {name: tensor.contiguous() for name, tensor in cast.items()}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        # Views of one fused tensor share its memory, which safetensors refuses.
+        return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(self.model, cast).items()}
+
+    def _size(self, name: str) -> int:
+        return math.prod(self.wanted[name].shape) * int(self.dtype.itemsize)
+
+    def _groups(self) -> Iterator[list[str]]:
+        """The names for each output file: whole layers, as what is fused belongs to one."""
+        group: list[str] = []
+        size = 0
+        for unit in _units(self.wanted):
+            more = sum(self._size(name) for name in unit)
+            if group and size + more > SHARD_BYTES:
+                yield group
+                group, size = [], 0
+            group, size = [*group, *unit], size + more
+        yield group
+
+
+def _units(names: Iterable[str]) -> list[list[str]]:
+    units: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        units.setdefault(layer[0] if layer else name, []).append(name)
+    return list(units.values())
+
+
+def _copy_beside(base: Path | None, stage: Path) -> list[str]:
+    """Copy what goes with the weights; returns a warning where there is no tokenizer."""
+    files = sorted({file for pattern in BESIDE for file in base.glob(pattern) if file.is_file()}) if base else []
+    for file in files:
+        shutil.copyfile(file, stage / file.name)
+        fsync_path(stage / file.name)
+    has = any(file.name in ("tokenizer.json", "tokenizer.model") for file in files)
+    return [] if has else ["no tokenizer was found: copy the base model's beside the weights"]
+
+
+def _published(out: Path, checkpoint: Path, sha: str) -> Manifest | None:
+    """The manifest of the same export that lies whole in ``out``; None where ``out`` is free. Nothing else is overwritten."""
+    if not out.exists():
+        return None
+    elsewhere = "give another --out, or remove it yourself"
+    if not out.is_dir():
+        raise UserError(Problem("is a file", file=str(out), fix=elsewhere))
+    if not (out / MANIFEST).exists():
+        ours = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json|\.manifest.*)$")
+        named = {file.name for pattern in BESIDE for file in out.glob(pattern)}
+        if foreign := [name for name in list_files(out) if not ours.match(name) and name not in named]:
+            raise UserError(Problem(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere))
+        return None
+    manifest = read_manifest(out)
+    if manifest.kind != KIND or manifest.meta.get("checkpoint", {}).get("manifest_sha256") != sha:
+        words = f"holds another finished {manifest.kind}, not the model of {checkpoint}"
+        raise UserError(Problem(words, file=str(out), fix=elsewhere))
+    if problems := find_problems(out, KIND, allow_extra=True):
+        raise UserError([*problems, Problem("the model that was exported here is damaged", file=str(out), fix=elsewhere)])
+    return manifest
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A sibling folder of ``out`` for one export at a time, gone afterwards."""
+    stage = out.resolve().with_name(f".{out.resolve().name}.exporting")
+    with held(stage / "lock", "is exporting into it", shown=out, fix="wait for it, then run the same command again"):
+        try:
+            yield stage
+        finally:
+            for file in [*(p for p in stage.iterdir() if p.name != "lock"), stage / "lock"]:
+                file.unlink(missing_ok=True)
+            with suppress(OSError):
+                stage.rmdir()
+
+
+def _summary(out: Path, manifest: Manifest, started: float, *, reused: bool) -> dict[str, Any]:
+    size = sum(record.size for name, record in manifest.files.items() if name.endswith(".safetensors"))
+    meta = {key: manifest.meta[key] for key in ("step", "tensors", "parameters")}
+    seconds = round(time.monotonic() - started, 3)
+    return {
+        "out": str(out),
+        **meta,
+        "bytes": size,
+        "seconds": seconds,
+        "reused": reused,
+        "warnings": list(manifest.meta["warnings"]),
+    }

@@ -1,0 +1,202 @@
+"""Trained tensors out of DeepSpeed's checkpoint files, without DeepSpeed: hash first, no code, only the pages asked for.
+
+The float32 masters lie flat, one file for each rank (``*_optim_states.pt``); their names and shapes lie in rank 0's
+``*_model_states.pt``, in the order of the flat groups. Stages 1 and 2 cut a group into one piece for each rank, stage 3 cuts
+each parameter into equal pieces, the last one padded (deepspeed/utils/zero_to_fp32.py, 0.19.8). Files are mapped, not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals
+
+from clustertune.adapter.stored import Stored
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import Manifest, hash_file
+
+_STATES = re.compile(r"(global_step\d+)/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL = re.compile(r"(global_step\d+)/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
+_PREFIX = "model."
+"""What a torch distributed checkpoint puts before each name, and readers of both take off."""
+
+
+class _Opaque:
+    """Stands for an object of DeepSpeed's that nothing here needs."""
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+
+_NAMES: list[Any] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Opaque, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Opaque, "deepspeed.utils.tensor_fragment.fragment_address"),
+]
+"""All that DeepSpeed's files refer to beside tensors and plain values, each by what takes its place."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's elements lie: the group, and its first element in it (stage 3: in each rank's piece of the group)."""
+
+    group: int
+    start: int
+
+
+def is_zero(manifest: Manifest) -> bool:
+    """Whether a checkpoint was written by DeepSpeed."""
+    return any(_MODEL.fullmatch(name) for name in manifest.files)
+
+
+class ZeroSource:
+    """The trained tensors of a DeepSpeed checkpoint, stages 0 to 3."""
+
+    published = False
+    """Names are the model's own, not those of a published file."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.checkpoint, self.manifest = checkpoint, manifest
+        found = {int(m[2]): name for name in manifest.files if (m := _STATES.fullmatch(name))}
+        self._states = [found[rank] for rank in sorted(found)]
+        self._model_file = next(name for name in manifest.files if _MODEL.fullmatch(name))
+        self._verify(self._model_file)
+        self._model = self._load(self._model_file)
+        self._groups: list[list[torch.Tensor]] | None = None
+        self._places: dict[str, _Place] = {}
+        self._stage = 0
+        self.stored: list[Stored] = []
+        if self._states:
+            self._look(found)
+        else:
+            self._whole = {f"{_PREFIX}{name}": tensor for name, tensor in self._model["module"].items()}
+            entries = ((key, tuple(t.shape), t.dtype) for key, t in self._whole.items())
+            self.stored = [Stored(key, shape, str(dtype), dtype.is_floating_point) for key, shape, dtype in entries]
+
+    def _look(self, found: Mapping[int, str]) -> None:
+        """Names, shapes and places of all tensors, and what does not fit."""
+        if sorted(found) != list(range(int(self._model.get("dp_world_size", -1)))):
+            text = f"parts of ranks {sorted(found)}, saved by {self._model.get('dp_world_size')}"
+            raise UserError(Problem(text, file=str(self.checkpoint)))
+        self._stage = 3 if "zero_pp_rank_0" in self._model_file else 2
+        for number, shapes in enumerate(self._model["param_shapes"]):
+            start = 0
+            for name, shape in shapes.items():
+                size = math.prod(shape)
+                self._places[f"{_PREFIX}{name}"] = _Place(number, start)
+                self.stored.append(Stored(f"{_PREFIX}{name}", tuple(shape), "torch.float32", floating=True))
+                start += -(-size // len(self._states)) if self._stage == 3 else size
+
+    def _verify(self, name: str) -> None:
+        if hash_file(self.checkpoint / name) != self.manifest.files[name]:
+            raise UserError(Problem("content differs from the manifest's SHA-256", file=str(self.checkpoint / name)))
+
+    def _load(self, name: str) -> dict[str, Any]:
+        """A file's values, its tensors mapped. Only after its hash was compared."""
+        try:
+            with safe_globals(_NAMES):
+                return dict(torch.load(self.checkpoint / name, map_location="cpu", weights_only=True, mmap=True))
+        except Exception as error:  # unpickling hostile bytes raises nearly every exception there is
+            words = " ".join(str(error).split())[:300]
+            raise UserError(Problem(f"no file of a DeepSpeed checkpoint: {words}", file=str(self.checkpoint / name))) from None
+
+    def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
+        """The files that hold the given keys: every rank has a piece of nearly all. The model's was verified when opened."""
+        return [*self._states, *self._swapped()] if any(key in self._places for key in keys) else [], []
+
+    def _swapped(self) -> list[str]:
+        """What was saved of the disks that state was offloaded to: the masters of some groups may lie there alone."""
+        notes = [name.removesuffix(".pt") + ".nvme.json" for name in self._states]
+        if not any(name in self.manifest.files for name in notes):
+            return []
+        return [name for name in self.manifest.files if name in notes or "/offloaded_tensors/" in name]
+
+    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        """Read the chosen tensors, by the names that the caller gives them. Only after their files' hashes were compared."""
+        if not self._states:
+            return {name: self._whole[entry.key].clone() for name, entry in wanted.items()}
+        if self._groups is None:
+            self._groups = [self._flat(name) for name in self._states]
+            self._check_sizes()
+        return {name: self._gather(entry.key, entry.shape) for name, entry in wanted.items()}
+
+    def _flat(self, name: str) -> list[torch.Tensor]:
+        state = self._load(name).get("optimizer_state_dict")
+        state = state if isinstance(state, dict) else {}
+        key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
+        groups = state.get(key)
+        if not isinstance(groups, list) or len(groups) != len(self._model["param_shapes"]):
+            raise UserError(Problem(f"holds no {key} of this model", file=str(self.checkpoint / name)))
+        paddings = state.get("param_alignment_paddings")
+        if self._stage != 3 and paddings and any(any(group) for group in paddings):
+            raise UserError(
+                Problem("zero_optimization.parameter_alignment was on: not read here", file=str(self.checkpoint / name))
+            )
+        flat = [group.detach().reshape(-1) for group in groups]
+        note = name.removesuffix(".pt") + ".nvme.json"
+        for number, file in (self._note(note) if note in self.manifest.files else {}).items():
+            flat[int(number)] = self._from_disk(int(number), f"{Path(name).parent}/offloaded_tensors/{_folder(name)}/{file}")
+        return flat
+
+    def _note(self, name: str) -> dict[str, str]:
+        found: dict[str, str] = json.loads((self.checkpoint / name).read_bytes())
+        return found
+
+    def _from_disk(self, number: int, name: str) -> torch.Tensor:
+        """A group's masters as they lay on NVMe: float32, end to end, then what fills the last block."""
+        need = sum(-(-math.prod(shape) // len(self._states)) for shape in self._model["param_shapes"][number].values())
+        record = self.manifest.files.get(name)
+        if record is None or record.size < 4 * need:
+            raise UserError(Problem(f"missing or shorter than {4 * need:,} bytes", file=str(self.checkpoint / name)))
+        return torch.from_file(str(self.checkpoint / name), shared=False, size=need, dtype=torch.float32)
+
+    def _check_sizes(self) -> None:
+        """Every group is as long as its parameters need; stages 1 and 2 may have padded their last piece."""
+        assert self._groups is not None
+        for number, shapes in enumerate(self._model["param_shapes"]):
+            ranks = len(self._states)
+            held = sum(groups[number].numel() for groups in self._groups)
+            if self._stage == 3:
+                need = ranks * sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+                fits = held == need
+            else:
+                need = sum(math.prod(shape) for shape in shapes.values())
+                fits = need <= held
+            if not fits:
+                text = f"group {number} has {held:,} elements, its parameters have {need:,}"
+                raise UserError(Problem(text, file=str(self.checkpoint)))
+
+    def _gather(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        place, size = self._places[key], math.prod(shape)
+        assert self._groups is not None
+        pieces = [groups[place.group] for groups in self._groups]
+        if self._stage == 3:
+            each = -(-size // len(pieces))
+            flat = torch.cat([piece[place.start : place.start + each] for piece in pieces])[:size]
+        else:
+            flat = torch.cat(list(_cut(pieces, place.start, size)))
+        return flat.reshape(shape).clone()
+
+
+def _folder(states: str) -> str:
+    """DeepSpeed's name for the swap files of the rank that wrote a file (runtime/engine.py, save_checkpoint)."""
+    match = _STATES.fullmatch(states)
+    assert match is not None
+    return f"rank{int(match[2]):02d}"
+
+
+def _cut(pieces: list[torch.Tensor], start: int, size: int) -> Iterator[torch.Tensor]:
+    """The parts of ``pieces``, laid end to end, that hold ``size`` elements from ``start``."""
+    for piece in pieces:
+        if start < piece.numel() and size > 0:
+            part = piece[start : start + size]
+            yield part
+            size -= part.numel()
+        start = max(0, start - piece.numel())

@@ -1,0 +1,149 @@
+"""What a benchmark is asked for, and the recipe that its ranks train: the given one with its steps, without its stops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertune import chain
+from clustertune.bench import synthetic
+from clustertune.config.megatron import require_startable
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+from clustertune.config.tiny import ranks as tiny_ranks
+from clustertune.errors import Problem, UserError
+from clustertune.plan.lengths import Lengths
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
+from clustertune.training.course import Course
+
+HELD_OUT = 0.05
+"""Share of made-up conversations that the eval split takes (the recipe's default)."""
+CONVERSATIONS = "synthetic.jsonl"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    tiny: bool
+    ranks: int | None
+    course: Course
+    ends: bool
+    """Evaluate and save once behind the steps."""
+    rounds: int
+    against: str | None
+    synthetic: bool
+    """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
+    run_path: Path
+    elsewhere: bool = False
+    """It runs in a job, or is only told: the recipe keeps its ranks."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark as it is run."""
+
+    asked: Asked
+    whole: Resolved
+    """The recipe as it was given: what is projected."""
+    measured: Resolved
+    """What the ranks train."""
+    made: tuple[float, int] | None
+    """Tokens and conversations that are made up; None: the recipe's own data."""
+
+    @property
+    def share(self) -> float:
+        """What of the ranks' tokens counts: ranks of one tensor or context parallel group read the same sequences."""
+        return self.measured.data_parallel_size / self.measured.world_size
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Lengths of made-up conversations, for the plan; None: what the recipe says."""
+        if self.made is None:
+            return None
+        longest = _longest(self.whole)
+        drawn = synthetic.lengths(_mean(self.whole), longest, _seed(self.whole))
+        return Lengths(tuple(sorted(next(drawn) for _ in range(1000))), "made-up conversations")
+
+
+def make(asked: Asked) -> Bench:
+    """Resolve the recipe twice: as it is, and as it is measured. Raises UserError with all problems of the recipe."""
+    given = list(asked.overrides)
+    ranks = asked.ranks
+    whole = resolve(asked.recipe, given, tiny=asked.tiny, ranks=ranks)
+    require_startable(whole)
+    if ranks is None and not asked.elsewhere and (shrunk := _ranks_here(whole, asked)) is not None:
+        ranks = shrunk
+        whole = resolve(asked.recipe, given, tiny=asked.tiny, ranks=ranks)
+    made = _to_make(asked.course, whole) if asked.synthetic else None
+    own = [*_steps(asked), *(_made_up(whole, asked.run_path) if made else [])]
+    keys = {text.partition("=")[0] for text in own}
+    kept = [text for text in given if text.partition("=")[0] not in keys]
+    return Bench(asked, whole, resolve(asked.recipe, [*kept, *own], tiny=asked.tiny, ranks=ranks), made)
+
+
+def _ranks_here(whole: Resolved, asked: Asked) -> int | None:
+    """How many ranks a small or made-up model gets on this machine, where that is fewer than the recipe's; None: its own."""
+    gpus = chain.visible_gpus()
+    few = gpus or tiny_ranks(whole.accelerate)
+    if whole.world_size <= few:
+        return None
+    if asked.tiny or asked.synthetic or whole.recipe.model.weights == "random":
+        return few
+    fix = f"--tiny or --ranks N measure it here, --submit on a cluster; it asks for {whole.world_size} GPUs"
+    raise UserError(Problem(f"this machine has {gpus} GPUs", file=asked.recipe, key="slurm", fix=fix))
+
+
+def _steps(asked: Asked) -> list[str]:
+    """So many steps, nothing between them; one evaluation and one checkpoint behind them."""
+    total = asked.course.total
+    found = [f"train.max_steps={total}", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none"]
+    return [*found, *(["train.eval_strategy=steps", f"train.eval_steps={total}"] if asked.ends else ["train.eval_strategy=no"])]
+
+
+def _made_up(whole: Resolved, run_path: Path) -> list[str]:
+    """Random weights and a local tokenizer for the recipe's own architecture, and conversations of our own."""
+    found = ["model.weights=random", "model.revision=null", "model.path=null", "data.format=messages", "data.language=null"]
+    found += [f"data.input={made_file(run_path)}", "data.revision=null", "data.expect=null"]
+    found += ["data.limit=null"] if getattr(whole.recipe.data, "limit", None) is not None else []
+    # The tokenizer is trained locally and brings its own special tokens.
+    return [*found, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args.get(key) is not None)]
+
+
+def made_file(run_path: Path) -> Path:
+    """Where made-up conversations lie: beside the run folder."""
+    return run_path.absolute().with_name(run_path.name + "." + CONVERSATIONS)
+
+
+def _longest(whole: Resolved) -> int:
+    return int(whole.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
+
+
+def _mean(whole: Resolved) -> float:
+    """Tokens of a conversation: what the recipe expects of its own, or a quarter of the longest."""
+    expected = whole.recipe.data.expect
+    return float(expected.mean_tokens) if expected and expected.mean_tokens else _longest(whole) / 4
+
+
+def _seed(whole: Resolved) -> int:
+    return int(whole.train_args.get("seed", 42))
+
+
+def _to_make(course: Course, whole: Resolved) -> tuple[float, int]:
+    """Tokens and conversations that every step needs a new one of: a second epoch would begin with a smaller step."""
+    rows = course.total * int(whole.recipe.train["global_batch_size"])
+    packed = bool(whole.train_args.get("packing"))
+    spare = 1.1 / (1 - HELD_OUT)
+    return (rows * _longest(whole) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)
+
+
+def make_conversations(bench: Bench) -> int:
+    """Write the made-up conversations, where there are to be any. Returns how many. Raises OSError."""
+    if bench.made is None:
+        return 0
+    tokens, count = bench.made
+    path, whole = made_file(bench.asked.run_path), bench.whole
+    return synthetic.write(path, _mean(whole), _longest(whole), tokens=tokens, count=count, seed=_seed(whole))

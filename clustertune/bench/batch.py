@@ -1,0 +1,116 @@
+"""A benchmark as a Slurm job: the training's own shape over the body of launch/bench.sbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clustertune.bench.ask import Asked
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.load import find_folder
+from clustertune.config.megatron import require_startable
+from clustertune.config.resolve import resolve
+from clustertune.errors import Problem, UserError
+from clustertune.launch import visible
+from clustertune.launch.shape import Shape, shape_overrides, train_shape
+from clustertune.launch.slurm import parse_minutes
+from clustertune.launch.submit import REPO, escape_pattern, header_line, split_script
+
+SCRIPT = REPO / "launch" / "bench.sbatch"
+START_MINUTES, ROUND_MINUTES = 20, 40
+"""A job's limit where none is given: images and data once, then so much for each training of each program. It ends when it is
+done."""
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """What is submitted."""
+
+    script: str
+    """The text of the sbatch file."""
+    shape: Shape
+    folder: Path
+    """Where its file and its log go."""
+    out: Path
+    arguments: tuple[str, ...]
+    overrides: tuple[str, ...]
+    """Those of the recipe, with the shape of the job among them."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "job.sbatch"
+
+    @property
+    def options(self) -> list[str]:
+        """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
+        return ["--export=NIL", f"--chdir={REPO}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
+
+    def command(self) -> list[str]:
+        """``sbatch`` as it is called."""
+        return ["sbatch", "--parsable", *self.options, str(self.path), *self.arguments]
+
+
+def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str | None) -> BenchJob:
+    """The job. ``word``: how the cluster was named. Raises UserError."""
+    if cluster.slurm is None:
+        fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
+        raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
+    resolved = resolve(asked.recipe, list(asked.overrides), tiny=asked.tiny)
+    overrides = (*asked.overrides, *(o for o in shape_overrides(resolved, cluster) if o.partition("=")[0] not in _keys(asked)))
+    resolved = resolve(asked.recipe, list(overrides), tiny=asked.tiny)
+    require_startable(resolved)
+    shape = replace(train_shape(resolved, cluster), minutes=_minutes(asked, cluster, time))
+    folder = asked.run_path.absolute().with_name(asked.run_path.name + ".job")
+    return BenchJob(
+        render(shape), shape, folder, out.absolute(), tuple(arguments(asked, cluster, word, out, overrides)), overrides
+    )
+
+
+def _keys(asked: Asked) -> set[str]:
+    return {text.partition("=")[0] for text in asked.overrides}
+
+
+def _minutes(asked: Asked, cluster: Cluster, time: str | None) -> int:
+    longest = parse_minutes(cluster.slurm.max_time) if cluster.slurm else None
+    if time is None:
+        wanted = START_MINUTES + ROUND_MINUTES * asked.rounds * (2 if asked.against else 1)
+        return int(min(wanted, longest) if longest else wanted)
+    minutes = parse_minutes(time)
+    if minutes is None or minutes < 1:
+        fix = "write --time MINUTES or HH:MM:SS"
+        raise UserError(Problem(f"{time!r} is no time limit", file="command line", key="--time", fix=fix))
+    if longest is not None and minutes > longest:
+        text = f"{minutes:g} min, jobs of {cluster.name} run {longest:g} min at most"
+        raise UserError(Problem(text, file="command line", key="--time", fix="ask for less time"))
+    return int(minutes)
+
+
+def render(shape: Shape) -> str:
+    """The sbatch file: whole nodes where it can be had, so that no neighbour is measured, and never started again."""
+    _, body = split_script(SCRIPT.read_text())
+    options = ["--job-name=bench", *shape.options(), "--exclusive", "--no-requeue", "--export=NIL"]
+    note = "# Derived by clustertune bench --submit from the recipe and the cluster file.\n"
+    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + body
+
+
+def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:
+    """The command line of the job: what was given here, in a form that another folder understands."""
+    named = word or (cluster.name if cluster.source.startswith("ops/clusters/") else "local")
+    if "/" in named or named.endswith((".yaml", ".yml")):
+        named = str(Path(named).absolute())
+    course, against = asked.course, asked.against
+    if against is not None and against != "trl":
+        against = str(Path(against).expanduser().absolute())
+    words = [str(find_folder(asked.recipe)[0].absolute()), *overrides, "--inside", "--cluster", named]
+    words += ["--steps", str(course.steps), "--warmup", str(course.warmup), "--profile", str(course.profiled)]
+    words += ["--rounds", str(asked.rounds), *(["--against", against] if against else [])]
+    flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends}
+    words += [flag for flag, given in flags.items() if given]
+    return [*words, "--run-dir", str(asked.run_path.absolute()), "--out", str(out.absolute())]
+
+
+def find_problems(made: BenchJob, cluster: Cluster, host: str) -> list[Problem]:
+    """Folders that the job's nodes cannot see."""
+    mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
+    places = [("the run folder", made.folder), ("the result's folder", made.out), ("the checkout", REPO)]
+    return visible.find_problems(places, cluster, host, mounts)

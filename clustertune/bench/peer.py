@@ -1,0 +1,156 @@
+"""Another program on the same machines, model and conversations: ``--against trl``, or ``--against SCRIPT.py``.
+
+A peer is a Python script that ``accelerate launch`` starts with the recipe's own file, once per rank, with two arguments:
+
+``SETTINGS.json``
+    ``model`` (folder), ``data`` (JSON Lines with ``messages``), ``max_length``, ``per_device_train_batch_size``,
+    ``gradient_accumulation_steps``, ``lora`` (PEFT's keys, or null), ``chat_template`` (or null), ``bf16``, ``seed`` and
+    ``course``: ``warmup``, ``steps`` and ``profiled`` optimizer steps.
+``FOLDER``
+    Each rank R leaves ``bench-rank-R.json`` there: ``{"steps": [{"seconds", "tokens", "computed", "labelled"}, ...],
+    "peak": {"allocated", "reserved", "rss"}}``. ``steps`` are the timed ones; ``tokens`` are this rank's, padding left out,
+    ``computed`` with it; bytes, those of a GPU left out where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from clustertune import secrets
+from clustertune.config.resolved import Resolved
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch import local, rendezvous
+from clustertune.launch.plan import Plan
+from clustertune.process import die_with_parent
+from clustertune.rundir import RunDir
+from clustertune.training.course import Course
+
+TRL = ("--module", "clustertune.bench.baseline")
+SETTINGS, ORDER, LOG = "settings.json", "order.json", "log.txt"
+MOST_SECONDS = 3600.0
+"""A peer that takes longer than this is ended."""
+TAIL = 2000
+"""Bytes of its log that are searched for what ended it."""
+
+
+def start_of(word: str) -> tuple[str, ...]:
+    """What accelerate launch is to start for the word that ``--against`` got. Raises UserError."""
+    if word == "trl":
+        return TRL
+    path = Path(word).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        fix = "trl, or the path of a Python script (docs/bench.md says what it gets and gives)"
+        raise UserError(Problem(f"{word!r} is no script", file="command line", key="--against", fix=fix))
+    return (str(path.absolute()),)
+
+
+def settings(resolved: Resolved, run: RunDir, model: str, course: Course) -> dict[str, Any]:
+    """What a peer is told: the same model, conversations, lengths and batch."""
+    args = resolved.train_args
+    return {
+        "model": model,
+        "data": str((run.data / "train.jsonl").absolute()),
+        "max_length": args.get("max_length"),
+        "per_device_train_batch_size": args.get("per_device_train_batch_size"),
+        "gradient_accumulation_steps": args.get("gradient_accumulation_steps"),
+        "lora": resolved.recipe.lora,
+        "chat_template": resolved.chat_template,
+        "bf16": bool(args.get("bf16")),
+        "seed": int(args.get("seed", 42)),
+        "course": asdict(course),
+    }
+
+
+def prepare(folder: Path, run: RunDir, plan: Plan, start: Sequence[str], told: Mapping[str, Any]) -> Path:
+    """Write what the nodes of a round read. Returns the file that each of them is given."""
+    folder.mkdir(parents=True)
+    plan.write(folder)
+    (folder / SETTINGS).write_text(json.dumps(told, indent=1) + "\n")
+    order = folder / ORDER
+    order.write_text(json.dumps({"run": str(run.path.absolute()), "start": list(start)}) + "\n")
+    return order
+
+
+def node_command(order: Path) -> list[str]:
+    """What every node runs."""
+    return [sys.executable, "-m", "clustertune.bench.peer", str(order.absolute())]
+
+
+def run_node(order: Path, node: int) -> int:
+    """Run this node's ranks to their end. Returns the launcher's exit code. Raises UserError."""
+    folder, told = order.parent.absolute(), json.loads(order.read_text())
+    run, plan = RunDir(Path(told["run"])), Plan.read(folder)
+    address, port = "", 0
+    if len(plan.nodes) > 1 and node > 0:
+        address, port = rendezvous.await_published(folder, plan, lambda: False)
+    elif len(plan.nodes) > 1:
+        address, port = plan.nodes[0].address, rendezvous.free_port(plan.port or rendezvous.first_port(os.getpid(), 1))
+        rendezvous.publish(folder, address, port)
+    words = [str(folder / SETTINGS), str(folder)]
+    command = local.accelerate_command(run, run.resolved(), words, plan, node, address, port, start=told["start"])
+    # The model is a folder; the user's tokens are none of another program's business.
+    known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
+    with (folder / f"node-{node}.{LOG}").open("ab") as log:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={"HF_HUB_OFFLINE": "1", **known, **plan.environment},
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread is running here
+        )  # fmt: skip
+        return _await(child, MOST_SECONDS)
+
+
+def run_round(command: Sequence[str]) -> int:
+    """Run the command that puts a round on its nodes, to its end. Returns its exit code."""
+    child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True)
+    return _await(child, MOST_SECONDS + 60)
+
+
+def _await(child: subprocess.Popen[bytes], seconds: float) -> int:
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return int(ExitCode.FAILED)
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(15)
+            child.kill()
+
+
+def why(folder: Path) -> str:
+    """What ended a round, by its logs: the last line that names an error, or the last line."""
+    for log in sorted(folder.glob(f"node-*.{LOG}")):
+        with log.open("rb") as source:
+            source.seek(max(0, log.stat().st_size - 64 * TAIL))
+            lines = source.read().decode(errors="replace").splitlines()
+        errors = [line.strip() for line in lines if "Error: " in line or line.strip().endswith("Error")]
+        own = [line for line in errors if "ChildFailedError" not in line]
+        if own or lines:
+            return (own or lines)[-1][:300]
+    return "it left no word"
+
+
+def main() -> int:
+    """The program of one node: which one, Slurm says; without it the only one."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("order", type=Path)
+    node = os.environ.get("SLURM_NODEID", "0")
+    try:
+        return run_node(asked.parse_args().order, int(node) if node.isdigit() else 0)
+    except UserError as error:
+        sys.stderr.write(f"error: {error.problems[0]}\n")
+        return int(error.code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""What ``clustertune bench`` does with its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from clustertune import chain, secrets
+from clustertune.bench import ask, batch, page, peer, project
+from clustertune.config.cluster import load_cluster
+from clustertune.console import emit_json, say
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.launch.local import accelerate_command, rank_program
+from clustertune.manifest import write_durably
+from clustertune.rundir import RunDir
+
+if TYPE_CHECKING:
+    from clustertune.bench.ask import Asked, Bench
+    from clustertune.config.cluster_schema import Cluster
+
+_SPARE = 0.9
+"""Share of the free memory that random weights may take here."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The command line."""
+
+    asked: Asked
+    cluster: str | None
+    out: Path
+    submit: bool
+    time: str | None
+    inside: bool
+    dry_run: bool
+    as_json: bool
+
+
+def new_run_path(recipe: str) -> Path:
+    """A folder of its own for every benchmark."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
+    return Path("runs", "bench", name, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
+
+
+def answer(wanted: Wanted) -> int:
+    """Do what was asked. Returns the exit code. Raises UserError."""
+    _check_usage(wanted)
+    secrets.read_env(secrets.DEFAULT)
+    cluster = load_cluster(wanted.cluster)
+    if wanted.submit:
+        return _submit(wanted, cluster)
+    bench = ask.make(wanted.asked)
+    if wanted.dry_run:
+        _show(bench, wanted, cluster)
+        return 0
+    _check_place(bench, wanted)
+    return _measure(bench, wanted, cluster)
+
+
+def _check_usage(wanted: Wanted) -> None:
+    asked, problems = wanted.asked, []
+
+    def wrong(key: str, text: str, fix: str) -> None:
+        problems.append(Problem(text, file="command line", key=key, fix=fix))
+
+    if asked.tiny and asked.synthetic:
+        wrong("--synthetic", "--tiny scales the model down, --synthetic keeps its size", "give one of them")
+    if wanted.time is not None and not wanted.submit:
+        wrong("--time", "is read only with --submit", "leave it out")
+    if asked.ranks is not None and (wanted.submit or wanted.inside):
+        wrong("--ranks", "a job has a rank per GPU", "slurm.nodes=N slurm.gpus_per_node=N")
+    try:
+        if asked.against is not None:
+            peer.start_of(asked.against)
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(problems)
+
+
+def _check_place(bench: Bench, wanted: Wanted) -> None:
+    """Raise UserError for what would only be found out after minutes."""
+    path, problems = wanted.asked.run_path, []
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        problems.append(Problem("is not empty: each benchmark has a folder of its own", file=str(path), key="--run-dir"))
+    if wanted.out.exists() and not wanted.out.is_dir():
+        problems.append(Problem("is a file, results need a folder", file=str(wanted.out), key="--out"))
+    if wanted.asked.synthetic and not chain.visible_gpus() and (text := _too_large(bench)):
+        fix = "run it where there are GPUs: --submit, or a recipe folder with a smaller model.json"
+        problems.append(Problem(text, file=bench.whole.name, key="model", fix=fix))
+    if problems:
+        raise UserError(problems)
+
+
+def _too_large(bench: Bench) -> str | None:
+    """Whether the weights alone, on every rank, exceed this machine's free memory."""
+    from clustertune.config.parameters import parameter_count
+
+    count = parameter_count(bench.whole.architecture)
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    needed = 2 * (count or 0) * bench.measured.world_size
+    if needed <= _SPARE * free:
+        return None
+    return (
+        f"{bench.measured.world_size} ranks with {2 * (count or 0) / 1e9:.0f} GB of weights each; {free / 1e9:.0f} GB are free"
+    )
+
+
+def _measure(bench: Bench, wanted: Wanted, cluster: Cluster) -> int:
+    from clustertune.bench import drive, result
+    from clustertune.launch import allocation
+
+    given = None
+    if wanted.inside:
+        given = allocation.read()
+        nodes = bench.measured.recipe.slurm.nodes
+        if len(given.nodes) != nodes:
+            text = f"the job has {len(given.nodes)} nodes, the recipe asks for {nodes}"
+            raise UserError(Problem(text, key="slurm.nodes", fix="submit it again: clustertune bench RECIPE --submit"))
+    for warning in bench.whole.warnings:
+        say(f"warning: {warning}")
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
+        found = drive.measure(bench, chain.command_line(), cluster if given else None, given)
+        body = result.document(bench, found, cluster)
+    name = page.name_of(body)
+    recipe_file = f"{name}.recipe.json"
+    body["resolved"]["file"] = recipe_file
+    import json
+
+    try:
+        wanted.out.mkdir(parents=True, exist_ok=True)
+        write_durably(wanted.out / recipe_file, result.recipe_text(bench))
+        write_durably(wanted.out / f"{name}.json", json.dumps(body, indent=1) + "\n")
+        write_durably(wanted.out / f"{name}.md", page.render(body, recipe_file))
+    except OSError as error:
+        raise storage_error(error, "cannot hold the result", error.filename or wanted.out) from None
+    _tell(body, wanted.out / name)
+    if wanted.as_json:
+        emit_json(body)
+    return 0
+
+
+def _tell(body: dict[str, Any], path: Path) -> None:
+    ours, used = body["ours"], body["utilisation"]
+    step, rate = ours["step_s"], ours["tokens_per_s_per_gpu"]
+    say(
+        f"step {page.number(step['median'])} s (median of {step['n']}, standard deviation {page.number(step['stdev'])}), "
+        f"{page.number(rate['mean'])} tokens/s per rank, padding {page.percent(ours['padding_share'])}"
+    )
+    say(f"MFU {page.percent(used['mfu'])}, HFU {page.percent(used['hfu'])}: {used['why']}")
+    peak = ours["peak"]
+    gpu = f"{page.number(peak['allocated_gib'])} GiB on a GPU, " if peak["allocated_gib"] else ""
+    say(f"peak memory: {gpu}{page.number(peak['rss_gib'])} GiB resident set of a rank")
+    if seen := ours["communication"]:
+        say(f"communication not hidden: {page.percent(seen['exposed_share'])} of a profiled step")
+    plan = body["plan"]
+    if "unknown" in plan:
+        say(f"no plan to compare with: {plan['unknown']}")
+    else:
+        row = plan["rows"]["step_s"]
+        said = page.number(row["plan"])
+        say(f"planned on {plan['cluster']}: {said} s a step; measured / planned {page.number(row['ratio'])}")
+    ahead = body["projection"]
+    if ahead["hours"] is None:
+        say(f"the whole recipe: {ahead['why']}")
+    else:
+        gpus = f", {page.number(ahead['gpu_hours'])} GPU-hours" if ahead["gpu_hours"] is not None else ""
+        say(f"the whole recipe: {ahead['steps']:,} steps, {page.number(ahead['hours'])} h{gpus}")
+    if (against := body["against"]) and against["ratio"]:
+        speed, memory = against["ratio"]["tokens_per_s"], against["ratio"]["peak_memory"]
+        say(f"against {against['what']}: {page.number(speed)} x its tokens/s, {page.number(memory)} x its peak memory")
+    say(f"in {path}.json and .md")
+
+
+def _show(bench: Bench, wanted: Wanted, cluster: Cluster) -> None:
+    """What would be run: folder, steps, command, and what the planner says of it."""
+    run, course = RunDir(wanted.asked.run_path), wanted.asked.course
+    command = accelerate_command(run, bench.measured, rank_program(run.path, 1, quiet=False))
+    plan, why = project.predict(bench.whole, cluster, bench.lengths)
+    body = {
+        "run_dir": str(run.path),
+        "out": str(wanted.out),
+        "rounds": wanted.asked.rounds,
+        "course": {"warmup": course.warmup, "steps": course.steps, "profiled": course.profiled},
+        "ranks": bench.measured.world_size,
+        "against": wanted.asked.against,
+        "train": command,
+        "changes": {key: bench.measured.train_args.get(key) for key in ("max_steps", "eval_strategy", "save_strategy")},
+        "made_up": None if bench.made is None else {"tokens": round(bench.made[0]), "conversations": bench.made[1]},
+        "plan": project.brief(plan) if plan is not None else {"unknown": why},
+    }
+    if wanted.as_json:
+        emit_json(body)
+        return
+    say(f"run folder: {run.path}; result: {wanted.out}")
+    say(f"{wanted.asked.rounds} x {course.warmup} steps of warm-up, {course.steps} timed, {course.profiled} profiled")
+    if bench.made is not None:
+        packed = f"{bench.made[0]:,.0f} tokens" if bench.made[0] else f"{bench.made[1]:,} conversations"
+        say(f"made up: random weights of the recipe's full size, {packed}")
+    if wanted.asked.against is not None:
+        say(f"in turn with: {wanted.asked.against}")
+    say(f"train: {shlex.join(command)}")
+    if plan is None:
+        say(f"no plan: {why}")
+    else:
+        told = project.brief(plan)
+        say(f"planned on {plan.machine.name}: {told['step_s']:.3g} s a step, {told['needed_gib_per_gpu']:.1f} GiB per GPU")
+
+
+# --- as a job ----------------------------------------------------------------------------------------------------------
+
+
+def _submit(wanted: Wanted, cluster: Cluster) -> int:
+    from clustertune.launch import slurm
+
+    made = batch.make(wanted.asked, cluster, wanted.cluster, wanted.out, wanted.time)
+    if wanted.dry_run:
+        bench = ask.make(replace(wanted.asked, overrides=made.overrides))
+        if wanted.as_json:
+            plan, why = project.predict(bench.whole, cluster, bench.lengths)
+            told = project.brief(plan) if plan is not None else {"unknown": why}
+            emit_json({"file": str(made.path), "script": made.script, "command": made.command(), "plan": told})
+        else:
+            _show(bench, wanted, cluster)
+            typer.echo(f"# {made.shape}\n# {made.path}\n{made.script}$ {shlex.join(made.command())}")
+        return 0
+    if shutil.which("sbatch") is None:
+        fix = "call this on a login node of the cluster; --dry-run needs no Slurm"
+        raise UserError(Problem("sbatch is not on PATH", fix=fix))
+    problems = batch.find_problems(made, cluster, platform.node())
+    if problems:
+        raise UserError(problems)
+    try:
+        made.folder.mkdir(parents=True, exist_ok=True)
+        write_durably(made.path, made.script)
+    except OSError as error:
+        raise storage_error(error, "cannot hold the job", error.filename or made.folder) from None
+    number = slurm.submit(made.options, str(made.path), made.arguments, os.environ)
+    if wanted.as_json:
+        emit_json({"job": number, "folder": str(made.folder), "out": str(wanted.out), "command": made.command()})
+    say(f"job {number}: {made.shape}")
+    say(f"its log: {made.folder}; the result: {wanted.out.absolute()}")
+    return 0

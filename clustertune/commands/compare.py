@@ -1,0 +1,50 @@
+"""``clustertune compare``: runs, benchmarks and published metrics side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clustertune.arguments import AsJson, path_argument
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(compare)
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_OR_JSON...", help="Run folders, results of bench, metrics.json of a run or a source."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.md", parser=path_argument, help="Write the table as Markdown, too."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put runs side by side: world size, wall time, tokens per second, memory, and what makes them differ.
+
+    What a run lacks is left empty and said; runs of other recipes or hardware are compared with a warning.
+    """
+    from clustertune.console import emit_json, say, stderr
+    from clustertune.errors import storage_error
+    from clustertune.report import compare as room
+
+    found = room.compare([path_argument(text) for text in runs])
+    if as_json:
+        emit_json(found.as_dict())
+    else:
+        stderr.print(room.table(found), soft_wrap=True)
+    for note in found.notes:
+        say(f"note: {note}")
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(room.markdown(found), encoding="utf-8")
+        except OSError as error:
+            raise storage_error(error, "cannot be written", out) from None
+        say(f"in {out}")

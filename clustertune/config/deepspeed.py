@@ -1,0 +1,357 @@
+"""A recipe's DeepSpeed configuration: DeepSpeed's own JSON, checked before the queue, with what fills its ``auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.config import deepspeed_keys as keys
+from clustertune.config.derive import DEFAULT_MICRO_BATCH
+from clustertune.config.load import COMMAND_LINE, did_you_mean
+from clustertune.config.native import train_fields
+from clustertune.config.native_rules import show_value
+from clustertune.config.resolved import Derived
+from clustertune.config.yamlfile import Document
+from clustertune.errors import Problem
+
+ZERO = "zero_optimization"
+OFFLOADS = ("offload_param", "offload_optimizer")
+AUTO = "auto"
+NVME_BUFFER = 10**8
+"""DeepSpeed's default ``buffer_size`` (runtime/zero/offload_config.py)."""
+AT_START = "filled in when the number of steps is known"
+
+_METRICS = "leave it out: train.report_to says where metrics go"
+_EXPORT = "leave it out: no checkpoint of it can be exported"
+_REFUSED = {
+    "tensorboard": _METRICS,
+    "wandb": _METRICS,
+    "comet": _METRICS,
+    "csv_monitor": _METRICS,
+    "autotuning": "leave it out: clustertune plan and clustertune sweep do that",
+    "data_efficiency": "leave it out: a resumed run goes on at the same place in the recipe's own order",
+    "activation_checkpointing": "write train.activation_checkpointing: models of transformers do not read DeepSpeed's",
+    "expert_parallel": _EXPORT,
+    "hybrid_engine": _EXPORT,
+    "pipeline": _EXPORT,
+    "weight_quantization": "write train.model_init_kwargs.quantization_config",
+    f"{ZERO}.zenflow": _EXPORT,
+    f"{ZERO}.cpu_offload": "write offload_optimizer: {device: cpu}",
+    f"{ZERO}.cpu_offload_param": "write offload_param: {device: cpu}",
+    f"{ZERO}.cpu_offload_use_pin_memory": "write pin_memory below offload_param or offload_optimizer",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "leave it out: weights are exported from the shards",
+}
+"""Keys that DeepSpeed knows and a recipe may not set, with what to do."""
+_GUARD = "leave it out: a step that is not finite would be taken"
+_STORE = "leave it out: checkpoints are written sharded, into one folder, and hashed"
+_ONLY = (
+    (f"{ZERO}.compute_grad_norm", True, _GUARD),
+    ("bf16.check_grad_overflow", True, _GUARD),
+    (f"{ZERO}.elastic_checkpoint", False, _STORE),
+    ("checkpoint.load_universal", False, _STORE),
+    ("checkpoint.use_node_local_storage", False, _STORE),
+    ("checkpoint.writer", None, _STORE),
+    ("checkpoint.parallel_write", None, _STORE),
+    ("managed_gradient_accumulation", True, "leave it out: the Trainer takes a step after gradient_accumulation_steps"),
+    (
+        "fp16.enabled",
+        False,
+        "use bf16: fp16's loss scale leaves steps out, which nobody can tell from a step that is not finite",
+    ),
+    ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
+)
+"""Keys with the one value that they may have."""
+_SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""DeepSpeed's schedules (runtime/lr_schedules.py) by transformers' names."""
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adagrad": "adagrad", "lion": "lion", "sgd": "sgd", "lamb": "lamb"}
+"""DeepSpeed's optimizers by how transformers' names begin; its Adam decouples weight decay (adam_w_mode is true)."""
+_OFFLOADED_AS_THEY_ARE = ("adamw", "adagrad", "lion")
+"""What accelerate maps to an optimizer of the same kind on the CPU (utils/deepspeed.py, map_pytorch_optim_to_deepspeed);
+everything else becomes Adam there, in silence."""
+
+Add = Callable[[str, str, str | None], None]
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What the recipe says of the values that DeepSpeed's file says too."""
+
+    train: Mapping[str, Any]
+    """The recipe's train section."""
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    dp: int
+    """Ranks that read different sequences."""
+    hidden: int | None
+    """The model's hidden_size."""
+    largest: int
+    """Elements of one rank's part of the largest weight; 0 where the architecture does not say."""
+
+    def get(self, key: str) -> Any:
+        """A training argument, with the trainer's own default where the recipe is silent."""
+        given = self.train.get(key)
+        return given if given is not None else train_fields()[key].default
+
+    @property
+    def bf16(self) -> bool:
+        """TRL switches it on where neither it nor fp16 is said."""
+        return self.train.get("bf16") is not False and not self.train.get("fp16")
+
+    def values(self) -> Iterator[tuple[str, Any, str]]:
+        """DeepSpeed's key, the value that the recipe means, and where that is said."""
+        batch = f"micro batch {self.micro_batch} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
+        yield "train_batch_size", self.global_batch, f"train.global_batch_size: {batch}"
+        yield "train_micro_batch_size_per_gpu", self.micro_batch, "train.per_device_train_batch_size"
+        yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
+        yield "gradient_clipping", self.get("max_grad_norm"), "train.max_grad_norm"
+        yield "bf16.enabled", self.bf16, "train.bf16"
+        yield "fp16.enabled", bool(self.train.get("fp16")), "train.fp16"
+        yield "optimizer.params.lr", self.get("learning_rate"), "train.learning_rate"
+        betas = [self.get("adam_beta1"), self.get("adam_beta2")]
+        yield "optimizer.params.betas", betas, "train.adam_beta1 and adam_beta2"
+        yield "optimizer.params.eps", self.get("adam_epsilon"), "train.adam_epsilon"
+        yield "optimizer.params.weight_decay", self.get("weight_decay"), "train.weight_decay"
+        yield "scheduler.params.warmup_min_lr", 0, "transformers' default"
+        yield "scheduler.params.warmup_max_lr", self.get("learning_rate"), "train.learning_rate"
+
+    def sizes(self) -> Iterator[tuple[str, int, str]]:
+        """What transformers makes of ``auto`` from the model's hidden size."""
+        if self.hidden is not None:
+            h = self.hidden
+            yield f"{ZERO}.reduce_bucket_size", h * h, f"hidden_size {h} squared"
+            yield f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * h * h), f"0.9 x hidden_size {h} squared"
+            yield f"{ZERO}.stage3_param_persistence_threshold", 10 * h, f"10 x hidden_size {h}"
+
+
+def read(
+    train: Mapping[str, Any], batch: Any, accumulation: int, world: int, dp: int, architecture: Mapping[str, Any] | None
+) -> Meant:
+    """The recipe's own words, ``batch`` being its global batch size."""
+    sizes = [(architecture or {}).get(key) for key in ("hidden_size", "vocab_size", "intermediate_size")]
+    hidden, vocabulary, inner = (size if isinstance(size, int) else 0 for size in sizes)
+    micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
+    largest = -(-hidden * max(vocabulary, inner) // world)
+    return Meant(train, int(batch), micro, accumulation, dp, hidden or None, largest)
+
+
+def find_problems(document: Document, meant: Meant) -> list[Problem]:
+    """Everything that is wrong with the file, by itself and against the recipe's train section."""
+    problems: list[Problem] = []
+
+    def add(path: str, message: str, fix: str | None = None) -> None:
+        place = document.place(tuple(path.split(".")))
+        key = f"deepspeed.{path}" if place == COMMAND_LINE else path
+        problems.append(Problem(message, file=place, key=key, fix=fix))
+
+    body = document.data
+    _check_names(body, add)
+    _check_only(body, add)
+    _check_zero(body, add, lambda path: document.place(tuple(path.split("."))) == COMMAND_LINE)
+    _check_buffers(body, meant, add)
+    _check_meant(body, meant, add)
+    _check_optimizer(body, meant, add)
+    _check_scheduler(body, meant, add)
+    return problems
+
+
+def filled(body: Mapping[str, Any], meant: Meant) -> list[Derived]:
+    """The value of each ``auto`` in the file, with its reason."""
+    found = []
+    for key, value, reason in (*meant.values(), *meant.sizes()):
+        if get(body, key) == AUTO:
+            found.append(Derived(f"deepspeed.{key}", value, reason))
+    for key in ("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"):
+        if get(body, key) == AUTO:
+            found.append(Derived(f"deepspeed.{key}", AUTO, AT_START))
+    gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+    if get(body, gather) == AUTO:
+        found.append(Derived(f"deepspeed.{gather}", False, "accelerate's default; weights are exported from the shards"))
+    for part in OFFLOADS:
+        path = f"{ZERO}.{part}.nvme_path"
+        if get(body, path) == AUTO:
+            found.append(Derived(f"deepspeed.{path}", AUTO, "storage.scratch of the cluster file, a folder for each job"))
+    return found
+
+
+def get(body: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    found: Any = body
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def uses_nvme(body: Mapping[str, Any] | None) -> bool:
+    """Whether parameters or optimizer state lie on a local disk."""
+    return any(get(body or {}, f"{ZERO}.{part}.device") == "nvme" for part in OFFLOADS)
+
+
+def _check_names(body: Mapping[str, Any], add: Add) -> None:
+    """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nobody fills in."""
+    for key, value in body.items():
+        if key in keys.REMOVED or key in _REFUSED:
+            add(
+                key,
+                "DeepSpeed has removed it" if key in keys.REMOVED else "not a recipe's to set",
+                keys.REMOVED.get(key) or _REFUSED[key],
+            )
+        elif key not in keys.top_keys():
+            add(key, "DeepSpeed has no such key and would ignore it", did_you_mean(key, keys.top_keys() - set(_REFUSED)))
+        elif value == AUTO and key not in keys.AUTO:
+            add(key, '"auto", which nobody fills in here', "leave it out, or write a value")
+    for section in keys.RECORDED_SECTIONS:
+        found = get(body, section)
+        if found is None:
+            continue
+        if not isinstance(found, Mapping):
+            add(section, f"{show_value(found)} holds no keys and values", None)
+            continue
+        known = keys.section_keys(section)
+        for key, value in found.items():
+            _check_key(section, key, value, known, add)
+
+
+def _check_key(section: str, key: str, value: Any, known: Mapping[str, str], add: Add) -> None:
+    path = f"{section}.{key}"
+    kind = known.get(key)
+    if path in keys.REMOVED or path in _REFUSED:
+        add(
+            path,
+            "DeepSpeed has removed it" if path in keys.REMOVED else "not a recipe's to set",
+            keys.REMOVED.get(path) or _REFUSED[path],
+        )
+    elif kind is None:
+        add(path, "DeepSpeed has no such key", did_you_mean(key, set(known)))
+    elif value == AUTO:
+        if path not in keys.AUTO:
+            add(path, '"auto", which nobody fills in here: DeepSpeed would take its default', "leave it out, or write a value")
+    elif kind == "bool" and not isinstance(value, bool):
+        add(path, f"{show_value(value)} is not true or false", None)
+    elif kind == "int" and not (_number(value) and value == int(value) and value >= 0):
+        add(path, f"{show_value(value)} is not a whole number from 0", None)
+    elif kind == "float" and not (_number(value) and value >= 0):
+        add(path, f"{show_value(value)} is not a number from 0", None)
+
+
+def _check_only(body: Mapping[str, Any], add: Add) -> None:
+    for path, only, fix in _ONLY:
+        value = get(body, path)
+        if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
+            add(path, f"{show_value(value)}: not carried here", fix)
+
+
+def _check_zero(body: Mapping[str, Any], add: Add, from_command_line: Callable[[str], bool]) -> None:
+    """The stage, and what may be offloaded where (deepspeed/runtime/zero/config.py, offload_config.py)."""
+    zero = body.get(ZERO)
+    if zero is None:
+        add(ZERO, "missing; accelerate refuses a file without it", 'write "zero_optimization": {"stage": 3}')
+    if not isinstance(zero, Mapping):
+        return
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        add(f"{ZERO}.stage", f"{show_value(stage)} is not 0, 1, 2 or 3", None)
+        return
+    for part, lowest in zip(OFFLOADS, (3, 1), strict=True):
+        path = f"{ZERO}.{part}"
+        if not isinstance(offload := zero.get(part), Mapping):
+            continue
+        device = offload.get("device", "none")
+        if device not in ("none", "cpu", "nvme"):
+            add(f"{path}.device", f"{show_value(device)} is not none, cpu or nvme", None)
+        elif device != "none" and stage < lowest:
+            what = "parameters are" if lowest == 3 else "optimizer state is"
+            add(
+                f"{path}.device", f"{what} offloaded from stage {lowest} on, here it is {stage}", "use stage 3, or leave it out"
+            )
+        elif device == "nvme" and stage < 3:
+            add(f"{path}.device", f"nvme takes state of stage 3 only, here it is {stage}", "use cpu")
+        elif device == "nvme":
+            _check_nvme(path, offload.get("nvme_path"), add, from_command_line)
+
+
+def _check_nvme(path: str, given: Any, add: Add, from_command_line: Callable[[str], bool]) -> None:
+    """The place is a fact of the cluster. On the command line somebody may know better."""
+    key = f"{path}.nvme_path"
+    if given == AUTO or (from_command_line(key) and isinstance(given, str) and given.startswith("/")):
+        return
+    text = "missing" if given is None else f"{show_value(given)}, the path of one site"
+    add(key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job')
+
+
+def _check_buffers(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+    """A buffer between memory and NVMe takes one rank's part of a weight (swap_tensor/partitioned_param_swapper.py)."""
+    offload = get(body, f"{ZERO}.offload_param")
+    if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
+        return
+    size = offload.get("buffer_size", NVME_BUFFER)
+    if _number(size) and size < meant.largest:
+        text = f"{size:,.0f} elements, one rank's part of the largest weight has {meant.largest:,}"
+        add(f"{ZERO}.offload_param.buffer_size", text, f"write at least {meant.largest}")
+
+
+def _check_meant(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+    """What the recipe says as well must be the same, and must not be left to another default."""
+    missing = {
+        "train_micro_batch_size_per_gpu": "DeepSpeed refuses a file without it",
+        "gradient_accumulation_steps": "accelerate would take 1" if meant.accumulation != 1 else "",
+        "gradient_clipping": "DeepSpeed would not clip" if meant.get("max_grad_norm") else "",
+    }
+    for key, value, where in meant.values():
+        given = get(body, key)
+        if given is None:
+            section = key.rpartition(".")[0]
+            inside = section == "optimizer.params" and get(body, "optimizer") is not None
+            why = missing.get(key, "") or ("DeepSpeed would take its own default" if inside else "")
+            if why:
+                add(
+                    key,
+                    f"missing, while {where.partition(':')[0]} is {show_value(value)}: {why}",
+                    f'write "{key.rpartition(".")[2]}": "auto"',
+                )
+        elif given != AUTO and not _equal(given, value) and not (key == "fp16.enabled" and given is True):
+            add(key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"')
+
+
+def _check_optimizer(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+    named = str(meant.get("optim"))
+    kind = get(body, "optimizer.type")
+    if body.get("optimizer") is not None:
+        wanted = _OPTIMIZERS.get(str(kind).lower())
+        if not isinstance(kind, str):
+            add("optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it')
+        elif meant.train.get("optim") is not None and (wanted is None or not named.startswith(wanted)):
+            fix = "leave the optimizer out, or train.optim: two places that say it must agree"
+            add("optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix)
+        return
+    device = get(body, f"{ZERO}.offload_optimizer.device")
+    forced = body.get("zero_force_ds_cpu_optimizer", True)
+    if device in ("cpu", "nvme") and forced and not named.startswith(_OFFLOADED_AS_THEY_ARE):
+        fix = "train.optim=adamw_torch, or zero_force_ds_cpu_optimizer: false"
+        add(f"{ZERO}.offload_optimizer.device", f"train.optim is {named}: offloaded, accelerate makes it Adam in silence", fix)
+
+
+def _check_scheduler(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+    if body.get("scheduler") is None:
+        return
+    kind, named = get(body, "scheduler.type"), str(meant.get("lr_scheduler_type"))
+    if _SCHEDULERS.get(str(kind)) != named:
+        fix = "leave the scheduler out: train.lr_scheduler_type says it"
+        add("scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix)
+        return
+    if get(body, "scheduler.params.warmup_type") != "linear":
+        text = "not linear, as train's warm-up is: DeepSpeed's default is a logarithm"
+        add("scheduler.params.warmup_type", text, 'write "warmup_type": "linear", or leave the scheduler out')
+    for key in ("warmup_num_steps", "total_num_steps"):
+        if get(body, f"scheduler.params.{key}") not in (None, AUTO):
+            add(f"scheduler.params.{key}", "train says how many steps there are", 'write "auto"')
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _equal(given: object, value: object) -> bool:
+    """Numbers by their value, a truth value never by a number's."""
+    return given == value and isinstance(given, bool) == isinstance(value, bool)

@@ -1,0 +1,147 @@
+"""What a distribution does not carry, for this model and this recipe: refused before the queue, with what carries it.
+
+Facts of the installed stack: accelerate 1.15 (``parallelism_config.py``, ``accelerator.py``), transformers 5.23 (the plans of
+``models/*/configuration_*.py``), torch 2.13's FSDP2, PEFT 0.20 and bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config import quantization
+from clustertune.config.checks import Place
+from clustertune.config.modeling import parallel_plans
+from clustertune.config.native_rules import show_value
+from clustertune.errors import Problem
+
+TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
+"""The styles of a dense plan that ``clustertune/training/tensor.py`` carries out."""
+EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})
+_CP_ATTENTION = ("sdpa", None)
+
+
+class _Look:
+    """One recipe being looked at."""
+
+    def __init__(self, train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> None:
+        self.train, self.accelerate, self.file, self.place = train, accelerate, file, place
+        self.sizes = acc.parallel_sizes(accelerate)
+        self.kind = accelerate.get("distributed_type")
+        self.problems: list[Problem] = []
+
+    def mesh(self, axis: str, message: str, fix: str | None = None) -> None:
+        key = f"parallelism_config.parallelism_config_{axis}_size"
+        self.problems.append(Problem(message, file=self.file, key=key, fix=fix))
+
+    def of(self, path: tuple[str, ...], message: str, fix: str | None = None) -> None:
+        self.problems.append(Problem(message, file=self.place(path), key=".".join(path), fix=fix))
+
+
+def find_problems(
+    train: Mapping[str, Any],
+    lora: object,
+    accelerate: Mapping[str, Any],
+    architecture: Mapping[str, Any] | None,
+    file: str,
+    place: Place,
+) -> list[Problem]:
+    """Everything that the strategy of ``accelerate`` (the file's mapping) cannot do of what the recipe asks.
+
+    ``file`` names the accelerate file; ``architecture`` is None where the model is not known.
+    """
+    look = _Look(train, accelerate, file, place)
+    _axes(look)
+    if look.kind == "FSDP":
+        _quantized(look)
+        if look.sizes.get("tp", 1) > 1:
+            _tensor(look, lora if isinstance(lora, dict) else None, architecture)
+        if look.sizes.get("cp", 1) > 1:
+            _context(look, architecture)
+    return look.problems
+
+
+def _axes(look: _Look) -> None:
+    """Axes that the distributed type does not read, or reads otherwise."""
+    if look.kind == "FSDP" and "sp" in look.sizes:
+        text = f"{look.sizes['sp']}: accelerate's sequence parallelism is DeepSpeed's Ulysses, which FSDP does not run"
+        look.mesh("sp", text, "write parallelism_config_cp_size: context parallelism splits sequences under FSDP2")
+    for axis in ("dp_shard", "tp", "cp"):
+        if look.kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in look.sizes:
+            text = f"{look.sizes[axis]}, with distributed_type: {look.kind}: only FSDP2 is combined with it here"
+            look.mesh(axis, text, "write distributed_type: FSDP with fsdp_version: 2")
+
+
+def _quantized(look: _Look) -> None:
+    config = quantization.of(look.train)
+    if config is None:
+        return
+    path = ("train", "model_init_kwargs", "quantization_config")
+    version = str(acc.section(look.accelerate, "fsdp_config").get("fsdp_version", 1))
+    storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
+    if config.get("load_in_4bit") and version == "2" and storage not in ("bfloat16", "float16", "float32"):
+        # accelerate/utils/fsdp_utils.py:800: such weights are left out of the sharding, whole on every rank.
+        text = f"bnb_4bit_quant_storage is {storage}: FSDP2 would keep the whole base on every rank"
+        look.of((*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16")
+    if "tp" in look.sizes:
+        look.of(path, "quantised weights are not split over tp", "leave parallelism_config_tp_size out: FSDP2 shards them")
+
+
+def _tensor(look: _Look, lora: Mapping[str, Any] | None, architecture: Mapping[str, Any] | None) -> None:
+    size = look.sizes["tp"]
+    for key in ("modules_to_save",):
+        if lora and lora.get(key):
+            look.of(("lora", key), "whole modules are not trained beside an adapter under tensor parallelism", "leave it out")
+    targets = (lora or {}).get("target_modules")
+    for name in targets if isinstance(targets, list) else []:
+        if name in ("embed_tokens", "lm_head"):
+            look.of(("lora", "target_modules"), f"{name} takes no adapter under tensor parallelism", f"leave {name} out")
+    if look.train.get("torch_compile"):
+        text = "true: the compiled layers were not proved together with tensor parallelism"
+        look.of(("train", "torch_compile"), text, "train.torch_compile=false, or tp size 1")
+    if architecture is None:
+        return
+    kind = str(architecture.get("model_type"))
+    dense, experts = parallel_plans(kind)
+    if not {"colwise", "rowwise"} <= set(dense.values()):
+        look.mesh("tp", f"transformers has no tensor-parallel plan for {kind}", "leave it out")
+        return
+    homes = tuple(name for name, style in experts.items() if style == "ep_dispatch_experts")
+    styles = {style for name, style in dense.items() if not (homes and name.startswith(homes))} | set(experts.values())
+    if unknown := sorted(styles - TP_STYLES - EP_STYLES):
+        look.mesh("tp", f"the plan of {kind} has {', '.join(unknown)}, which is not carried out here", "leave it out")
+    for key in _divided(experts):
+        value = architecture.get(key)
+        if isinstance(value, int) and value % size:
+            look.mesh("tp", f"{size} does not divide {key}, {value}", f"use a divisor of {value}")
+
+
+def _divided(experts: Mapping[str, str]) -> list[str]:
+    """The numbers of an architecture that tensor parallelism divides."""
+    keys = ["num_attention_heads", "num_key_value_heads"]
+    return [*keys, "num_local_experts", "num_experts"] if experts else [*keys, "intermediate_size"]
+
+
+def _context(look: _Look, architecture: Mapping[str, Any] | None) -> None:
+    attention = (look.train.get("model_init_kwargs") or {}).get("attn_implementation")
+    path = ("train", "model_init_kwargs", "attn_implementation")
+    if attention not in _CP_ATTENTION:
+        text = f"{show_value(attention)}: context parallelism has an attention of its own, on torch's kernels"
+        look.of(path, text, "leave it out")
+    for key, what in {
+        "padding_free": "it joins the sequences of a batch, which context parallelism would not keep apart",
+        "label_smoothing_factor": "TRL smooths unshifted labels, a part of a sequence has shifted ones",
+    }.items():
+        if look.train.get(key):
+            look.of(("train", key), f"{look.train[key]}: {what}", "leave it out, or use cp size 1")
+    window = (architecture or {}).get("sliding_window")
+    used = (architecture or {}).get("use_sliding_window", True)
+    length = look.train.get("max_length")
+    if window and used and length and window < length:
+        text = f"{look.sizes['cp']}, while the model attends to {window} tokens back and max_length is {length}"
+        look.mesh("cp", text, f"train.max_length={window} at most, or cp size 1")
+    kinds = set((architecture or {}).get("layer_types") or ())
+    if kinds - {"full_attention"} and not (window and length and window >= length):
+        text = f"the model has layers of {', '.join(sorted(kinds - {'full_attention'}))}: only causal attention is split"
+        look.mesh("cp", text, "use cp size 1")

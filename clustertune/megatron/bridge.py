@@ -1,0 +1,284 @@
+"""NVIDIA's side: the few calls into Megatron-Bridge, by the names of release 0.5.1. Imported on the nodes only.
+
+``models/conversion/auto_bridge.py`` (from_hf_pretrained, to_megatron_provider, save_megatron_model, save_hf_adapter,
+save_hf_pretrained), ``training/finetune.py``, ``training/callbacks.py``, ``data/builders/finetuning_dataset.py``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+from clustertune.megatron.settings import Counts
+
+if TYPE_CHECKING:
+    from clustertune.training.beat import Beat
+    from clustertune.training.stop import StopFlag
+
+RELEASE = "0.5"
+"""What this module was written against: names move between releases (0.6 has another builder of datasets)."""
+IMAGE_FIX = "run it in the image of containers/megatron.def: container.megatron of the cluster file"
+
+
+class Watcher(Protocol):
+    """Who is told what NVIDIA's loop does."""
+
+    def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path: ...
+
+    def on_eval(self, step: int, loss: float | None) -> None: ...
+
+    def on_saved(self, step: int) -> None: ...
+
+    def on_end(self, export: Callable[[Path], None]) -> None: ...
+
+
+class Bridge:
+    """Megatron-Bridge on this rank."""
+
+    def __init__(self, name: str, revision: str | None, stop: StopFlag | None) -> None:
+        self.source: tuple[str, str | None] = (name, revision)
+        self.stop = stop
+        self._hf: Any = None
+        self._name = name
+
+    @classmethod
+    def load(cls, source: tuple[str, str | None], stop: StopFlag | None, name: str) -> Bridge:
+        """Raises UserError where Megatron-Bridge is not there, or is another release than this was written for."""
+        try:
+            version = str(_of("megatron.bridge.package_info").__version__)
+        except ImportError as error:
+            text = f"Megatron-Bridge cannot be imported: {error}"
+            raise UserError(Problem(text, key="container.megatron", fix=IMAGE_FIX)) from None
+        if not version.startswith(f"{RELEASE}."):
+            text = f"the image has Megatron-Bridge {version}, this release of clustertune is for {RELEASE}"
+            raise UserError(Problem(text, key="container.megatron", fix=IMAGE_FIX))
+        found = cls(*source, stop)
+        found._name = name
+        return found
+
+    def start(self, timeout: datetime.timedelta) -> None:
+        """The process group, made here: the conversion and the training after it both use it (``_initialize_distributed``
+        takes one that is there), and a second one in the same process would meet the keys of the first in the store."""
+        torch = _of("torch")
+        if not torch.distributed.is_initialized():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.distributed.init_process_group("nccl", timeout=timeout)
+
+    def end(self) -> None:
+        """Leave the process group."""
+        distributed = _of("torch").distributed
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    def hf(self) -> Any:
+        """The model in HF's form: its weights are read where they are asked for."""
+        if self._hf is None:
+            path, revision = self.source
+            named = {"revision": revision} if revision else {}
+            self._hf = _of("megatron.bridge").AutoBridge.from_hf_pretrained(path, torch_dtype=_of("torch").bfloat16, **named)
+        return self._hf
+
+    def fetch(self, name: str, revision: str | None) -> Path:
+        """The folder of a model of the Hub, loaded where it is not in the cache. Raises what huggingface_hub raises."""
+        wanted = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+        return Path(_of("huggingface_hub").snapshot_download(name, revision=revision, allow_patterns=wanted))
+
+    def convert(self, source: tuple[str, str | None], resolved: Resolved, out: Path, beat: Beat) -> None:
+        """All ranks, each with the part that it has in the training: no node holds the whole model."""
+        self.source = source
+        provider = self.hf().to_megatron_provider(load_weights=True)
+        model = resolved.recipe.megatron
+        assert model is not None
+        _set(provider, sizes(model.model_dump()))
+        provider.pipeline_dtype = provider.params_dtype = _of("torch").bfloat16
+        provider.finalize()
+        provider.initialize_model_parallel(seed=0)
+        chunks = provider.provide_distributed_model(wrap_with_ddp=False)
+        beat("model")
+        self.hf().save_megatron_model(chunks, out)
+        del chunks, provider
+        # The training makes its groups anew, with what it knows of its own.
+        _of("megatron.core.parallel_state").destroy_model_parallel()
+        _of("gc").collect()
+        _of("torch").cuda.empty_cache()
+
+    def pack(self, config: Mapping[str, Mapping[str, Any]], beat: Beat) -> Counts:
+        """Rank 0 alone: tokenize and pack as the training will read it, and count. What is packed already is kept."""
+        data = config["dataset"]
+        tokenizer = _of("megatron.bridge.training.tokenizers.tokenizer").build_tokenizer(self._tokenizer(config))
+        specs = data["packed_sequence_specs"]
+        builder = _of("megatron.bridge.data.builders.finetuning_dataset").FinetuningDatasetBuilder(
+            dataset_root=data["dataset_root"],
+            tokenizer=tokenizer,
+            seq_length=data["seq_length"],
+            seed=data["seed"],
+            packed_sequence_specs=self._specs(specs),
+            dataset_kwargs=dict(data["dataset_kwargs"]),
+            do_test=False,
+        )
+        beat("model")
+        builder.prepare_data()
+        beat("model")
+        if specs is None:
+            return Counts(_lines(builder.train_path), _lines(builder.validation_path))
+        counted = [_rows(Path(path)) for path in (builder.train_path_packed, builder.validation_path_packed)]
+        if not counted[0]:
+            text = "Megatron-Bridge packed no sequence of it: the log of rank 0 says more"
+            raise UserError(Problem(text, file=str(builder.train_path)))
+        return Counts(*counted)
+
+    def finetune(self, config: Mapping[str, Mapping[str, Any]], watcher: Watcher) -> bool:
+        """NVIDIA's training loop. Returns whether it stopped because it was asked to (it ends with SystemExit then)."""
+        container = self.container(config)
+        manager = _of("megatron.bridge.training.callbacks").CallbackManager()
+        hooks = _Hooks(self, container, watcher)
+        for event in ("on_train_step_end", "on_eval_end", "on_checkpoint_save", "on_train_end"):
+            manager.register(event, getattr(hooks, event))
+        forward = _of("megatron.bridge.training.gpt_step").forward_step
+        try:
+            _of("megatron.bridge.training.finetune").finetune(container, forward, callbacks=manager)
+        except SystemExit as ended:
+            if ended.code not in (0, None):
+                raise RuntimeError(f"Megatron-Bridge ended with exit code {ended.code}") from None
+            return True
+        return False
+
+    def container(self, config: Mapping[str, Mapping[str, Any]]) -> Any:
+        """The ``ConfigContainer`` of plain sections. A name that this release does not have is an error, not a guess."""
+        sections, torch = _of("megatron.bridge.training.config"), _of("torch")
+        provider = self.hf().to_megatron_provider(load_weights=False)
+        _set(provider, config["model"])
+        if provider.pipeline_model_parallel_size > 1:
+            provider.pipeline_dtype = torch.bfloat16
+        precision = _of("megatron.bridge.training.mixed_precision").get_mixed_precision_config(
+            config["mixed_precision"]["recipe"]
+        )
+        _set(precision, {k: v for k, v in config["mixed_precision"].items() if k != "recipe"})
+        data = dict(config["dataset"])
+        data["packed_sequence_specs"] = self._specs(data["packed_sequence_specs"])
+        train = dict(config["train"])
+        train["exit_signal"] = signal.Signals[train["exit_signal"]]
+        peft = None
+        if "peft" in config:
+            peft = _of("megatron.bridge.peft.canonical_lora").CanonicalLoRA(**config["peft"])
+        return sections.ConfigContainer(
+            model=provider,
+            train=sections.TrainingConfig(**train),
+            validation=sections.ValidationConfig(**config["validation"]),
+            optimizer=sections.OptimizerConfig(**config["optimizer"]),
+            scheduler=sections.SchedulerConfig(**config["scheduler"]),
+            ddp=sections.DistributedDataParallelConfig(**config["ddp"]),
+            dataset=sections.FinetuningDatasetConfig(**data),
+            tokenizer=self._tokenizer(config),
+            checkpoint=sections.CheckpointConfig(**config["checkpoint"]),
+            logger=sections.LoggerConfig(**config["logger"]),
+            rng=sections.RNGConfig(**config["rng"]),
+            mixed_precision=precision,
+            peft=peft,
+        )
+
+    def export(self, container: Any, model: Any, out: Path) -> None:
+        """The trained part in HF's form, by all ranks together, from the parts that they hold (``save_hf_adapter``)."""
+        if container.peft is not None:
+            self.hf().save_hf_adapter(
+                model, out, peft_config=container.peft, base_model_name_or_path=self._name, show_progress=False
+            )
+        else:
+            self.hf().save_hf_pretrained(model, out, show_progress=False)
+
+    @staticmethod
+    def _specs(specs: Mapping[str, Any] | None) -> Any:
+        module = "megatron.bridge.data.datasets.packed_sequence"
+        return None if specs is None else _of(module).PackedSequenceSpecs(**specs)
+
+    @staticmethod
+    def _tokenizer(config: Mapping[str, Mapping[str, Any]]) -> Any:
+        return _of("megatron.bridge.training.tokenizers.config").TokenizerConfig(**config["tokenizer"])
+
+
+class _Hooks:
+    """What is done at the events of NVIDIA's loop. Every rank does all of it: some parts are collective."""
+
+    def __init__(self, bridge: Bridge, container: Any, watcher: Watcher) -> None:
+        self.bridge, self.container, self.watcher = bridge, container, watcher
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Fired before the loop counts the step, and before it decides to save."""
+        step = int(context.state.train_state.step) + 1
+        loss = _from_last((context.loss_dict or {}).get("lm loss"))
+        norm = context.grad_norm
+        rate = context.optimizer.param_groups[0].get("lr") if context.optimizer is not None else None
+        path = self.watcher.on_step(step, loss, _number(rate), _number(norm), int(_of("torch").cuda.max_memory_allocated()))
+        context.state.cfg.checkpoint.save = str(path)
+        if self.bridge.stop is not None and self.bridge.stop.is_set:  # asked before Megatron had its own handler
+            context.state.signal_handler._signal_received = True
+
+    def on_eval_end(self, context: Any) -> None:
+        """The mean over the evaluation, which the last stage of the pipeline has."""
+        loss = _from_last((context.total_loss_dict or {}).get("lm loss"))
+        self.watcher.on_eval(int(context.state.train_state.step), loss)
+
+    def on_checkpoint_save(self, context: Any) -> None:
+        """All of it lies on disk: saving is not asynchronous here."""
+        self.watcher.on_saved(int(context.state.train_state.step))
+
+    def on_train_end(self, context: Any) -> None:
+        """The loop is through; not fired where it was asked to stop."""
+        self.watcher.on_end(lambda out: self.bridge.export(self.container, context.model, out))
+
+
+def sizes(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the recipe's section that say how the model is cut into parts."""
+    names = ("parallel", "account_for")
+    return {key: value for key, value in section.items() if any(name in key for name in names)}
+
+
+def _set(target: Any, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if not hasattr(target, key):
+            raise UserError(Problem(f"{type(target).__name__} of this Megatron-Bridge has no {key}", key=f"megatron.{key}"))
+        setattr(target, key, value)
+
+
+def _from_last(value: Any) -> float | None:
+    """A number that the last rank has, on all: the last stage of the pipeline alone computes losses. NaN stands for none."""
+    torch = _of("torch")
+    found = torch.tensor([float("nan") if value is None else float(value)], dtype=torch.float64, device=_device(torch))
+    torch.distributed.broadcast(found, src=torch.distributed.get_world_size() - 1)
+    number = float(found.item())
+    return None if math.isnan(number) else number
+
+
+def _device(torch: Any) -> Any:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _rows(path: Path) -> int:
+    """Rows of a packed split: its file's own count. 0 where there is none (no evaluation)."""
+    return int(_of("pyarrow.parquet").ParquetFile(path).metadata.num_rows) if path.is_file() else 0
+
+
+def _lines(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8") as stream:
+        return sum(bool(json.loads(line)) for line in stream if line.strip())
+
+
+def _of(module: str) -> ModuleType:
+    """A module of the image. By name: the project's own environment has none of them."""
+    return importlib.import_module(module)

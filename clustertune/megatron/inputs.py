@@ -1,0 +1,102 @@
+"""What the ranks read, made by the stage ``prepare`` in the project's own stack: conversations and tokenizer in Bridge's form.
+
+NVIDIA's image has no TRL. Bridge takes the mask of what the assistant says from the chat template's ``generation`` marks
+(``_chat_preprocess`` in ``megatron/bridge/data/datasets/utils.py``) and refuses a template without them, as Llama's own is;
+TRL has the same templates with the marks in them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+
+FOLDER = "megatron"
+"""Below the run folder: ``data``, ``tokenizer``, and the converted base model."""
+DATA_KIND, TOKENIZER_KIND = "megatron-data", "megatron-tokenizer"
+SPLITS = {"train": "training.jsonl", "eval": "validation.jsonl"}
+"""Our splits, and the names that ``FinetuningDatasetBuilder`` looks for."""
+
+
+def places(run_path: Path) -> dict[str, Path]:
+    """Where each input of the ranks lies."""
+    folder = run_path.resolve() / FOLDER
+    return {"data": folder / "data", "tokenizer": folder / "tokenizer", "base": folder / "base"}
+
+
+def exported(run_path: Path) -> Path:
+    """What was trained, in HF's form: an adapter, or the whole model."""
+    return run_path.resolve() / FOLDER / "export"
+
+
+def make(resolved: Resolved, run_path: Path, prepared: Path, source: tuple[str, str | None]) -> dict[str, int]:
+    """Write data and tokenizer of a run, or leave what is whole. Returns the conversations of each split.
+
+    ``prepared``: the run's conversations; ``source``: the base model's folder or id, and its revision. Raises UserError.
+    """
+    where = places(run_path)
+    counts = _write_data(prepared, where["data"])
+    if manifest.find_problems(where["tokenizer"], TOKENIZER_KIND, hashes=False):
+        _write_tokenizer(resolved, source, where["tokenizer"])
+    return counts
+
+
+def _write_data(prepared: Path, out: Path) -> dict[str, int]:
+    """``{"messages": [{"role", "content"}]}`` a line: the form that Bridge hands to the tokenizer's template as it is."""
+    identity = manifest.hash_file(prepared / manifest.MANIFEST).sha256
+    if not manifest.find_problems(out, DATA_KIND, hashes=False, allow_extra=True):  # Bridge packs, and puts it beside
+        meta = manifest.read_manifest(out, DATA_KIND).meta
+        if meta.get("prepared") == identity:
+            return {split: int(meta["conversations"][split]) for split in SPLITS}
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    counts = {}
+    for split, name in SPLITS.items():
+        with (out / name).open("w", encoding="utf-8") as stream:
+            counts[split] = sum(stream.write(line) > 0 for line in _lines(prepared / f"{split}.jsonl"))
+    if not counts["train"]:
+        raise UserError(Problem("has no conversation to train on", file=str(prepared / "train.jsonl")))
+    manifest.seal(out, DATA_KIND, {"prepared": identity, "conversations": counts})
+    return counts
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            if line.strip():
+                yield json.dumps({"messages": json.loads(line)["messages"]}, ensure_ascii=False) + "\n"
+
+
+def _write_tokenizer(resolved: Resolved, source: tuple[str, str | None], out: Path) -> None:
+    from clustertune.training.tokens import load_tokenizer
+
+    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args.get("pad_token"))
+    tokenizer.chat_template = marked_template(tokenizer, resolved.name)
+    shutil.rmtree(out, ignore_errors=True)
+    tokenizer.save_pretrained(out)
+    manifest.seal(out, TOKENIZER_KIND, {"source": resolved.recipe.model.name, "revision": source[1]})
+
+
+def marked_template(tokenizer: Any, recipe: str) -> str:
+    """The tokenizer's chat template with ``generation`` marks: its own, or TRL's form of it. Raises UserError."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    own = str(tokenizer.chat_template)
+    if "{% generation %}" in own or "{%- generation %}" in own:
+        return own
+    try:
+        return str(get_training_chat_template(tokenizer) or own)
+    except ValueError as error:
+        fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
+        text = (
+            f"Megatron-Bridge needs marks in the chat template, and TRL knows none for it: {str(error).splitlines()[0][:200]}"
+        )
+        raise UserError(Problem(text, file=recipe, key="model.chat_template", fix=fix)) from None

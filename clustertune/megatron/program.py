@@ -1,0 +1,301 @@
+"""What each rank of a Megatron recipe does, inside NVIDIA's image: convert the base once, train, save, export to HF's form.
+
+The launcher, its records, signals and exit codes are those of every other run. Nothing of Megatron is imported before
+:func:`train` is called, and nothing of TRL, PEFT or accelerate ever.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from clustertune import manifest, secrets
+from clustertune.checkpoint.store import KIND, CheckpointStore
+from clustertune.config.resolved import Resolved
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.megatron import inputs, settings
+from clustertune.rundir import RunDir
+from clustertune.training.events import EventLog
+
+if TYPE_CHECKING:
+    from clustertune.megatron.bridge import Bridge
+    from clustertune.training.beat import Beat
+    from clustertune.training.collectives import Group
+    from clustertune.training.stop import StopFlag
+
+BASE_KIND = "megatron-base"
+PLAN_FILE = "megatron.json"
+"""In the attempt's folder: the configuration as it was handed over, and what came of the data."""
+TIMEOUT_MINUTES = 60
+"""Of collectives: the conversion of 405B reads 810 GB before the first of them ends."""
+
+
+@dataclass
+class Attempt:
+    """What the launcher's side of a rank gives to its training."""
+
+    run: RunDir
+    resolved: Resolved
+    number: int
+    stop: StopFlag
+    beat: Beat
+    fence: Callable[[], None]
+    out: TextIO
+    """Where people see what rank 0 says."""
+    source: tuple[str, str | None]
+    """The base model in HF's form: a folder or an id, and its revision."""
+    notes: list[str] = field(default_factory=list)
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """The user's, by the names of their variables; rank 0 alone has them."""
+
+
+def set_environment(resolved: Resolved) -> None:
+    """Before torch is imported."""
+    m = resolved.recipe.megatron
+    assert m is not None
+    if m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1:
+        # Megatron-Core's order of kernels and collectives wants one hardware queue before Blackwell (its warning in
+        # tensor_parallel/layers.py); a value that the user sets stays.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def train(attempt: Attempt, bridge: Bridge | None = None) -> ExitCode:
+    """Train from the newest whole checkpoint, or from the base. Raises UserError; OK where nothing is left to do.
+
+    ``bridge``: NVIDIA's side; None: the real one.
+    """
+    set_environment(attempt.resolved)
+    if bridge is None:
+        from clustertune.megatron.bridge import Bridge
+
+        bridge = Bridge.load(attempt.source, attempt.stop, attempt.resolved.recipe.model.name)
+    bridge.start(datetime.timedelta(minutes=TIMEOUT_MINUTES))
+    from clustertune.training.collectives import Group
+
+    group = Group()
+    store = CheckpointStore(
+        attempt.run.checkpoints, attempt.number, attempt.resolved.train_args.get("save_total_limit"), group,
+        _teller(attempt, group), attempt.fence,
+    )  # fmt: skip
+    latest = store.latest()
+    if latest and latest[1].get("final"):
+        store.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
+        return ExitCode.OK
+    return _Training(attempt, bridge, group, store).go(latest)
+
+
+def _teller(attempt: Attempt, group: Group) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        if group.rank == 0:
+            attempt.out.write(f"{text}\n")
+            sys.stderr.write(f"{text}\n")
+
+    return tell
+
+
+class _Training:
+    """One attempt of one rank."""
+
+    def __init__(self, attempt: Attempt, bridge: Bridge, group: Group, store: CheckpointStore) -> None:
+        self.attempt, self.bridge, self.group, self.store = attempt, bridge, group, store
+        self.log = EventLog(attempt.run.metrics, attempt.number, attempt.fence) if group.rank == 0 else None
+        self.steps: int | None = None
+        self.step = 0
+        self.saved: Path | None = None
+        """The newest checkpoint that is whole."""
+        self._since, self._tokens = time.monotonic(), 0.0
+
+    def go(self, latest: tuple[Path, dict[str, Any]] | None) -> ExitCode:
+        """Convert, pack, train. How it ended goes into the metrics, too."""
+        start = int(latest[1]["step"]) if latest else 0
+        if self.log:
+            self.log.write("start", step=start, world_size=self.group.world_size, resumed_from=latest and latest[0].name)
+        code, reason = ExitCode.FAILED, "an error: see the rank's log"
+        try:
+            for note in self.attempt.notes:
+                self.store.tell(f"note: {note}")
+            self._fetch()
+            self._make_base()
+            config = self._configure(latest)
+            self.store.tell(f"resume from {latest[0].name}" if latest else "train from the base model")
+            self.attempt.beat("resume" if latest else "train", start)
+            self.step, self.saved = start, latest and latest[0]
+            stopped = self.bridge.finetune(config, self)
+            finished = self.step >= (self.steps or 0) and not stopped
+            code = ExitCode.OK if finished else ExitCode.AGAIN
+            reason = "finished" if finished else "asked to stop"
+            if not finished:
+                self.store.tell(f"stopped at step {self.step} as asked; the same command goes on from there")
+        except UserError as error:
+            code, reason = error.code, error.problems[0].message
+            raise
+        finally:
+            if self.log:
+                self.log.write("stop", step=self.step, exit_code=int(code), reason=reason)
+                self.log.close()
+        self.bridge.end()
+        return code
+
+    def _fetch(self) -> None:
+        """Have the base model in a folder: of an id, rank 0, which has the token, loads it into the cache that all share."""
+        name, revision = self.attempt.source
+        if Path(name).is_dir():
+            return
+        self.attempt.beat("model")
+        found: tuple[str | None, str] | None = None
+        if self.group.rank == 0:
+            self.store.tell(f"loading {name} from the Hub, where it is not in the cache")
+            with secrets.lent({key: value for key, value in self.attempt.tokens.items() if key == "HF_TOKEN"}):
+                try:
+                    found = (str(self.bridge.fetch(name, revision)), "")
+                except (OSError, ValueError) as error:  # what huggingface_hub raises; no message of it holds a token
+                    found = (None, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        folder, wrong = self.group.broadcast(found)
+        if folder is None:
+            fix = "clustertune stage RECIPE --to DIR on a machine that reaches the Hub, and staged: DIR"
+            raise UserError(Problem(f"cannot be loaded: {wrong}", file=name, key="model.name", fix=fix))
+        absent = sum(self.group.gather(not Path(folder).is_dir()))
+        if absent:
+            fix = "HF_HOME on storage that all nodes see, or clustertune stage RECIPE --node-local"
+            raise UserError(Problem(f"is not seen by {absent} of {self.group.world_size} ranks", file=folder, fix=fix))
+        self.attempt.source = self.bridge.source = (folder, None)
+
+    def _make_base(self) -> None:
+        """HF's weights as a Megatron checkpoint, by all ranks together, once in a run: each holds its own part only."""
+        out = inputs.places(self.attempt.run.path)["base"]
+        identity = {"model": self.attempt.resolved.recipe.model.name, "revision": self.attempt.resolved.recipe.model.revision}
+        there = None
+        if self.group.rank == 0 and not manifest.find_problems(out, BASE_KIND, hashes=False):
+            there = manifest.read_manifest(out, BASE_KIND).meta.get("source")
+        if self.group.broadcast(there) == identity:
+            return
+        self.attempt.fence()
+        self.attempt.beat("model")
+        began = time.monotonic()
+        self.store.tell(f"converting {self.attempt.source[0]} for Megatron, once")
+        fault = None
+        if self.group.rank == 0:
+            fault = _empty(out)
+        if fault := self.group.broadcast(fault):
+            raise UserError(Problem(f"cannot be written: {fault}", file=str(out)), ExitCode.STORAGE)
+        self.bridge.convert(self.attempt.source, self.attempt.resolved, out, self.attempt.beat)
+        self.group.barrier()
+        if self.group.rank == 0:
+            manifest.seal(out, BASE_KIND, {"source": identity, "seconds": round(time.monotonic() - began, 1)})
+        self.group.barrier()
+        self.store.tell(f"converted in {time.monotonic() - began:.0f} s")
+
+    def _configure(self, latest: tuple[Path, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
+        """The sections, complete: the steps are known once rank 0 has packed the data. Each attempt keeps what it ran."""
+        attempt, where = self.attempt, inputs.places(self.attempt.run.path)
+        named: dict[str, str | None] = {
+            "base": str(where["base"]), "data": str(where["data"]), "tokenizer": str(where["tokenizer"]),
+            "save": str(self.path_of(int(latest[1]["step"]) if latest else 0)), "load": str(latest[0]) if latest else None,
+        }  # fmt: skip
+        counts: tuple[int, int, list[str]] | None = None
+        if self.group.rank == 0:
+            try:
+                found = self.bridge.pack(settings.build(attempt.resolved, named), attempt.beat)
+                counts = (found.train, found.eval, [])
+            except UserError as error:
+                counts = (0, 0, [problem.message for problem in error.problems])
+        rows, evals, wrong = self.group.broadcast(counts)
+        if wrong:
+            raise UserError([Problem(text, file=str(where["data"])) for text in wrong])
+        config = settings.build(attempt.resolved, named, settings.Counts(rows, evals))
+        self.steps = int(config["train"]["train_iters"])
+        self.store.tell(f"{rows} sequences to train on, {evals} to evaluate: {self.steps} steps")
+        if self.group.rank == 0:
+            folder = attempt.run.attempt(attempt.number)
+            document = {"sequences": {"train": rows, "eval": evals}, "configuration": config}
+            manifest.write_durably(folder / PLAN_FILE, json.dumps(document, indent=1) + "\n")
+        return config
+
+    def path_of(self, step: int) -> Path:
+        """Where a checkpoint of this step is saved: the name that :mod:`clustertune.checkpoint.store` knows."""
+        number = self.attempt.number
+        return self.store.folder / (f"step-{step:06d}" if number == 1 else f"step-{step:06d}.a{number}")
+
+    # What NVIDIA's loop calls, on every rank.
+
+    def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path:
+        """After each step; returns where a checkpoint of this step would go. The beat tells the watchers that it gets on."""
+        seconds, self._since = time.monotonic() - self._since, time.monotonic()
+        self.step = step
+        self.attempt.beat("train", step)
+        if self.log and loss is not None:
+            train = self.attempt.resolved.train_args
+            tokens = settings.global_batch(self.attempt.resolved) * int(train["max_length"])
+            self._tokens += tokens
+            packed = bool(train.get("packing"))
+            self.log.write(
+                "step", step=step, loss=loss, learning_rate=rate, grad_norm=norm, memory_bytes=memory,
+                seconds=round(seconds, 6),
+                # Without packing the tokens of a step are not known here: padding would count as trained.
+                **({"tokens": int(self._tokens), "tokens_per_second": round(tokens / seconds, 3)} if packed else {}),
+            )  # fmt: skip
+        return self.path_of(step)
+
+    def on_eval(self, step: int, loss: float | None) -> None:
+        """After an evaluation."""
+        self.attempt.beat("eval", step)
+        if self.log and loss is not None:
+            self.log.write("eval", step=step, eval_loss=loss)
+
+    def on_saved(self, step: int) -> None:
+        """A checkpoint lies on disk, by all ranks: it gets the recipe and, last of all, its manifest."""
+        path = self.path_of(step)
+        self.attempt.beat("save", step)
+        began = time.monotonic()
+        if self.group.rank == 0:
+            recipe = json.dumps(self.attempt.resolved.as_dict(), indent=1) + "\n"
+            (path / "recipe.json").write_text(recipe)
+        size = self.store.commit(path, {"step": step, "final": False, "world_size": self.group.world_size})
+        self.saved = path
+        if self.log:
+            name = str(path.relative_to(self.attempt.run.path))
+            seconds = round(time.monotonic() - began, 4)
+            self.log.write("checkpoint", step=step, path=name, bytes=size, seconds=seconds, status="saved")
+            self.log.sync()
+        self.store.prune()
+        self.attempt.beat("train", step)
+
+    def on_end(self, export: Callable[[Path], None]) -> None:
+        """The last step is done and saved: what was trained is exported, and only then is the checkpoint the final one."""
+        if self.saved is None or self.step < (self.steps or 0):
+            return
+        self.attempt.beat("save", self.step)
+        self.store.tell("exporting to the form of Hugging Face")
+        out = inputs.exported(self.attempt.run.path)
+        fault = _empty(out) if self.group.rank == 0 else None
+        if fault := self.group.broadcast(fault):
+            raise UserError(Problem(f"cannot be written: {fault}", file=str(out)), ExitCode.STORAGE)
+        export(out)
+        self.group.barrier()
+        self.attempt.fence()
+        if self.group.rank == 0:
+            (out / "recipe.json").write_text(json.dumps(self.attempt.resolved.as_dict(), indent=1) + "\n")
+            # A checkpoint's kind: the stage export reads it as it reads one of any other run.
+            manifest.seal(out, KIND, {"step": self.step, "final": True, "checkpoint": self.saved.name})
+            whole = manifest.read_manifest(self.saved, KIND)
+            manifest.seal(self.saved, KIND, {**whole.meta, "final": True}, whole.files)
+        self.group.barrier()
+
+
+def _empty(folder: Path) -> str | None:
+    """Make a folder anew; what the system said where it cannot."""
+    import shutil
+
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(error.strerror or error)
+    return None

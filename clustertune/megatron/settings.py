@@ -1,0 +1,295 @@
+"""A recipe as Megatron-Bridge takes it: plain values, section by section of its ``ConfigContainer``. Pure: nothing is imported.
+
+Sources, all of Megatron-Bridge 0.5.1: ``training/config.py`` (sections and their ``finalize``), ``recipes/common.py``
+(``_peft_common``, ``_sft_common``), ``recipes/llama/llama3.py`` (70B and 405B), ``peft/canonical_lora.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.config.resolved import Resolved
+from clustertune.config.schema import Megatron
+from clustertune.errors import Problem
+
+DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+"""transformers' schedules that Megatron has under another name or the same."""
+TARGETS = {
+    "q_proj": "linear_q",
+    "k_proj": "linear_k",
+    "v_proj": "linear_v",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1_gate",
+    "up_proj": "linear_fc1_up",
+    "down_proj": "linear_fc2",
+}
+"""PEFT's names of a Llama's layers, and those of ``CanonicalLoRA``: one pair of matrices for each, as PEFT has it. Plain
+``LoRA`` of Bridge has one A for query, key and value together, which is another adapter than the recipe asks for."""
+LORA_KEYS = {
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "init_lora_weights": (True,),
+    "r": None,
+    "lora_alpha": None,
+    "lora_dropout": None,
+    "target_modules": None,
+}
+"""Keys of ``lora`` that are carried, and the values that they must have; None: any."""
+CARRIED = {
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "num_train_epochs", "max_steps",
+    "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "assistant_only_loss", "pad_token", "logging_steps", "eval_strategy",
+    "eval_steps", "save_strategy", "save_steps", "save_total_limit",
+}  # fmt: skip
+"""Keys of ``train`` that mean the same here."""
+WITHOUT_EFFECT = {
+    "logging_first_step", "ddp_find_unused_parameters", "report_to", "run_name", "eval_on_start", "tf32", "model_init_kwargs",
+    "per_device_eval_batch_size", "dataset_num_proc", "dataloader_num_workers", "loss_type", "use_liger_kernel",
+    "ddp_timeout", "dataloader_pin_memory",
+}  # fmt: skip
+"""Keys that say how TRL does it; Megatron has its own way. ``report_to``: the run's metrics.jsonl is written all the same."""
+WANTED = {
+    "bf16": (True,),
+    "save_only_model": (False,),
+    "gradient_checkpointing": (False,),
+    "activation_checkpointing": (False,),
+}
+"""Keys that have one possible value."""
+ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
+EXIT_SIGNAL = "SIGUSR1"
+"""What the launcher asks the ranks with to save and stop (Slurm's ``--signal``)."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is known of the data once it is packed."""
+
+    train: int
+    """Rows of the train split: packed sequences, or conversations where nothing is packed."""
+    eval: int
+
+
+def find_problems(resolved: Resolved) -> list[Problem]:
+    """Everything of a recipe that Megatron-Bridge does not do, each with its key."""
+    problems: list[Problem] = []
+
+    def add(key: str, message: str, fix: str) -> None:
+        problems.append(Problem(message, file=resolved.name, key=key, fix=fix))
+
+    train = resolved.train_args
+    for key, value in sorted(train.items()):
+        if key in WANTED and value not in (*WANTED[key], None):
+            add(f"train.{key}", f"{value!r}, and Megatron-Bridge runs with {WANTED[key][0]!r}", "leave it out")
+        elif key not in (*CARRIED, *WITHOUT_EFFECT, *WANTED, "optim"):
+            add(f"train.{key}", "is not carried to Megatron-Bridge", "leave it out")
+    if (optim := train.get("optim", ADAM[0])) not in ADAM:
+        add("train.optim", f"{optim!r}: Megatron-Bridge has Adam", f"train.optim={ADAM[0]}")
+    if (decay := train.get("lr_scheduler_type", "linear")) not in DECAYS:
+        add("train.lr_scheduler_type", f"{decay!r} is not carried to Megatron-Bridge", f"one of {', '.join(DECAYS)}")
+    if train.get("packing") and train.get("per_device_train_batch_size", 1) != 1:
+        fix = "train.per_device_train_batch_size=1, and a longer train.max_length"
+        add("train.per_device_train_batch_size", "with packing Megatron-Bridge takes one sequence at a time", fix)
+    m, micro = resolved.recipe.megatron, int(train.get("gradient_accumulation_steps", 1))
+    if m and (m.virtual_pipeline_model_parallel_size or 1) > 1 and micro % m.pipeline_model_parallel_size:
+        # megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving
+        text = f"{micro} micro batches a step, which are no multiple of the {m.pipeline_model_parallel_size} interleaved stages"
+        fix = "a multiple, or leave megatron.virtual_pipeline_model_parallel_size out"
+        add("train.global_batch_size", text, fix)
+    if resolved.recipe.model.weights != "hub":
+        add("model.weights", "random: Megatron-Bridge converts published weights", "model.weights=hub")
+    return [*problems, *_lora_problems(resolved)]
+
+
+def _lora_problems(resolved: Resolved) -> list[Problem]:
+    found = []
+    for key, value in (resolved.recipe.lora or {}).items():
+        where = {"file": resolved.name, "key": f"lora.{key}"}
+        wanted = LORA_KEYS.get(key, ())
+        if wanted is not None and value not in wanted:
+            fix = f"lora.{key}={wanted[0]}" if wanted else "leave it out"
+            found.append(Problem(f"{value!r} is not carried to Megatron-Bridge", fix=fix, **where))
+        if key == "target_modules":
+            names = [value] if isinstance(value, str) else list(value)
+            if unknown := [name for name in names if name not in TARGETS]:
+                fix = f"of {', '.join(TARGETS)}"
+                found.append(Problem(f"{', '.join(unknown)}: Megatron-Bridge's LoRA has no such layer", fix=fix, **where))
+    if (experts := resolved.architecture.get("num_local_experts")) and resolved.recipe.lora is not None:
+        text = f"on a model of {experts} experts: how its adapter is exported was not checked here"
+        found.append(Problem(text, file=resolved.name, key="lora", fix="train all parameters, or take a dense model"))
+    return found
+
+
+def iterations(train: Mapping[str, Any], batch: int, rows: int | None) -> int | None:
+    """Optimizer steps: ``max_steps``, else whole global batches of the epochs; None where the rows are not known yet."""
+    if (steps := train.get("max_steps", -1)) and steps > 0:
+        return int(steps)
+    if rows is None:
+        return None
+    return max(1, math.floor(rows * float(train.get("num_train_epochs", 3)) / batch))
+
+
+def global_batch(resolved: Resolved) -> int:
+    """Sequences per optimizer step over all ranks."""
+    train = resolved.train_args
+    each = int(train.get("per_device_train_batch_size", 1)) * int(train.get("gradient_accumulation_steps", 1))
+    return each * resolved.data_parallel_size
+
+
+def share(value: float | None, total: int | None) -> int | None:
+    """A number of steps, which below 1 is a share of all (transformers' rule); None where all are not known yet."""
+    if value is None:
+        return None
+    if value < 1:
+        return None if total is None else max(1, math.ceil(value * total)) if value else 0
+    return int(value)
+
+
+def build(resolved: Resolved, places: Mapping[str, str | None], counts: Counts | None = None) -> dict[str, dict[str, Any]]:
+    """The sections. ``places``: ``base`` (converted checkpoint), ``data``, ``tokenizer``, ``save`` and ``load``.
+
+    Without ``counts`` the steps that depend on the packed data are None; ``dry_run`` shows it so.
+    """
+    m, train = resolved.recipe.megatron, resolved.train_args
+    assert m is not None
+    batch = global_batch(resolved)
+    steps = iterations(train, batch, counts.train if counts else None)
+    each = evaluated_at_once(resolved, m, counts.eval) if counts else None
+    wanted = train.get("eval_strategy") == "steps" and each != 0
+    evaluated = share(train.get("eval_steps"), steps) if wanted else None
+    seed, length = int(train.get("seed", 42)), int(train["max_length"])
+    sections: dict[str, dict[str, Any]] = {
+        "model": _model(m, length),
+        "train": {
+            "train_iters": steps,
+            "global_batch_size": batch,
+            "micro_batch_size": int(train.get("per_device_train_batch_size", 1)),
+            "exit_signal_handler": True,
+            "exit_signal": EXIT_SIGNAL,
+            "manual_gc": True,
+            "manual_gc_interval": 100,
+        },
+        "validation": {
+            "eval_interval": evaluated,
+            "eval_iters": (counts.eval // each if each and evaluated else 0) if counts else None,
+            "eval_global_batch_size": each or None,
+        },
+        **_optimization(train, m, steps),
+        "ddp": {
+            "use_distributed_optimizer": m.use_distributed_optimizer,
+            "check_for_nan_in_grad": True,
+            "grad_reduce_in_fp32": True,
+            "average_in_collective": False,
+        },
+        "dataset": _dataset(m, train, places, length, seed),
+        "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": places["tokenizer"]},
+        "checkpoint": {
+            "pretrained_checkpoint": places["base"],
+            "save": places["save"],
+            "load": places["load"],
+            "save_interval": share(train.get("save_steps", 500), steps)
+            if train.get("save_strategy", "steps") == "steps"
+            else None,
+            "ckpt_format": "torch_dist",
+            "fully_parallel_save": True,
+            "async_save": False,
+        },
+        "logger": {"log_interval": max(1, int(train.get("logging_steps", 1))), "tensorboard_dir": None},
+        "rng": {"seed": seed},
+        "mixed_precision": {"recipe": "bf16_mixed", **({"fp8": m.fp8} if m.fp8 else {})},
+    }
+    if resolved.recipe.lora is not None:
+        sections["peft"] = _lora(resolved.recipe.lora)
+    return sections
+
+
+def evaluated_at_once(resolved: Resolved, m: Megatron, rows: int) -> int:
+    """Sequences of one iteration of the evaluation: at most a global batch, and whole micro batches for every rank and,
+    with interleaved stages, for every stage (schedules.py); 0 where there are too few for one.
+    """
+    stages = m.pipeline_model_parallel_size if (m.virtual_pipeline_model_parallel_size or 1) > 1 else 1
+    unit = int(resolved.train_args.get("per_device_train_batch_size", 1)) * resolved.data_parallel_size * stages
+    return min(global_batch(resolved), rows) // unit * unit
+
+
+def _model(m: Megatron, length: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tensor_model_parallel_size": m.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": m.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": m.virtual_pipeline_model_parallel_size,
+        "account_for_embedding_in_pipeline_split": m.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": m.account_for_loss_in_pipeline_split,
+        "context_parallel_size": m.context_parallel_size,
+        "expert_model_parallel_size": m.expert_model_parallel_size,
+        "expert_tensor_parallel_size": m.expert_tensor_parallel_size,
+        "sequence_parallel": m.sequence_parallel,
+        "seq_length": length,
+        # Demanded with context parallelism (ConfigContainer.validate), and what TRL computes: the mean over all tokens of
+        # the global batch, not over its sequences.
+        "calculate_per_token_loss": True,
+        "recompute_granularity": m.recompute_granularity,
+    }
+    if m.recompute_granularity == "full":
+        found |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return found
+
+
+def _optimization(train: Mapping[str, Any], m: Megatron, steps: int | None) -> dict[str, dict[str, Any]]:
+    decay = float(train.get("weight_decay", 0.0))
+    style = DECAYS[str(train.get("lr_scheduler_type", "linear"))]
+    return {
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": float(train.get("learning_rate", 2e-5)),
+            "min_lr": 0.0,
+            "weight_decay": decay,
+            "adam_beta1": float(train.get("adam_beta1", 0.9)),
+            "adam_beta2": float(train.get("adam_beta2", 0.999)),
+            "adam_eps": float(train.get("adam_epsilon", 1e-8)),
+            "clip_grad": float(train.get("max_grad_norm", 1.0)),
+            "bf16": True,
+            "use_distributed_optimizer": m.use_distributed_optimizer,
+        },
+        "scheduler": {
+            "lr_decay_style": style,
+            "lr_decay_iters": steps,
+            "lr_warmup_iters": share(train.get("warmup_steps", 0), steps),
+            "start_weight_decay": decay,
+            "end_weight_decay": decay,
+            "override_opt_param_scheduler": True,
+        },
+    }
+
+
+def _dataset(m: Megatron, train: Mapping[str, Any], places: Mapping[str, str | None], length: int, seed: int) -> dict[str, Any]:
+    """The conversations in Bridge's chat form: ``training.jsonl`` and ``validation.jsonl`` below ``dataset_root``."""
+    parts = 2 * m.context_parallel_size if m.context_parallel_size > 1 else 1
+    packed = {"packed_sequence_size": length, "pad_seq_to_mult": parts} if train.get("packing") else None
+    return {
+        "dataset_root": places["data"],
+        "seq_length": length,
+        "seed": seed,
+        "dataloader_type": "batch",
+        "do_validation": True,
+        "do_test": False,
+        "packed_sequence_specs": packed,
+        "dataset_kwargs": {
+            "chat": True,
+            "use_hf_tokenizer_chat_template": True,
+            "answer_only_loss": bool(train.get("assistant_only_loss", False)),
+        },
+    }
+
+
+def _lora(lora: Mapping[str, Any]) -> dict[str, Any]:
+    targets: Iterable[str] = lora["target_modules"]
+    return {
+        "target_modules": [TARGETS[name] for name in TARGETS if name in ([targets] if isinstance(targets, str) else targets)],
+        "dim": int(lora.get("r", 8)),
+        "alpha": int(lora.get("lora_alpha", 8)),
+        "dropout": float(lora.get("lora_dropout", 0.0)),
+        "lora_A_init_method": "kaiming",  # PEFT's own: kaiming_uniform with a = sqrt(5)
+        "lora_B_init_method": "zero",
+    }

@@ -1,0 +1,192 @@
+"""The model card: what the run says of itself. The same run gives the same bytes, so that a second push changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import Manifest
+from clustertune.report import content
+from clustertune.report.format import number
+from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.rundir import RunDir
+
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
+_LOCAL = (("data", "input"), ("model", "path"), ("staged",))
+"""Keys of a recipe that hold a path: left out of the card, which is for other machines."""
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,60}")
+"""The form of the Hub's licence identifiers."""
+
+
+def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo: str, licence: str | None) -> str:
+    """``README.md`` of the repository. ``licence``: one of the Hub's identifiers; None: that of the base model.
+
+    Raises UserError for a licence that cannot be one.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    if licence is not None and not _LICENCE.fullmatch(licence):
+        fix = "one of the Hub's: https://huggingface.co/docs/hub/repositories-licenses"
+        raise UserError(Problem(f"{licence!r} is no licence identifier", file="command line", key="--license", fix=fix))
+    recipe = content.get(document, "recipe", "recipe") or {}
+    metrics = read_metrics(run.metrics)
+    ifeval = _read_ifeval(run)
+    base, on_hub = str(content.get(recipe, "model", "name")), content.get(recipe, "model", "weights") == "hub"
+    revision = content.get(recipe, "model", "revision")
+    values = {
+        "metadata": _metadata(recipe, ifeval, licence, repo),
+        "title": repo.partition("/")[2],
+        "what": f"A LoRA adapter for `{base}`, trained with the recipe `{content.get(document, 'recipe', 'name')}`.",
+        "notes": _notes(document, metrics, sealed, on_hub),
+        "origin": [[key, _cell(value)] for key, value in _origin(recipe, licence)],
+        "training": [[key, _cell(value)] for key, value in _training(run, document, metrics, sealed)],
+        **_scores(ifeval),
+        "base": base,
+        "revision_argument": f', revision="{revision}"' if revision else "",
+        "repo": repo,
+        "recipe": _recipe_text(recipe),
+        "versions": [[key, _cell(value)] for key, value in _versions(document)],
+        "files": [[name, record.size, record.digest] for name, record in sorted(sealed.files.items())],
+        "checkpoint": content.get(sealed.meta, "checkpoint", "name"),
+        "checkpoint_sha": content.get(sealed.meta, "checkpoint", "manifest_sha256"),
+    }
+    environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
+    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def _metadata(recipe: Mapping[str, Any], ifeval: Mapping[str, Any] | None, licence: str | None, repo: str) -> str:
+    """The YAML head that the Hub reads. A base or a data set that it does not have is not named there."""
+    import yaml
+
+    model, data = recipe.get("model") or {}, recipe.get("data") or {}
+    found: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["clustertune", "lora", "sft"]}
+    if model.get("weights") == "hub" and "/" in str(model.get("name")):
+        found["base_model"] = model["name"]
+        found["base_model_relation"] = "adapter"
+    if licence:
+        found["license"] = licence
+    elif "base_model" in found:
+        link = f"https://huggingface.co/{model['name']}"
+        found |= {"license": "other", "license_name": "as-the-base-model", "license_link": link}
+    if "/" in str(data.get("name")):
+        found["datasets"] = [data["name"]]
+    if scores := _benchmark_scores(ifeval):
+        metrics = [{"type": name, "value": round(float(value), 6), "name": name} for name, value in scores.items()]
+        task = {"type": "text-generation", "name": "Text Generation"}
+        dataset = {"type": "google/IFEval", "name": "IFEval"}
+        results = [{"task": task, "dataset": dataset, "metrics": metrics}]
+        found["model-index"] = [{"name": repo.partition("/")[2], "results": results}]
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def _benchmark_scores(ifeval: Mapping[str, Any] | None) -> dict[str, float]:
+    """IFEval's scores where it was the benchmark, whole: anything else is no result that others may compare with."""
+    dataset = content.get(ifeval, "dataset") or {}
+    if not dataset.get("is_benchmark") or dataset.get("limited"):
+        return {}
+    return dict(content.get(ifeval, "scores") or {})
+
+
+def _notes(document: Mapping[str, Any], metrics: Metrics, sealed: Manifest, on_hub: bool) -> list[str]:
+    """What a reader must not miss."""
+    notes = content.warnings_of(document, metrics, {"meta": sealed.meta})
+    if not on_hub:
+        notes.append("The base model has random weights and was made by the run itself: nobody else can load this adapter.")
+    return notes
+
+
+def _origin(recipe: Mapping[str, Any], licence: str | None) -> Iterator[tuple[str, Any]]:
+    model, data = recipe.get("model") or {}, recipe.get("data") or {}
+    yield "base model", f"`{model.get('name')}`"
+    yield "its revision", model.get("revision")
+    yield "data", f"`{data.get('name')}`"
+    yield "its revision", data.get("revision")
+    yield "form of the rows", data.get("format")
+    yield "language", data.get("language")
+    yield "licence", licence or "that of the base model; the data has one of its own"
+
+
+def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed: Manifest) -> Iterator[tuple[str, Any]]:
+    """Distribution, hardware, steps, losses, time."""
+    distributed, nodes = document.get("distributed") or {}, content.get(document, "allocation", "nodes")
+    compute = content.get(document, "cluster", "compute") or {}
+    kinds = [str(distributed.get("type") or ""), f"version {v}" if (v := distributed.get("fsdp_version")) else ""]
+    yield "distribution", " ".join(kind for kind in kinds if kind)
+    yield "ranks", distributed.get("world_size") or content.get(document, "recipe", "world_size")
+    yield "nodes", len(nodes) if nodes else None
+    yield "GPUs", f"{compute.get('gpus')} x {compute['gpu']} a node" if compute.get("gpu") else None
+    if not compute and (gpus := content.get(document, "host", "gpus")) is not None:
+        yield "GPUs of the machine", gpus or "none: trained on CPUs"
+    yield "optimizer steps", sealed.meta.get("step")
+    yield "trained parameters", sealed.meta.get("parameters")
+    yield "adapter's types", ", ".join(sealed.meta.get("dtypes") or [])
+    losses = [step.loss for step in metrics.steps if step.loss is not None]
+    if losses:
+        yield "training loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}"
+    evals = [found.eval_loss for found in metrics.evals if found.eval_loss is not None]
+    if evals:
+        yield "eval loss, before and after", f"{evals[0]:.4f}, {evals[-1]:.4f}"
+    yield "hours of training", _hours(run)
+
+
+def _hours(run: RunDir) -> str | None:
+    record = run.stage("train")
+    return f"{record['seconds'] / 3600:.2f}" if record and isinstance(record.get("seconds"), int | float) else None
+
+
+def _scores(ifeval: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = content.ifeval_content(ifeval)
+    if ifeval is None or found is None:
+        return {"scores": [], "scores_of": "", "score_notes": []}
+    stderr = content.get(ifeval, "stderr") or {}
+    rows = [[name, number(value), number(stderr.get(name))] for name, value in ifeval["scores"].items()]
+    return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"]}
+
+
+def _versions(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    commit = content.get(document, "git", "commit")
+    if commit:
+        changed = " with uncommitted changes" if content.get(document, "git", "dirty") else ""
+        yield "clustertune commit", f"`{commit}`{changed}"
+    yield from (document.get("versions") or {}).items()
+    yield "image's SHA-256", content.get(document, "container", "sha256")
+    yield "run", content.get(document, "fingerprint")
+
+
+def _recipe_text(recipe: Mapping[str, Any]) -> str:
+    """The sections that the recipe sets, without paths and without what stands nowhere."""
+    import yaml
+
+    clean: dict[str, Any] = json.loads(json.dumps(recipe))
+    for *sections, key in _LOCAL:
+        inner = clean
+        for section in sections:
+            inner = inner.get(section) or {}
+        inner.pop(key, None)
+    return yaml.safe_dump(_said(clean), sort_keys=False)
+
+
+def _said(value: Any) -> Any:
+    """A recipe without what it leaves empty."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _said(part) for key, part in value.items()}
+    return {key: part for key, part in inner.items() if part not in (None, {}, [])}
+
+
+def _read_ifeval(run: RunDir) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run.eval / "ifeval.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _cell(value: Any) -> str:
+    """A value in a table: one line, and nothing that ends a cell."""
+    return "-" if value is None or value == "" else re.sub(r"\s+", " ", str(value)).replace("|", "\\|")

@@ -1,0 +1,204 @@
+"""The Hub's side of a push: what is there, the repository, one commit, and a look afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from clustertune.console import stderr
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.push.parcel import ALLOWED, Parcel, still_same
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import ModelInfo
+
+OWN = (".gitattributes",)
+"""Files that the Hub itself puts into a new repository."""
+MESSAGE = "Adapter trained with clustertune"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to, and what may happen there."""
+
+    repo: str
+    public: bool = False
+    replace: bool = False
+    """Files of the same names that hold something else may be written over."""
+    endpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """How it ended."""
+
+    status: str
+    """``pushed``, or ``unchanged`` where everything was there already."""
+    url: str
+    commit: str | None
+
+
+def push(parcel: Parcel, target: Target, token: str, say: Callable[[str], None]) -> Pushed:
+    """Send a parcel in one commit. Raises UserError: what is there is something else, the token, the network.
+
+    Nothing appears in the repository before the commit: after a failure the same command begins anew.
+    """
+    with _words(target, token):
+        api = _connect(target.endpoint, token)
+        info = _find(api, target.repo)
+        if info is not None:
+            if problems := _conflicts(info, parcel, target):
+                raise UserError(problems)
+            if not _differing(info, parcel):
+                return Pushed("unchanged", _url(api, target), info.sha)
+        else:
+            say(f"new {'public' if target.public else 'private'} repository {target.repo}")
+            api.create_repo(target.repo, private=not target.public, exist_ok=False)
+            info = _find(api, target.repo)
+        if problems := still_same(parcel):
+            raise UserError(problems, ExitCode.AGAIN)
+        commit = api.create_commit(
+            target.repo, _operations(parcel), commit_message=MESSAGE, parent_commit=info.sha if info is not None else None
+        )
+        after = _find(api, target.repo)
+        if after is None or (wrong := _differing(after, parcel)):
+            names = ", ".join(wrong) if after is not None else "the repository"
+            fix = "run the same command again; if it says so again, look at the repository"
+            raise UserError(Problem(f"not there as it was sent: {names}", file=target.repo, fix=fix), ExitCode.AGAIN)
+        return Pushed("pushed", _url(api, target), commit.oid)
+
+
+def _connect(endpoint: str | None, token: str) -> HfApi:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    # It names every request that it tries again; how it ended is told in words.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # Xet sends the bytes to another host by another protocol; an adapter is small, and LFS answers for what it stored.
+    constants.HF_HUB_DISABLE_XET = True
+    if not stderr.is_terminal:
+        disable_progress_bars()
+    return HfApi(endpoint=endpoint, token=token)
+
+
+def _find(api: HfApi, repo: str) -> ModelInfo | None:
+    """What the repository holds; None where there is none that this token sees."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return api.model_info(repo, files_metadata=True)
+    except RepositoryNotFoundError as error:
+        if getattr(error.response, "status_code", None) == 401:
+            api.whoami()  # the Hub answers 401 for what is not there, too: this tells a wrong token
+        return None
+
+
+def _conflicts(info: ModelInfo, parcel: Parcel, target: Target) -> list[Problem]:
+    """Why a repository that exists is not written to."""
+    found = []
+    if not info.private and not target.public:
+        fix = "--public says that you know, or --repo names another one"
+        found.append(Problem("is public: the adapter would be seen by everybody", file=target.repo, key="--repo", fix=fix))
+    elif info.private and target.public:
+        fix = "leave --public out, and change the visibility in the repository's settings"
+        found.append(Problem("is private, and --public was asked for", file=target.repo, key="--public", fix=fix))
+    there = {sibling.rfilename for sibling in info.siblings or []}
+    foreign = sorted(there - {*ALLOWED, *OWN})
+    other = [name for name in _differing(info, parcel) if name in there]
+    if (foreign or other) and not target.replace:
+        what = ", ".join([*other, *foreign][:6])
+        fix = "--replace writes over files of the same names and leaves the others, or --repo names another one"
+        found.append(Problem(f"holds something else: {what}", file=target.repo, key="--repo", fix=fix))
+    return found
+
+
+def _differing(info: ModelInfo, parcel: Parcel) -> list[str]:
+    """Files that are not there, or not as they lie here."""
+    there = {sibling.rfilename: sibling for sibling in info.siblings or []}
+    wrong = []
+    for file in parcel.files:
+        sibling = there.get(file.name)
+        if sibling is None:
+            wrong.append(file.name)
+        elif sibling.lfs is not None:
+            same = sibling.lfs.sha256 == file.sha256
+            wrong += [] if same else [file.name]
+        elif sibling.blob_id != file.blob_id():
+            wrong.append(file.name)
+    return wrong
+
+
+def _operations(parcel: Parcel) -> list[Any]:
+    from huggingface_hub import CommitOperationAdd
+
+    return [
+        CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file.path) if file.path else file.data)
+        for file in parcel.files
+    ]
+
+
+def _url(api: HfApi, target: Target) -> str:
+    return f"{api.endpoint}/{target.repo}"
+
+
+@contextlib.contextmanager
+def _words(target: Target, token: str) -> Iterator[None]:
+    """Everything that a client of the Hub raises, in words, and without the token.
+
+    What it prints meanwhile is dropped: warnings of the client name requests, and a person has the words below.
+    """
+    import warnings
+
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The HTTPError of httpx or of httpx2: it differs with the release of the client.
+    of_the_client: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except UserError:
+        raise
+    except (of_the_client, OSError, ValueError, RuntimeError) as error:
+        raise _explain(error, target, token) from None
+
+
+def _explain(error: Exception, target: Target, token: str) -> UserError:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    again = "nothing was committed: run the same command again"
+    said = str(error).replace(token, "***").strip().splitlines()
+    first = (said[0] if said else type(error).__name__)[:300]
+    if isinstance(error, OfflineModeIsEnabled):
+        return UserError(Problem("HF_HUB_OFFLINE is set: nothing is asked of the Hub", key="HF_HUB_OFFLINE", fix="unset it"))
+    if isinstance(error, HFValidationError):
+        return UserError(Problem(first, file="command line", key="--repo", fix="--repo OWNER/NAME"))
+    if isinstance(error, HfHubHTTPError):
+        return _explain_status(error.response.status_code if error.response is not None else 0, first, target, again)
+    if isinstance(error, ValueError):
+        return UserError(Problem(f"the Hub refuses it: {first}", file=target.repo))
+    where = target.endpoint or "https://huggingface.co"
+    return UserError(Problem(f"no answer of {where}: {type(error).__name__}: {first}", fix=again), ExitCode.AGAIN)
+
+
+def _explain_status(status: int, first: str, target: Target, again: str) -> UserError:
+    if status == 401:
+        fix = "make one that may write: https://huggingface.co/settings/tokens, and put it into .env"
+        return UserError(Problem("the Hub does not accept the token (401)", file=".env", key="HF_TOKEN", fix=fix))
+    if status == 403:
+        owner = target.repo.partition("/")[0]
+        fix = f"a token that may write for {owner}, or --repo with your own name"
+        return UserError(Problem(f"the token may not write to {target.repo} (403)", file=".env", key="HF_TOKEN", fix=fix))
+    if status in (409, 412):
+        fix = "run the same command again: it looks at what is there now"
+        return UserError(
+            Problem(f"was changed by somebody else meanwhile ({status})", file=target.repo, fix=fix), ExitCode.AGAIN
+        )
+    if status == 429 or status >= 500:
+        return UserError(Problem(f"the Hub answers {status}: {first}", file=target.repo, fix=again), ExitCode.AGAIN)
+    return UserError(Problem(f"the Hub refuses it ({status}): {first}", file=target.repo))

@@ -1,0 +1,375 @@
+"""Runs side by side, as the published FSDP validation puts one node beside two: run folders, bench results, metrics JSON.
+
+A column for each, a row for each figure. What one lacks is left empty, and what makes two of them differ is said: another
+model, other data, other hardware, a run that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.report.content import get
+from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.source import FIELDS, STEADY, describe, steady_step
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = "clustertune.compare/1"
+BENCH = "clustertune.bench/1"
+LARGEST = 64 << 20
+"""Bytes of a JSON file that is read."""
+NONE, NO_GPU = "-", "no GPU"
+OF_THE_SOURCE = (
+    "holds a mean over all steps, the first ones among them: no steady rate, so that warm-up cannot be told from speed"
+)
+
+
+@dataclass
+class Entry:
+    """One run. None: not known."""
+
+    name: str
+    kind: str
+    """``run``, ``bench`` or ``metrics``."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """By the keys of :data:`ROWS`."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether there is anything to compare."""
+        return any(self.values.get(key) is not None for key in (*_RATES, "wall_time_s", "step_s"))
+
+
+_RATES = ("approx_tokens_per_s_per_rank", STEADY)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The columns in the order in which they were given."""
+
+    entries: list[Entry]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document of ``compare --json``; numbers as they were read, not rounded for the table."""
+        return {
+            "schema": SCHEMA,
+            "runs": [{"name": e.name, "kind": e.kind, **{key: e.values.get(key) for key in ROWS}} for e in self.entries],
+            "notes": self.notes,
+        }
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "world_size": ("World size", str),
+    "nodes": ("Nodes", str),
+    "gpu0": ("GPU", str),
+    "interconnect": ("Interconnect", str),
+    "wall_time_s": ("Wall time of all steps", lambda v: f"{_number(v)} s"),
+    "approx_tokens_per_rank": ("Tokens / rank (padding too)", lambda v: f"{v:,.0f}"),
+    "approx_tokens_per_s_per_rank": ("Tokens / sec / rank, warm-up too", _number),
+    STEADY: ("Tokens / sec / rank, steady", _number),
+    "steady_tokens_per_s": ("Tokens / sec, all ranks, steady", _number),
+    "scaling": ("Rate of a rank against the first", lambda v: f"{v:.0%}"),
+    "step_s": ("Seconds of a step, median", _number),
+    "warm_up_share": ("Share of wall time above steady steps", lambda v: f"{v:.0%}"),
+    "peak_gib": ("Peak memory of a rank, GiB", _number),
+    "mfu": ("MFU", lambda v: f"{100 * v:.1f} %"),
+    "loss": ("Loss, last step", _number),
+    "steps": ("Steps", str),
+    "recipe": ("Recipe", str),
+    "model": ("Model", str),
+    "dataset": ("Data", str),
+    "distribution": ("Distribution", str),
+    "fsdp": ("FSDP", _yes),
+    "bf16": ("bf16", _yes),
+    "torch": ("torch", str),
+    "status": ("State", str),
+}
+"""Figures of a column: title and form."""
+MUST_AGREE = ("recipe", "model", "dataset", "gpu0", "torch", "bf16")
+"""What, where it differs, a reader must know before he compares rates."""
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """Read all of them. Raises UserError for what is none of the kinds, and where no two have a figure."""
+    entries, problems = [], []
+    if len(paths) < 2:
+        fix = "clustertune compare RUN RUN..."
+        raise UserError(Problem(f"{len(paths)} given, two are the least", file="command line", key="RUN_OR_JSON", fix=fix))
+    for path in paths:
+        try:
+            entries.append(read(path))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    _name_apart(entries)
+    if sum(entry.has_figures for entry in entries) < 2:
+        lacking = [e for e in entries if not e.has_figures]
+        fix = "let them take a step, or give others"
+        told = [Problem("; ".join(e.notes) or "has no figure", file=e.name, fix=fix) for e in lacking]
+        raise UserError([Problem("nothing can be compared: fewer than two have a figure", file="command line"), *told])
+    _against_the_first(entries)
+    return Comparison(entries, [*(f"{e.name}: {note}" for e in entries for note in e.notes), *_differences(entries)])
+
+
+def _name_apart(entries: list[Entry]) -> None:
+    seen: dict[str, int] = {}
+    for entry in entries:
+        seen[entry.name] = seen.get(entry.name, 0) + 1
+        if seen[entry.name] > 1:
+            entry.name = f"{entry.name} ({seen[entry.name]})"
+
+
+def _against_the_first(entries: list[Entry]) -> None:
+    """Rates relative to the first column that has one, of the same kind."""
+    for key in (STEADY, "approx_tokens_per_s_per_rank"):
+        have = [e for e in entries if e.values.get(key)]
+        if len(have) == len(entries) or (key != STEADY and len(have) > 1):
+            for entry in have:
+                entry.values["scaling"] = entry.values[key] / have[0].values[key]
+            return
+
+
+def _differences(entries: Sequence[Entry]) -> Iterator[str]:
+    for key in MUST_AGREE:
+        values = {str(e.values[key]): e.name for e in entries if e.values.get(key) is not None}
+        if len(values) > 1:
+            told = ", ".join(f"{value} in {name}" for value, name in values.items())
+            yield f"{ROWS[key][0]} differs ({told}): the rates are not of the same work or machine"
+    kinds = {e.kind for e in entries if e.has_figures}
+    if "metrics" in kinds and len(kinds) > 1:
+        yield "a metrics JSON counts padding as tokens; so do all rates of this table"
+
+
+# --- one of them -------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Entry:
+    """A run folder, a bench result or a metrics JSON. Raises UserError."""
+    if path.is_dir():
+        return _run(path)
+    fix = "give a run folder, a result of clustertune bench, or a metrics.json"
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UserError(Problem(f"is larger than {LARGEST >> 20} MiB", file=str(path), fix=fix))
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(Problem("no such file or folder", file=str(path), fix=fix)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(Problem(f"unreadable: {str(error).splitlines()[0]}", file=str(path), fix=fix)) from None
+    if get(body, "schema") == BENCH:
+        return _bench(path, body)
+    if isinstance(body, dict) and all(key in body for key in FIELDS[:4]):
+        return _metrics(path, body)
+    missing = [key for key in FIELDS[:4] if not isinstance(body, dict) or key not in body]
+    raise UserError(Problem(f"is neither a bench result nor metrics: it lacks {', '.join(missing)}", file=str(path), fix=fix))
+
+
+def _shown(path: Path) -> str:
+    """A name for the head of a column: the last two parts of a run's path say recipe and run."""
+    parts = [part for part in path.absolute().parts if part != "/"]
+    if path.is_dir():
+        return "/".join(parts[-2:])
+    return "/".join([*parts[-2:-1], path.stem]) if path.stem == "metrics" else path.stem
+
+
+def _figure(value: Any) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if known else None
+
+
+def _metrics(path: Path, body: Mapping[str, Any]) -> Entry:
+    """The source's own object, or a run's."""
+    entry = Entry(_shown(path), "metrics")
+    entry.values = {key: body.get(key) for key in (*FIELDS, STEADY)}
+    for key in (*FIELDS[:4], STEADY):
+        entry.values[key] = _figure(body.get(key))
+        if entry.values[key] is None and key != STEADY:
+            entry.notes.append(f"{key} is {body.get(key)!r}: left out")
+    world = entry.values["world_size"]
+    entry.values["world_size"] = int(world) if world else None
+    if entry.values[STEADY] is None:
+        entry.notes.append(OF_THE_SOURCE)
+    _all_ranks(entry)
+    return entry
+
+
+def _all_ranks(entry: Entry) -> None:
+    rate, world, wall = (entry.values.get(key) for key in (STEADY, "world_size", "wall_time_s"))
+    if rate and world:
+        entry.values["steady_tokens_per_s"] = rate * world
+    tokens = entry.values.get("approx_tokens_per_rank")
+    if rate and wall and tokens:
+        entry.values["warm_up_share"] = max(0.0, 1 - tokens / rate / wall)
+
+
+def _run(path: Path) -> Entry:
+    """A run folder, whole or not."""
+    entry = Entry(_shown(path), "run")
+    try:
+        run = json.loads((path / "run.json").read_bytes())
+    except (OSError, ValueError) as error:
+        what = "is no run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
+        fix = "give a run folder, a result of clustertune bench, or a metrics.json"
+        raise UserError(Problem(what, file=str(path), fix=fix)) from None
+    run = run if isinstance(run, dict) else {}
+    metrics = read_metrics(path / "metrics.jsonl")
+    resolved = run.get("recipe") or {}
+    entry.values = dict(describe(run, metrics) or {})
+    entry.values |= {
+        "world_size": entry.values.get("world_size") or get(resolved, "world_size"),
+        "recipe": get(resolved, "name"),
+        "gpu0": _gpu(run.get("distributed")),
+        "model": get(resolved, "recipe", "model", "name"),
+        "dataset": get(resolved, "recipe", "data", "name"),
+        "nodes": len(get(run, "allocation", "nodes") or ()) or 1,
+        "interconnect": _interconnect(run),
+        "distribution": _distribution(run.get("distributed")),
+        "status": _state(metrics),
+    }
+    if metrics.steps:
+        last = metrics.steps[-1]
+        peaks = [s.memory_bytes for s in metrics.steps if s.memory_bytes]
+        entry.values |= {
+            "step_s": steady_step(metrics.steps), "steps": last.step, "loss": last.loss,
+            "peak_gib": max(peaks) / 2**30 if peaks else None,
+        }  # fmt: skip
+    entry.notes += _of_a_run(run, metrics, entry)
+    _all_ranks(entry)
+    return entry
+
+
+def _of_a_run(run: Mapping[str, Any], metrics: Metrics, entry: Entry) -> Iterator[str]:
+    if not metrics.steps:
+        yield "has no step in metrics.jsonl: nothing was trained, or the file is gone"
+    elif entry.values.get(STEADY) is None:
+        yield "has too few timed steps for a steady rate"
+    if metrics.unreadable_lines:
+        yield f"{metrics.unreadable_lines} unreadable lines in metrics.jsonl were passed over"
+    if entry.values["status"] not in ("finished", "not started"):
+        yield f"is not finished ({entry.values['status']}): its figures are of the steps that it took"
+    if get(run, "recipe", "tiny"):
+        yield "was run with --tiny: a scaled-down model with random weights"
+
+
+def _state(metrics: Metrics) -> str:
+    if not metrics.attempts:
+        return "not started"
+    code = metrics.attempts[-1].exit_code
+    if code is None:
+        return "killed, or still running"
+    return "finished" if code == ExitCode.OK else f"stopped, exit {code}"
+
+
+def _interconnect(run: Mapping[str, Any]) -> str | None:
+    """What joins GPUs, of the cluster file: inside a node, and between nodes where there are several."""
+    inside, between = get(run, "cluster", "compute", "interconnect"), get(run, "cluster", "network", "kind")
+    several = len(get(run, "allocation", "nodes") or ()) > 1
+    parts = [str(part) for part in (inside, between if several else None) if part]
+    return ", ".join(parts) or None
+
+
+def _gpu(told: Any) -> str | None:
+    """The first GPU; None where the run does not say, as one that never began."""
+    return get(told, "gpu0") or (NO_GPU if get(told, "device") == "cpu" else None)
+
+
+def _distribution(told: Any) -> str | None:
+    kind = get(told, "type")
+    if kind is None:
+        return None
+    version, mesh = get(told, "fsdp_version"), get(told, "mesh") or {}
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.items())
+    return f"{kind}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
+
+
+def _bench(path: Path, body: Mapping[str, Any]) -> Entry:
+    """A result of ``clustertune bench``: its rates are steady by themselves."""
+    entry = Entry(_shown(path), "bench")
+    ours = body.get("ours") or {}
+    steps, warm = get(ours, "step_s", "n"), get(ours, "warmup_s") or []
+    mean, rate = _figure(get(ours, "step_s", "mean")), _figure(get(ours, "computed_tokens_per_s_per_gpu"))
+    wall = sum(w for w in warm if _figure(w)) + (mean or 0.0) * (steps or 0) if mean else None
+    tokens = rate * mean * (len(warm) + (steps or 0)) if rate and mean else None
+    entry.values = {
+        "world_size": get(body, "hardware", "ranks"),
+        "nodes": get(body, "hardware", "nodes"),
+        "recipe": body.get("recipe"),
+        "gpu0": get(body, "hardware", "gpu") or NO_GPU,
+        "wall_time_s": wall,
+        "approx_tokens_per_rank": tokens,
+        "approx_tokens_per_s_per_rank": tokens / wall if tokens and wall else None,
+        STEADY: rate,
+        "step_s": _figure(get(ours, "step_s", "median")),
+        "peak_gib": _figure(get(ours, "peak", "allocated_gib")) or _figure(get(ours, "peak", "rss_gib")),
+        "mfu": _figure(get(body, "utilisation", "mfu")),
+        "steps": steps,
+        "model": get(body, "model"),
+        "dataset": get(body, "dataset"),
+        "distribution": _distribution(body.get("distributed")),
+        "fsdp": get(body, "distributed", "type") == "FSDP",
+        "bf16": get(body, "bf16"),
+        "torch": get(body, "versions", "torch"),
+        "status": "finished",
+    }
+    if rate is None:
+        entry.notes.append("holds no rate")
+    if body.get("tiny"):
+        entry.notes.append("was run with --tiny: a scaled-down model with random weights")
+    _all_ranks(entry)
+    return entry
+
+
+# --- how it is shown ---------------------------------------------------------------------------------------------------
+
+
+def cells(found: Comparison) -> list[list[str]]:
+    """Rows of the table: title, then a cell for each run; a row that nobody has is left out."""
+    rows = []
+    for key, (title, form) in ROWS.items():
+        values = [entry.values.get(key) for entry in found.entries]
+        if any(value is not None for value in values):
+            rows.append([title, *(NONE if value is None else form(value) for value in values)])
+    return rows
+
+
+def table(found: Comparison) -> Table:
+    """For a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(show_edge=False, header_style="bold")
+    for title in ("", *(entry.name for entry in found.entries)):
+        made.add_column(Text(title), overflow="fold")
+    for row in cells(found):
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
+def markdown(found: Comparison) -> str:
+    """For a page."""
+
+    def line(row: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+
+    head = ["Metric", *(entry.name for entry in found.entries)]
+    lines = [line(head), line(["---"] * len(head)), *map(line, cells(found))]
+    notes = [f"- {note}" for note in found.notes]
+    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"

@@ -1,0 +1,315 @@
+"""DeepSpeed's engine under the guarantees of the other strategies: what it reads, what it writes, and when it may step.
+
+Facts of DeepSpeed 0.19, accelerate 1.15, transformers 5.23: the optimizer step happens inside ``engine.backward``'s caller,
+before the Trainer looks at the gradient norm; checkpoints are pickles that DeepSpeed loads with ``weights_only=False``; ZeRO-3
+leaves empty tensors in the place of parameters, their parts lie beside them (``ds_tensor``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed as ds
+from clustertune.config.resolved import Resolved
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.launch.environment import own_folder
+from clustertune.storage import free_bytes
+
+NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in ds.OFFLOADS}
+"""What accelerate fills ``"nvme_path": "auto"`` with (utils/dataclasses.py, DeepSpeedPlugin)."""
+ADAM_BYTES, HALF = 12, 2
+"""Bytes that a trained parameter's float32 master and its two moments take; bytes of a bfloat16 number."""
+
+
+# --- before the stack is imported ---------------------------------------------------------------------------------------
+
+
+def is_asked(accelerate: Mapping[str, Any]) -> bool:
+    """Whether a recipe's accelerate file says DeepSpeed."""
+    return accelerate.get("distributed_type") == "DEEPSPEED"
+
+
+def set_environment(resolved: Resolved, run_id: str, *, cuda: bool) -> list[str]:
+    """Set what DeepSpeed and accelerate read from the environment. Returns a note for what is otherwise than on a cluster.
+
+    Raises UserError where state is to lie on a disk that is not there, not ours to write or too small.
+    """
+    if not is_asked(resolved.accelerate):
+        return []
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # accelerate leaves DeepSpeed out, in silence, where this is set (state.py, AcceleratorState).
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+    if (folder := _job_folder()) is not None:
+        # Compiled with a lock beside it, which a rank that was killed leaves for all later ones to wait for.
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+    return _set_nvme(resolved, run_id)
+
+
+def _job_folder() -> Path | None:
+    """The job's own folder on this node's disk, where a cluster file names one (storage.scratch)."""
+    folder = own_folder(os.environ)
+    return folder if folder is not None and folder.name.startswith("clustertune-") else None
+
+
+def _set_nvme(resolved: Resolved, run_id: str) -> list[str]:
+    parts = [part for part in ds.OFFLOADS if ds.get(resolved.deepspeed or {}, f"{ds.ZERO}.{part}.device") == "nvme"]
+    notes = []
+    for part in parts:
+        path = ds.get(resolved.deepspeed or {}, f"{ds.ZERO}.{part}.nvme_path")
+        if path == ds.AUTO:
+            path = os.environ.get(NVME_VARIABLES[part])
+            if path is None and (own := _job_folder()) is not None:
+                path = str(own / "swap")
+            elif path is None:
+                path = str(Path(tempfile.gettempdir(), f"clustertune-{run_id}", "swap"))
+                notes.append(f"{part} on {path}: no cluster file names a disk of the node (storage.scratch)")
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    atexit.register(shutil.rmtree, Path(path).parent, ignore_errors=True)
+            os.environ[NVME_VARIABLES[part]] = path
+        _check_disk(Path(path), part, resolved)
+    return notes
+
+
+def _check_disk(folder: Path, part: str, resolved: Resolved) -> None:
+    """Make the folder, for this user alone, and see that it is large enough for the ranks of this node."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise storage_error(error, f"{part} cannot lie there", folder) from None
+    need = swap_bytes(resolved, part) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(1, resolved.world_size)
+    used = sum(path.stat().st_size for path in folder.rglob("*.swp") if path.is_file())  # of an earlier attempt: written over
+    free = free_bytes(folder)
+    if free is not None and free + used < need:
+        text = f"{free / 1e9:.1f} GB free, {part} of this node's ranks takes about {need / 1e9:.1f} GB"
+        fix = "free space, or name another disk: storage.scratch of the cluster file"
+        raise UserError(Problem(text, file=str(folder), fix=fix), ExitCode.STORAGE)
+
+
+def swap_bytes(resolved: Resolved, part: str) -> int:
+    """What all ranks keep on disk for ``offload_param`` or ``offload_optimizer``; 0 where it cannot be counted."""
+    from clustertune.config.parameters import lora_parameter_count, parameter_count
+
+    total = parameter_count(resolved.architecture) or 0
+    lora = resolved.recipe.lora
+    trained = total if lora is None else lora_parameter_count(resolved.architecture, lora) or 0
+    return HALF * total if part == "offload_param" else ADAM_BYTES * trained
+
+
+def prepare(resolved: Resolved) -> None:
+    """Before the process group is made. Raises UserError where the recipe asks for DeepSpeed and it is not installed."""
+    if not is_asked(resolved.accelerate):
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        fix = "install it in the image (containers/versions.env, DEV_DEEPSPEED), or use another accelerate file"
+        raise UserError(
+            Problem(
+                "the Python package deepspeed is not installed", file=resolved.accelerate_file, key="distributed_type", fix=fix
+            )
+        )
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        # A second way between ranks of one machine, compiled for minutes when it is first used; gloo is enough for CPUs.
+        # By its name: deepspeed.comm.torch, taken as an attribute, is torch itself.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def fit_to_cpu(args: Any) -> list[str]:
+    """What DeepSpeed would compile for minutes, and a machine without GPUs does not need. Returns a note for each.
+
+    ``args``: transformers' arguments with DeepSpeed's plugin. With ``DS_BUILD_AIO=1`` (DeepSpeed's own word) NVMe stays NVMe.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is None or os.environ.get("DS_ACCELERATOR") != "cpu":
+        return []
+    config, notes = plugin.hf_ds_config.config, []
+    for part in ds.OFFLOADS:
+        section = ds.get(config, f"{ds.ZERO}.{part}")
+        if section and on_cpu(section.get("device", "none")) != section.get("device", "none"):
+            section.pop("nvme_path", None)
+            section["device"] = "cpu"
+            notes.append(f"{part} in memory: there is no GPU, and DeepSpeed would compile its NVMe reader")
+    if ds.get(config, f"{ds.ZERO}.offload_optimizer.device") == "cpu" and "optimizer" not in config:
+        config["zero_force_ds_cpu_optimizer"] = False
+        notes.append("the offloaded optimizer is torch's: there is no GPU, and DeepSpeed would compile its own")
+    return notes
+
+
+def on_cpu(device: str) -> str:
+    """Where something that the file lays on ``device`` lies in this process."""
+    kept = os.environ.get("DS_ACCELERATOR") != "cpu" or os.environ.get("DS_BUILD_AIO") == "1"
+    return device if device != "nvme" or kept else "cpu"
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Models that are made in here are not split by ZeRO-3: transformers splits each that it makes while a run uses it."""
+    from transformers.integrations import deepspeed as integration
+
+    kept, integration._hf_deepspeed_config_weak_ref = integration._hf_deepspeed_config_weak_ref, None
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = kept
+
+
+# --- parameters and state -----------------------------------------------------------------------------------------------
+
+
+def elements(parameter: Any) -> int:
+    """A parameter's elements over all ranks."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def local_part(parameter: Any) -> torch.Tensor | None:
+    """This rank's part of a parameter that ZeRO-3 split, without its padding, which nobody initialises; None of another.
+
+    Empty where the part lies on NVMe.
+    """
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return None
+    rank, size = torch.distributed.get_rank(parameter.ds_process_group), part.ds_numel
+    held = max(0, min(parameter.ds_numel - rank * size, size))
+    flat = part.detach().reshape(-1)
+    return flat[: min(held, flat.numel())] if flat.numel() >= held else flat[:0]
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether an optimizer is one of ZeRO's, which keep the state of flat groups."""
+    return _flat_groups(optimizer) is not None
+
+
+def _flat_groups(optimizer: Any) -> list[torch.Tensor] | None:
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # stage 3; stages 1 and 2
+        if (found := getattr(optimizer, name, None)) is not None:
+            return list(found)
+    return None
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """This rank's float32 masters and optimizer state, in the order of ZeRO's groups; what lies on NVMe by its files."""
+    state = optimizer.optimizer.state
+    for group in _flat_groups(optimizer) or []:
+        yield group.detach()
+        for _, value in sorted(state.get(group, {}).items()):
+            yield value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        for path in sorted(Path(swapper.swap_folder).glob("*.swp")):
+            if "gradient" not in path.name:
+                yield torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+def swapped_masters(optimizer: Any) -> dict[str, str]:
+    """The swap files of the float32 masters that lie on NVMe, by the number of their group: the saved group is empty then."""
+    known = getattr(getattr(optimizer, "optimizer_swapper", None), "swap_params_info", {})
+    groups = enumerate(_flat_groups(optimizer) or [])
+    found = {str(n): known.get(getattr(group, "ds_id", None)) for n, group in groups if group.numel() == 0}
+    return {number: Path(info.get_swap_paths()[0]).name for number, info in found.items() if info is not None}
+
+
+def parts_of(model: Any) -> tuple[int, int, dict[str, int], dict[str, int]]:
+    """Elements that this rank holds, elements of all, elements by dtype and by place (``zero: shard`` or ``whole``)."""
+    held, total = 0, 0
+    dtypes: dict[str, int] = {}
+    places: dict[str, int] = {}
+    for parameter in model.parameters():
+        size, split = elements(parameter), hasattr(parameter, "ds_tensor")
+        held += -(-size // torch.distributed.get_world_size(parameter.ds_process_group)) if split else size
+        total += size
+        dtype, place = str(parameter.dtype).removeprefix("torch."), "zero: shard" if split else "whole"
+        dtypes[dtype] = dtypes.get(dtype, 0) + size
+        places[place] = places.get(place, 0) + size
+    return held, total, dtypes, places
+
+
+# --- the engine ---------------------------------------------------------------------------------------------------------
+
+
+def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
+    """Ask ``refuse`` before every optimizer step, with the first loss that was not finite and whether gradients are.
+
+    ``refuse`` is a collective and raises on all ranks alike. ZeRO's stages look at the norm of their gradients themselves and
+    leave the step out (``_global_grad_norm`` is then inf); stage 0 looks at nothing and names no norm.
+    """
+    backward, step = engine.backward, engine.step
+    bad: list[float] = []
+
+    def watched_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(loss, torch.Tensor) and not bad and not torch.isfinite(loss.detach()).all():
+            bad.append(float(loss.detach()))
+        return backward(loss, *args, **kwargs)
+
+    def guarded_step(*args: Any, **kwargs: Any) -> Any:
+        finite = True
+        if engine.zero_optimization_stage() == 0:
+            norms = [torch.linalg.vector_norm(p.grad) for p in engine.module.parameters() if p.grad is not None]
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            engine._global_grad_norm, finite = norm, bool(torch.isfinite(norm))
+        refuse(bad[0] if bad else None, finite)
+        return step(*args, **kwargs)
+
+    engine.backward, engine.step = watched_backward, guarded_step
+
+
+def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
+    """What the engine really does, for the run's record. Raises UserError where it is not what the recipe's file says."""
+    zero = ds.get(resolved.deepspeed or {}, ds.ZERO) or {}
+    keys = acc.section(resolved.accelerate, "deepspeed_config")
+    asked = {
+        "stage": int(zero.get("stage", 0) if resolved.deepspeed is not None else keys.get("zero_stage", 2)),
+        "offload_param": _device(zero, keys, "offload_param"),
+        "offload_optimizer": _device(zero, keys, "offload_optimizer"),
+        "train_batch_size": int(resolved.recipe.train["global_batch_size"]),
+        "gradient_accumulation_steps": int(resolved.train_args["gradient_accumulation_steps"]),
+    }
+    settings = engine._config.zero_config
+    found = {
+        "stage": int(engine.zero_optimization_stage()),
+        "offload_param": _device_of(settings.offload_param),
+        "offload_optimizer": _device_of(settings.offload_optimizer),
+        "train_batch_size": int(engine.train_batch_size()),
+        "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
+    }
+    problems = [
+        Problem(f"DeepSpeed runs with {key} {found[key]}, the recipe says {asked[key]}", key=f"deepspeed.{key}")
+        for key in asked
+        if found[key] != asked[key]
+    ]
+    inner = engine.optimizer
+    share = _state_share(engine) if is_zero(inner) else 1.0
+    if found["stage"] and not problems and share > 1.25 / engine.dp_world_size + 0.01:
+        problems.append(Problem(f"this rank holds {share:.0%} of the optimizer state, one of {engine.dp_world_size}"))
+    if problems:
+        raise UserError(problems, ExitCode.FAILED)
+    return {**found, "gradient_clipping": engine.gradient_clipping(), "state_share": round(share, 4)}
+
+
+def _state_share(engine: Any) -> float:
+    """Trained elements whose optimizer state this rank holds, over all of them."""
+    held = sum(int(getattr(group, "ds_numel", group.numel())) for group in _flat_groups(engine.optimizer) or [])
+    total = sum(elements(p) for p in engine.module.parameters() if p.requires_grad)
+    return held / total if total else 0.0
+
+
+def _device(zero: Mapping[str, Any], keys: Mapping[str, Any], part: str) -> str:
+    named = acc.section(zero, part).get("device", keys.get(f"{part}_device"))
+    return on_cpu(str(named or "none"))
+
+
+def _device_of(offload: Any) -> str:
+    device = getattr(offload, "device", None)
+    return str(getattr(device, "value", device) or "none")

@@ -1,0 +1,311 @@
+"""FSDP2 without a whole copy of the model anywhere: each rank reads the rows that it keeps.
+
+accelerate 1.15 has a model loaded whole and then broadcast by rank 0 (``fsdp_cpu_ram_efficient_loading: true``): 810 GB in
+one process for a model of 405B parameters. Two functions of the stack are replaced where the recipe's accelerate file asks
+for just that, everything else stays theirs:
+
+* transformers' ``_load_pretrained_model`` leaves the parameters :func:`hollow`, having looked up where each comes from;
+* accelerate's ``fsdp2_load_full_state_dict``, called with the sharded model, fills each rank's part from the files. What is
+  not in them (LoRA's matrices, drawn from the same seed) is broadcast from rank 0 as before.
+
+What rows cannot say (:func:`clustertune.config.sliced.why_not`) is loaded the old way, with a note.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from clustertune.config import sliced
+from clustertune.errors import Problem, UserError
+from clustertune.training import loading_quantised as quantised
+from clustertune.training.collectives import Group
+from clustertune.training.loading_files import Reader, survey
+from clustertune.training.loading_place import broadcast, clean, hollow, is_hollow, placed, plain, put, rows, span
+from clustertune.training.loading_sources import SHOWN, Source, Sources, Unfollowed, find
+from clustertune.training.startup import Startup
+
+THREADS = sliced.IN_FLIGHT - 1
+"""Reads at a time in one rank; transformers' own figure (``GLOBAL_WORKERS``): more make storage slower."""
+_HELD = ("model", "state_dict", "checkpoint_files", "load_config")
+"""The parameters of transformers' ``_load_pretrained_model`` that are used here."""
+
+
+class Loading:
+    """The replaced functions, for the length of one attempt: :meth:`install`, make and prepare the model, :meth:`remove`."""
+
+    def __init__(self, accelerate: Mapping[str, Any], startup: Startup, group: Group | None = None) -> None:
+        self._wanted, self._unfit = sliced.is_wanted(accelerate), sliced.why_not(accelerate, None)
+        self.startup, self._group = startup, group or Group()
+        self._reader = Reader()
+        self._model: Any = None
+        self._sources: Sources | None = None
+        self._undo: list[tuple[Any, str, Any]] = []
+        self.notes: list[str] = []
+
+    def install(self) -> Loading:
+        """Replace the functions in this process, until :meth:`remove`."""
+        from accelerate import accelerator
+        from accelerate.utils import fsdp_utils
+        from transformers import PreTrainedModel
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        load, fill = PreTrainedModel._load_pretrained_model, fsdp_utils.fsdp2_load_full_state_dict
+        prepare = accelerator.fsdp2_prepare_model
+        # transformers 5.5.4, of the reference's stack, tells less of what it loaded: these functions were not tried with it.
+        known = "skipped_pp_keys" in LoadStateDictInfo.__dataclass_fields__
+        if not known or not set(_HELD) <= set(inspect.signature(load).parameters):
+            self._unfit = self._unfit or "this transformers loads models in another way"
+        self._replace(PreTrainedModel, "_load_pretrained_model", staticmethod(self._loader(load)))
+        self._replace(fsdp_utils, "fsdp2_load_full_state_dict", self._filler(fill))
+        self._replace(accelerator, "fsdp2_prepare_model", self._preparer(prepare))
+        return self
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, inspect.getattr_static(owner, name)))
+        setattr(owner, name, value)
+
+    def remove(self) -> None:
+        """Put the functions back; nothing is left open."""
+        while self._undo:
+            setattr(*self._undo.pop())
+        self._reader.close()
+        self._model = self._sources = None
+
+    # -- from_pretrained --------------------------------------------------------------------------------------------
+
+    def _loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(
+            model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *rest: Any, **more: Any
+        ) -> Any:
+            reason = self._reason(state_dict, checkpoint_files, load_config)
+            with self.startup.part("reading"):
+                if self._wanted and reason is None:
+                    try:
+                        return self._hold(model, [Path(file) for file in checkpoint_files or ()], load_config), None
+                    except Unfollowed as error:
+                        reason = str(error)
+                size = sum(Path(file).stat().st_size for file in checkpoint_files or ())
+                if self._wanted and dist.is_initialized():  # one process has nothing to part
+                    self.notes.append(f"the base model ({size / 1e9:,.1f} GB) is read whole by each rank: {reason}")
+                self.startup.read_bytes += size
+                return original(model, state_dict, checkpoint_files, load_config, *rest, **more)
+
+        return load
+
+    def _reason(self, state_dict: Any, files: list[str] | None, load_config: Any) -> str | None:
+        if self._unfit is not None:
+            return self._unfit
+        if not dist.is_initialized():
+            return "there is one rank only"
+        if load_config.hf_quantizer is not None and (reason := quantised.why_not(load_config.hf_quantizer)):
+            return reason
+        if state_dict is not None or not files or not all(str(file).endswith(".safetensors") for file in files):
+            return "its weights are not in safetensors files"
+        return None
+
+    def _hold(self, model: Any, files: list[Path], load_config: Any) -> Any:
+        """Leave the model without weights; what transformers is told was loaded."""
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        if not all(parameter.is_meta for parameter in model.parameters()):
+            raise Unfollowed("transformers made it with its weights")
+        index = (load_config.sharded_metadata or {}).get("weight_map")
+        tensors = survey(files, index)
+        try:
+            sources = find(model, tensors, load_config)
+        except (ImportError, AttributeError, TypeError) as error:  # another version's functions, other arguments
+            raise Unfollowed(f"this transformers maps names in another way ({error})") from error
+        made = [_without_values(model, name, source) for name, source in sources.by_name.items()]
+        for module, own, value in made:  # all or none: what cannot be made is loaded by transformers, as it was
+            put(module, own, value)
+            value._is_hf_initialized = True  # else transformers draws random values for it
+        if sources.extra:
+            names = ", ".join(tensor.name for tensor in sources.extra[:SHOWN])
+            more = f" and {len(sources.extra) - SHOWN} more" if len(sources.extra) > SHOWN else ""
+            self.notes.append(f"{sources.extra[0].file}: the model has no place for {names}{more}; not read")
+        model._weight_conversions = sources.conversions
+        self._model, self._sources, self.startup.loading = model, sources, "slices"
+        return LoadStateDictInfo(
+            missing_keys=set(sources.missing),
+            unexpected_keys={tensor.name for tensor in sources.extra},
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+
+    # -- prepare ----------------------------------------------------------------------------------------------------
+
+    def upcast(self, model: Any, precision: str) -> None:
+        """Make trained parameters without data float32 where accelerate would (``fsdp2_prepare_model``): its cast fills them.
+
+        ``precision``: accelerate's ``mixed_precision``.
+        """
+        if self._sources is None or precision == "no":
+            return
+        for parameter in model.parameters():
+            if parameter.requires_grad and is_hollow(parameter):
+                parameter.data = hollow(parameter.shape, torch.float32)
+
+    def _filler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(accelerator: Any, model: Any, full_sd: dict[str, Any], cpu_offload: bool = False) -> Any:
+            if self._sources is None:
+                return original(accelerator, model, full_sd, cpu_offload=cpu_offload)
+            with self.startup.part("reading"):
+                self._fill(accelerator.device, model, full_sd, cpu_offload=cpu_offload)
+            return model
+
+        return fill
+
+    def _fill(self, device: torch.device, model: Any, given: Mapping[str, Any], *, cpu_offload: bool) -> None:
+        """Give a sharded model without data this rank's part of every value, in place."""
+        empty = model.state_dict()
+        shared = {clean(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        sources = self._by_parameter(empty, shared)
+        problems: list[Problem] = []
+        made: dict[str, Any] = {}
+        seen: dict[int, str] = {}
+        wanted = {}
+        for name in empty:
+            first = seen.setdefault(shared.get(clean(name), id(name)), name)
+            if first == name and name in sources:
+                wanted[name] = sources[name]
+            elif first == name and dist.get_rank() == 0 and is_hollow(given[name]):
+                problems.append(Problem("no weight file holds it", key=name, fix="fsdp_cpu_ram_efficient_loading: false"))
+        try:
+            for name, local in self._read(wanted, empty, self._part):
+                made[name] = placed(local, empty[name], device, cpu_offload=cpu_offload)
+        except UserError as error:
+            problems += error.problems
+        self._agree(problems)
+        for name, like in empty.items():
+            first = seen[shared.get(clean(name), id(name))]
+            if first != name:
+                made[name] = made[first]
+            elif name not in made:
+                whole = broadcast(given[name], like, device)
+                made[name] = placed(rows(whole, like), like, device, cpu_offload=cpu_offload)
+        model.load_state_dict(made, assign=True)
+        self._count()
+
+    def _agree(self, problems: list[Problem]) -> None:
+        """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
+        told = {str(problem): problem for found in self._group.gather(problems) for problem in found}
+        if told:
+            raise UserError(list(told.values()))
+
+    def _count(self) -> None:
+        self.startup.read_bytes += self._reader.bytes
+        self._reader.bytes = 0
+        self._reader.close()
+
+    def _preparer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """accelerate keeps a base in 4 bits where it is and does not fill it: that is done here, around the whole of it."""
+
+        def prepare(accelerator: Any, model: Any) -> Any:
+            if self._sources is None or not any(quantised.is_packed(p) for p in model.parameters()):
+                return original(accelerator, model)
+            held = quantised.to_meta(model, self._sources.by_name)
+            model = original(accelerator, model)
+            offload = accelerator.state.fsdp_plugin.cpu_offload
+            with self.startup.part("reading"):
+                self._fill_held(held, accelerator.device, cpu_offload=type(offload).__name__ == "CPUOffloadPolicy")
+            return model
+
+        return prepare
+
+    def _fill_held(self, held: list[tuple[str, torch.nn.Module, str, Any]], device: torch.device, *, cpu_offload: bool) -> None:
+        """Fill what :func:`quantised.to_meta` put there and FSDP has sharded since, module by module."""
+        assert self._sources is not None
+        likes = {name: module._parameters[own] for name, module, own, _ in held}
+        asked = {name: parameter for name, _, _, parameter in held if quantised.is_packed(parameter)}
+        sources = self._by_parameter(likes, {clean(name): id(like) for name, like in likes.items()})
+        firsts: dict[int, str] = {}
+        wanted = {n: sources[n] for n, like in likes.items() if firsts.setdefault(id(like), n) == n and n in sources}
+        problems = [Problem("no weight file holds it", key=n) for n in likes if n not in sources]
+        made: dict[int, Any] = {}
+
+        def part(name: str, source: Source, like: Any) -> Any:
+            try:
+                if name in asked:
+                    return quantised.read(source, plain(name), like, asked[name], self._reader, self._model)
+                return self._part(name, source, like)
+            except UserError as error:  # the others wait for this rank's scales: it goes on until all can end together
+                problems.extend(error.problems)
+                return None
+
+        homes = {name: module for name, module, _, _ in held}
+        for name, found in self._read(wanted, likes, part):
+            like, source, local = likes[name], wanted[name], found
+            if name in asked:
+                begin, end = quantised.blocks(source, like, asked[name])
+                whole = torch.zeros(end - begin, dtype=source.dtype) if found is None else found
+                done = quantised.quantise(whole.to(device), source, like, asked[name])
+                homes[name].quant_state = quantised.state_of(done.scales, source, like, asked[name])
+                local = done.values
+            if local is not None:
+                made[id(like)] = torch.nn.Parameter(placed(local, like, device, cpu_offload=cpu_offload), like.requires_grad)
+        self._agree(problems)
+        for name, module, own, _ in held:
+            put(module, own, made[id(likes[name])])
+        self._count()
+
+    def _by_parameter(self, empty: Mapping[str, Any], shared: Mapping[str, int]) -> dict[str, Source]:
+        """The source of every entry of the state dict that the files hold, under whichever of a tied parameter's names."""
+        assert self._sources is not None
+        found = {name: source for name in empty if (source := self._sources.by_name.get(plain(name))) is not None}
+        tied = {shared[clean(name)]: source for name, source in found.items() if clean(name) in shared}
+        either = {name: found.get(name) or tied.get(shared.get(clean(name), 0)) for name in empty}
+        return {name: source for name, source in either.items() if source is not None}
+
+    def _read(
+        self, sources: Mapping[str, Source], empty: Mapping[str, Any], part: Callable[[str, Source, Any], Any]
+    ) -> Iterator[tuple[str, Any]]:
+        """This rank's part of each parameter, in order, read a few at a time so that memory stays at a few parts."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            waiting: deque[tuple[str, Future[Any]]] = deque()
+            try:
+                for name, source in sources.items():
+                    waiting.append((name, pool.submit(part, name, source, empty[name])))
+                    if len(waiting) > THREADS:
+                        first, future = waiting.popleft()
+                        yield first, future.result()
+                while waiting:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            finally:
+                for _, future in waiting:
+                    future.cancel()
+
+    def _part(self, name: str, source: Source, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor):
+            return source.read(plain(name), self._reader, self._model, 0, source.shape[0] if source.shape else 1)
+        if not all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in like.placements):
+            from transformers.distributed.sharding_utils import DtensorShardOperation
+
+            whole = source.read(plain(name), self._reader, self._model, 0, source.shape[0])
+            return DtensorShardOperation(like).shard_tensor(whole)
+        begin, end = span(like)
+        return source.read(plain(name), self._reader, self._model, begin, end)
+
+
+def _without_values(model: Any, name: str, source: Source) -> tuple[torch.nn.Module, str, Any]:
+    """A parameter or buffer of the model, as it is to be but hollow; with its module and its name there."""
+    parent, _, own = name.rpartition(".")
+    module = model.get_submodule(parent)
+    before = getattr(module, own)
+    if quantised.is_packed(before):
+        return module, own, quantised.packed(before, source.shape)
+    value = hollow(source.shape, source.dtype)
+    if own in module._parameters:
+        value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+    return module, own, value

@@ -1,0 +1,185 @@
+"""Loading by rows against stock accelerate, on a model of random weights: bytes, memory and time of each rank.
+
+``python -m clustertune.training.loading_bench --gb 1 --ranks 2``: each way is loaded, prepared and run forward once by ranks
+that are forked from a process which has imported the stack; one line of JSON a way on stdout. ``rows`` and ``stock`` are the
+same accelerate configuration (``fsdp_cpu_ram_efficient_loading: true``), ``whole`` is the one without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+WAYS = ("rows", "stock", "whole")
+SECONDS = 1800
+"""After which a rank that hangs is ended."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's loading."""
+
+    seconds: float
+    read_bytes: int
+    """By system calls while it loads (``rchar`` of ``/proc/self/io``): pages of mapped files do not count."""
+    peak_bytes: int
+    """Most resident memory beyond what the process had before; pages of mapped files that it touched count."""
+    held_bytes: int
+    """Anonymous resident memory beyond that, at the end: what the rank keeps."""
+    loss: float
+
+
+def make_model(folder: Path, gb: float) -> Path:
+    """A Llama of about ``gb`` GB in bfloat16, in files of a quarter of it, its weights drawn once a shape."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hidden = 1024 if gb >= 0.2 else 256
+    layers = max(2, round(gb * 1e9 / 2 / (hidden * hidden * (2.5 + 3 * 4))))
+    config = AutoConfig.for_model(
+        "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    drawn: dict[tuple[int, ...], torch.Tensor] = {}
+    values = {}
+    for name, empty in model.state_dict().items():
+        shape = tuple(empty.shape)
+        drawn.setdefault(shape, (torch.randn(shape) * 0.02).to(torch.bfloat16))
+        values[name] = (drawn[shape] if len(shape) > 1 else torch.ones(shape, dtype=torch.bfloat16)).clone()
+    model.save_pretrained(folder, state_dict=values, max_shard_size=f"{max(1, int(gb * 1000 / 4))}MB")
+    return folder
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _read_calls() -> int:
+    return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
+
+
+def load(folder: Path, way: str, ranks: int, replicas: int) -> Measured:
+    """Load and prepare the model in this rank, as the training does, with LoRA on its queries; then one forward pass."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from clustertune.training import cpu_fsdp
+    from clustertune.training.loading import Loading
+    from clustertune.training.startup import Startup
+
+    flag = way != "whole"
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
+    if not torch.cuda.is_available():
+        cpu_fsdp.set_environment(2)
+        cpu_fsdp.install()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
+    )  # fmt: skip
+    mesh = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=ranks // replicas) if replicas > 1 else None
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, parallelism_config=mesh)
+    native = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "rows"}}
+    loading = Loading(native, Startup()).install()
+    torch.manual_seed(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before, anonymous, calls, began = _status("VmRSS"), _status("RssAnon"), _read_calls(), time.perf_counter()
+    base = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    seconds, peak = time.perf_counter() - began, _status("VmHWM") - before
+    calls, kept = _read_calls() - calls, _status("RssAnon") - anonymous
+    loading.remove()
+    tokens = torch.arange(32, device=accelerator.device).reshape(1, 32)
+    with torch.no_grad():
+        loss = float(model(input_ids=tokens, labels=tokens).loss)
+    torch.distributed.destroy_process_group()
+    return Measured(seconds, calls, peak, kept, loss)
+
+
+def _forked(work: Callable[[int], object], count: int) -> None:
+    """Run ``work(number)`` in ``count`` children. Raises RuntimeError where one fails: its trace is on stderr."""
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(SECONDS)
+                work(number)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}")
+
+
+def measure(folder: Path, way: str, ranks: int, replicas: int = 1) -> list[Measured]:
+    """Every rank's figures, in rank order. To be called in a process with one thread that has imported the stack."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as left:
+
+        def one(rank: int) -> None:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ.update({key: str(value) for key, value in place.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            Path(left, str(rank)).write_text(json.dumps(asdict(load(folder, way, ranks, replicas))))
+
+        _forked(one, ranks)
+        return [Measured(**json.loads(Path(left, str(rank)).read_text())) for rank in range(ranks)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m clustertune.training.loading_bench", description=__doc__)
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the model (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the shards: HSDP (default: %(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="which of %(default)s")
+    given = parser.parse_args(arguments)
+
+    import torch
+
+    import clustertune.training.loading
+    import clustertune.training.startup  # noqa: F401
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        _forked(lambda _: make_model(path, given.gb), 1)  # here, its freed memory would hide what the ranks allocate
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        for way in given.ways.split(","):
+            found = measure(path, way, given.ranks, given.replicas)
+            line = {"way": way, "model_bytes": size, "replicas": given.replicas, "ranks": [asdict(one) for one in found]}
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Which tensors of the checkpoint make up which parameter, by transformers' own rules, before anything is read.
+
+The files' names are not always the model's: transformers renames, stacks experts and splits fused tensors while it loads
+(``transformers/core_model_loading.py``). The same rules are asked here for their answer alone, on tensors without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from clustertune.errors import Problem, UserError
+from clustertune.tensorfile import Tensor
+from clustertune.training.loading_files import DTYPES, FETCH, Reader
+
+SHOWN = 3
+"""Names of tensors that a note shows; an error shows all."""
+
+
+class Unfollowed(Exception):
+    """transformers would load it, but not by rows: whoever catches this leaves the loading to transformers."""
+
+
+@dataclass(eq=False)
+class Source:
+    """Where the values of one parameter come from."""
+
+    dtype: torch.dtype
+    """What transformers loads it as."""
+    shape: tuple[int, ...]
+    parts: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    """Pattern of the converter, name and place of the tensor in the files; in the order in which the converter takes them."""
+    converter: Any = None
+    """transformers' ``WeightConverter``, None where one tensor is the parameter."""
+    first: str = ""
+    """The parameter that the converter is called for; it may give others beside it."""
+
+    @property
+    def stacked(self) -> bool:
+        """Row ``i`` of the parameter is made of the ``i``-th tensors alone: one expert after the other."""
+        if self.converter is None:
+            return False
+        merge, *rest = self.converter.operations
+        flat = all(len(tensor.shape) == len(self.shape) - 1 for _, _, tensor in self.parts)
+        along = type(merge).__name__ == "MergeModulelist" and merge.dim == 0
+        return flat and along and all(type(op).__name__ == "Concatenate" and op.dim > 0 for op in rest)
+
+    def read(self, name: str, reader: Reader, model: Any, begin: int, end: int) -> torch.Tensor:
+        """Rows ``begin`` to ``end`` of the parameter ``name``, on the CPU, as :attr:`dtype`.
+
+        Reads no more than these where the files allow it; a tensor that is split or turned while loading is read whole.
+        """
+        if self.converter is None:
+            return reader.rows(self.parts[0][2], begin, end).to(self.dtype)
+        if self.stacked:
+            if begin >= end:
+                return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+            lists = {pattern: [t for p, _, t in self.parts if p == pattern] for pattern, _, _ in self.parts}
+            kept = [(pattern, tensor) for pattern, tensors in lists.items() for tensor in tensors[begin:end]]
+            return self.convert([(p, reader.rows(t).to(self.dtype)) for p, t in kept], model)[name]
+        whole = self.convert([(p, reader.rows(t).to(self.dtype)) for p, _, t in self.parts], model)[name]
+        return whole[begin:end].clone()
+
+    def convert(self, values: list[tuple[str, torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
+        """What transformers makes of the tensors of the files: parameters by name."""
+        converter = deepcopy(self.converter)
+        for index, (pattern, value) in enumerate(values):
+            converter.add_tensor(self.first, str(index), pattern, value)
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass
+class Sources:
+    """The whole answer for one model."""
+
+    by_name: dict[str, Source]
+    missing: set[str]
+    """Names of the model that no file holds; tied ones among them."""
+    extra: list[Tensor]
+    """Tensors that the model has no place for, and that its class does not say to pass over."""
+    conversions: list[Any]
+    """Rules that were used: transformers undoes them when it saves."""
+
+
+def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any) -> Sources:
+    """Map the files to a model whose parameters are on the meta device.
+
+    ``load_config``: transformers' ``LoadStateDictConfig``. Raises UserError with every tensor that is missing or has
+    another shape than the model, Unfollowed where a rule cannot be applied to tensors without data.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    rules = load_config.weight_mapping or []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Source] = {}
+    extra = []
+    for original in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(original, renamings, converters, prefix, wanted)
+        if name not in wanted and original in wanted:
+            name, pattern = rename_source_key(original, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
+        if name not in wanted:
+            extra.append((name, tensors[original]))
+            continue
+        if name not in found:
+            dtype = _dtype(name, wanted[name], load_config.dtype_plan or {})
+            rule = deepcopy(by_pattern[pattern]) if pattern is not None else None
+            found[name] = Source(dtype, tuple(wanted[name].shape), [], rule, name)
+        found[name].parts.append((pattern or original, original, tensors[original]))
+    problems = _misshapen(found, wanted, model)
+    missing = set(wanted) - set(found)
+    kept, passed = _told(model, missing, [name for name, _ in extra])
+    problems += [_missing(name, tensors) for name in sorted(kept)]
+    if problems:
+        raise UserError(problems)
+    used = [rule for rule in rules if rule.was_used()]
+    return Sources(found, missing, [tensor for name, tensor in extra if name in passed], used)
+
+
+def _dtype(name: str, parameter: torch.Tensor, planned: Mapping[str, torch.dtype]) -> torch.dtype:
+    """What transformers loads a parameter as: the model's, but for what its class keeps in another (``dtype_plan``)."""
+    if planned:
+        from transformers.core_model_loading import build_glob_alternation
+
+        pattern, by_group, _ = build_glob_alternation(list(planned))
+        match = pattern.search(name)
+        if match is not None and match.lastgroup is not None:
+            return planned[by_group[match.lastgroup]]
+    return parameter.dtype
+
+
+def _misshapen(found: dict[str, Source], wanted: Mapping[str, torch.Tensor], model: Any) -> list[Problem]:
+    """Parameters that the files would fill with another shape; what a converter makes beside its first one is added."""
+    problems = []
+    for first, source in list(found.items()):
+        if source.converter is None:
+            made = {first: tuple(source.parts[0][2].shape)}
+            if len(source.parts) > 1:
+                names = " and ".join(original for _, original, _ in source.parts)
+                problems.append(Problem(f"{names} of the files are one parameter of the model", key=first, fix=FETCH))
+        else:
+            made = _dry(source, model)
+        for name, shape in made.items():
+            if name not in wanted:
+                continue
+            if shape != tuple(wanted[name].shape):
+                message = f"has shape {list(shape)}, the model's config asks for {list(wanted[name].shape)}"
+                fix = "take config.json and weights from the same copy of the model"
+                problems.append(Problem(message, file=str(source.parts[0][2].file), key=source.parts[0][1], fix=fix))
+            if name != first:
+                found[name] = Source(source.dtype, shape, source.parts, source.converter, first)
+    return problems
+
+
+def _dry(source: Source, model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes that a converter makes of the files' shapes."""
+    empty = [
+        (pattern, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")) for pattern, _, tensor in source.parts
+    ]
+    try:
+        return {name: tuple(value.shape) for name, value in source.convert(empty, model).items()}
+    except Exception as error:
+        raise Unfollowed(f"transformers' rule for {source.first} cannot be followed without data ({error})") from error
+
+
+def _told(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], set[str]]:
+    """What is missing and what is too much, less what the model's class passes over and what is tied to what is there."""
+    from transformers.modeling_utils import LoadStateDictInfo
+
+    empty: dict[str, Any] = {"mismatched_keys": set(), "error_msgs": [], "conversion_errors": {}, "skipped_pp_keys": set()}
+    info = LoadStateDictInfo(missing_keys=set(missing), unexpected_keys=set(extra), **empty)
+    model._adjust_missing_and_unexpected_keys(info)
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    there = {name for pair in tied.items() for name in pair if not set(pair) <= missing}
+    return set(info.missing_keys) - there, set(info.unexpected_keys)
+
+
+def _missing(name: str, tensors: Mapping[str, Tensor]) -> Problem:
+    files = {tensor.file for tensor in tensors.values()}
+    where = (next(iter(files)) if len(files) == 1 else next(iter(files)).parent) if files else None
+    return Problem("no weight file holds it", file=str(where) if where else None, key=name, fix=FETCH)

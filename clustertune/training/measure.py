@@ -1,0 +1,137 @@
+"""A benchmark's stopwatch in a rank: steps timed behind the warm-up, tokens counted, a few steps more under the profiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from clustertune.training import profiled
+from clustertune.training.course import Course, result_file
+from clustertune.training.startup import process_age
+
+IGNORED_LABEL = -100
+"""What a label is where no loss is taken."""
+
+
+def attach(trainer: Any, course: Course, records: Path) -> None:
+    """Have a trainer measured. It must call its ``on_inputs`` with the inputs of every micro batch of training."""
+    watch = Stopwatch(course, result_file(records, int(os.environ.get("RANK", "0"))))
+    trainer.on_inputs = watch.count
+    watch.facts = {"rows": len(trainer.train_dataset)}
+    trainer.add_callback(watch)
+
+
+class Stopwatch(TrainerCallback):  # type: ignore[misc]
+    """Measures one rank, and writes what it found behind the last step.
+
+    A step lasts from the end of the one before to its own end, the GPU's queue emptied: data, forward, backward, optimizer,
+    logging. No collective is made: each rank leaves a file of its own.
+    """
+
+    def __init__(self, course: Course, out: Path) -> None:
+        self.course, self.out = course, out
+        self.facts: dict[str, Any] = {}
+        self._cuda = torch.cuda.is_available()
+        self._last = 0.0
+        self._to_first_step: float | None = None
+        self._taken = 0
+        self._tokens: list[Any] = []
+        self._records: list[dict[str, Any]] = []
+        self._before: dict[str, int] = {}
+        self._profiler: Any = None
+        self._profile: dict[str, Any] | None = None
+
+    def count(self, inputs: Mapping[str, Any]) -> None:
+        """The tokens of one micro batch: computed, of conversations, and those that the loss is taken of. Waits for nothing."""
+        ids = inputs["input_ids"]
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        real = (mask != 0).sum() if mask is not None and mask.dim() == 2 else ids.numel()
+        self._tokens.append(
+            (
+                ids.numel(),
+                real,
+                (labels != IGNORED_LABEL).sum() if labels is not None else ids.numel(),
+            )
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:  # noqa: ARG002
+        """Start the clock at the first step, and the profiler behind the timed ones."""
+        if self._to_first_step is None:
+            self._to_first_step = process_age()
+            self._last = self._now()
+        if self._taken == self.course.warmup + self.course.steps and self.course.profiled and self._is_first:
+            self._profiler = profiled.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:  # noqa: ARG002
+        """Take the time of a step that has ended."""
+        now = self._now()
+        tokens, self._tokens = self._tokens, []
+        computed, real, labelled = ([int(one[kind]) for one in tokens] for kind in range(3))
+        self._taken += 1
+        self._records.append(
+            {
+                "step": self._taken,
+                "seconds": now - self._last,
+                "computed": sum(computed),
+                "tokens": sum(real),
+                "labelled": sum(labelled),
+            }
+        )
+        if self._taken == self.course.warmup:
+            self._before = self._peaks()
+            if self._cuda:
+                torch.cuda.reset_peak_memory_stats()
+        if self._taken == self.course.warmup + self.course.steps:
+            self.facts["peak"] = self._peaks()
+        if self._taken == self.course.total:
+            self._end()
+            control.should_save = control.should_save and self.course.save
+        self._last = self._now()
+
+    @property
+    def _is_first(self) -> bool:
+        return os.environ.get("RANK", "0") == "0"
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _peaks(self) -> dict[str, int]:
+        """Peak bytes: tensors and the allocator's on the GPU, the process's resident set."""
+        found = {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        if self._cuda:
+            found["allocated"] = int(torch.cuda.max_memory_allocated())
+            found["reserved"] = int(torch.cuda.max_memory_reserved())
+        return found
+
+    def _end(self) -> None:
+        if self._profiler is not None:
+            self._profile = profiled.stop(self._profiler, self.course.profiled)
+        course = self.course
+        body = {
+            "rank": int(os.environ.get("RANK", "0")),
+            "device": torch.cuda.get_device_name() if self._cuda else None,
+            "device_bytes": torch.cuda.get_device_properties(0).total_memory if self._cuda else None,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "to_first_step_s": self._to_first_step,
+            "warmup": self._records[: course.warmup],
+            "steps": self._records[course.warmup : course.warmup + course.steps],
+            "profiled": self._records[course.warmup + course.steps :],
+            "profile": self._profile,
+            "peak_before": self._before,
+            **self.facts,
+        }
+        # Under a name of its own first: who sees the file sees all of it.
+        part = self.out.with_name(self.out.name + ".new")
+        part.write_text(json.dumps(body) + "\n")
+        part.replace(self.out)

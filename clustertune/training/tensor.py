@@ -1,0 +1,270 @@
+"""Tensor parallelism, and expert parallelism in the same group: every layer split as transformers' own plan for the model says.
+
+transformers 5.23 splits a model while it loads it, and then neither resumes it nor trains an adapter on it: its forward
+hooks hand DTensors to PEFT's layers. Here the loaded model, adapter included, is split instead. Parameters are DTensors
+for FSDP2, the optimizer and the checkpoint; the products are taken on each rank's local part, between the two operators of
+Megatron-LM (arXiv 1909.08053, section 3): the input's gradient is summed, or the partial output is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from clustertune.errors import Problem, UserError
+
+STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
+"""The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""
+EXPERTS, EXPERT_WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
+"""The styles of its expert plans: a module whose experts are shared out, and the weights that hold them."""
+
+_WRAPPER = re.compile(r"^(base_model\.model\.)|\.base_layer$")
+_ADAPTER = re.compile(r"\.lora_(A|B)\.[^.]+$")
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
+
+
+class _SumGradient(torch.autograd.Function):  # type: ignore[misc]
+    """The identity; in backward the sum over the group, of which every rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _SumOutput(torch.autograd.Function):  # type: ignore[misc]
+    """The sum over the group; in backward the identity, as every rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # noqa: ARG004
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return gradients[0], None
+
+
+def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """``x``, whose gradient is summed over the group."""
+    summed: torch.Tensor = _SumGradient.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
+    return summed
+
+
+def sum_output(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of ``x`` over the group."""
+    total: torch.Tensor = _SumOutput.apply(x, group)
+    return total
+
+
+@contextlib.contextmanager
+def local_parameters(module: nn.Module, without: tuple[str, ...] = ()) -> Iterator[None]:
+    """The module's own parameters as this rank's tensors, for the length of one forward pass; autograd goes through."""
+    kept = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor) or name in without}
+    for name, parameter in kept.items():
+        module._parameters[name] = None if name in without else parameter.to_local()
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """Module or parameter, layer numbers as ``*`` -> style, for the whole model; its expert plan goes before its dense one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    experts = dict(base.ep_plan or {})
+    homes = tuple(name for name, style in experts.items() if style == EXPERTS)
+    dense = {name: style for name, style in (base.tp_plan or {}).items() if not name.startswith(homes or ("\0",))}
+    return {**dense, **experts}
+
+
+def plain_name(name: str) -> str:
+    """A module's name in the plan, from its name in a model that PEFT may have wrapped."""
+    name = _ADAPTER.sub("", name)
+    while (shorter := _WRAPPER.sub("", name)) != name:
+        name = shorter
+    return _LAYER.sub(".*", name)
+
+
+class _Split:
+    """One model being split over one group."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh, self.group, self.size = mesh, mesh.get_group(), mesh.size()
+        self.rank = mesh.get_local_rank()
+        self._made: dict[int, nn.Parameter] = {}
+
+    def place(self, module: nn.Module, name: str, dim: int | None) -> None:
+        """Make a parameter a DTensor over the group: split along ``dim``, or the same on all ranks. A tied one stays tied."""
+        parameter = module._parameters[name]
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if id(parameter) not in self._made:
+            placement = Replicate() if dim is None else Shard(dim)
+            # Every rank holds the whole tensor: nothing is sent.
+            split = distribute_tensor(parameter.data, self.mesh, [placement], src_data_rank=None)
+            self._made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+            self._made[id(self._made[id(parameter)])] = parameter  # keeps both alive: an id is not given twice
+        module._parameters[name] = self._made[id(parameter)]
+
+    def divides(self, module: nn.Module, name: str, dim: int) -> bool:
+        parameter = module._parameters.get(name)
+        return parameter is not None and parameter.shape[dim] % self.size == 0
+
+    def colwise(self, module: nn.Module) -> None:
+        """Each rank has some of the outputs; the input is whole, and so its gradient is a sum."""
+        self.place(module, "weight", 0)
+        if "bias" in module._parameters:
+            self.place(module, "bias", 0)
+        inner = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with local_parameters(module):
+                return inner(sum_gradient(x, self.group))
+
+        module.forward = forward
+
+    def rowwise(self, module: nn.Module) -> None:
+        """Each rank has some of the inputs; the output is a sum, to which the bias is added once."""
+        self.place(module, "weight", 1)
+        if "bias" in module._parameters:
+            self.place(module, "bias", None)
+        inner = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with local_parameters(module, without=("bias",)):
+                output = sum_output(inner(x), self.group)
+            bias = module._parameters.get("bias")
+            return output if bias is None else output + bias.to_local()
+
+        module.forward = forward
+
+    def head(self, module: nn.Module) -> None:
+        """The output projection: kept in parts, gathered where it is used (TRL's tiled loss takes its weight itself)."""
+        self.place(module, "weight", 0 if self.divides(module, "weight", 0) else None)
+        if "bias" in module._parameters:
+            self.place(module, "bias", None)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+            return F.linear(x, weight.full_tensor(), None if bias is None else bias.full_tensor())
+
+        module.forward = forward
+
+    def embedding(self, module: nn.Module) -> None:
+        """Each rank has some rows of the vocabulary; the others' rows count as zero in the sum."""
+        if not self.divides(module, "weight", 0) or module.max_norm is not None:
+            self.replicated(module)
+            return
+        self.place(module, "weight", 0)
+
+        def forward(tokens: torch.Tensor) -> torch.Tensor:
+            weight = module._parameters["weight"].to_local()
+            inside = tokens - self.rank * weight.shape[0]
+            absent = (inside < 0) | (inside >= weight.shape[0])
+            rows = F.embedding(inside.masked_fill(absent, 0), weight)
+            return sum_output(rows.masked_fill(absent.unsqueeze(-1), 0.0), self.group)
+
+        module.forward = forward
+
+    def replicated(self, module: nn.Module, *, partial: bool = False) -> None:
+        """The same parameters on all ranks. ``partial``: each rank's gradient covers its own heads only, and is summed."""
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                self.place(module, name, None)
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with local_parameters(module):
+                if partial:
+                    for name, parameter in list(module._parameters.items()):
+                        if parameter is not None:
+                            module._parameters[name] = sum_gradient(parameter, self.group)
+                return inner(*args, **kwargs)
+
+        module.forward = forward
+
+    def experts(self, module: Any, names: list[str]) -> None:
+        """Each rank has some of the experts and runs them on the tokens that the group shares; the outputs are summed.
+
+        A route to another rank's expert gets the index that transformers' experts leave out (one past the last) and weight 0.
+        """
+        for name in names:
+            self.place(module, name, 0)
+        module.num_experts //= self.size
+        module._is_expert_parallel = True  # transformers' grouped products look for it before they mask such routes
+        here, inner = module.num_experts, module.forward
+
+        def forward(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            away = (index // here) != self.rank
+            local = torch.where(away, here, index % here)
+            weights = sum_gradient(weights, self.group).masked_fill(away, 0.0)
+            with local_parameters(module):
+                return sum_output(inner(sum_gradient(states, self.group), local, weights), self.group)
+
+        module.forward = forward
+
+
+def split(model: Any, mesh: Any) -> dict[str, int]:
+    """Split a model (PEFT's wrapper included) over the one-dimensional ``mesh``, in place. Every rank must hold it whole.
+
+    Returns how many modules were split in which style. Raises UserError where the model has no plan, or one of its styles
+    is not known here, or its sizes do not divide: the check before the queue says the same from the architecture alone.
+    """
+    plan, work, counts = plan_of(model), _Split(mesh), dict[str, int]()
+    unknown = sorted(set(plan.values()) - {*STYLES, EXPERTS, EXPERT_WEIGHTS})
+    if unknown or not {"colwise", "rowwise"} <= set(plan.values()):
+        what = f"styles {', '.join(unknown)}" if unknown else "no plan"
+        raise UserError(Problem(f"{type(model).__name__}: transformers' tensor-parallel plan has {what}", key="tp_size"))
+    named = [(name, plain_name(name), module) for name, module in model.named_modules()]
+    styles: dict[str, Callable[[Any], None]] = {
+        "colwise": work.colwise,
+        "rowwise": work.rowwise,
+        "colwise_gather_output": work.head,
+        "embedding_rowwise": work.embedding,
+        "replicated_with_grad_allreduce": lambda module: work.replicated(module, partial=True),
+    }
+    for full, name, module in named:
+        if not any(parameter is not None for parameter in module._parameters.values()):
+            continue
+        style = plan.get(name, "replicated")
+        adapter = _ADAPTER.search(full)
+        if adapter is not None and style in ("colwise", "rowwise"):
+            # The product B A x goes the way of W x: A is whole before a split of the outputs, B after one of the inputs.
+            whole = (adapter[1] == "A") == (style == "colwise")
+            style = "replicated" if whole else style
+        _demand_division(module, full, style, work)
+        if style == EXPERTS:
+            prefix = f"{name}."
+            work.experts(
+                module, [p.removeprefix(prefix) for p, kind in plan.items() if p.startswith(prefix) and kind == EXPERT_WEIGHTS]
+            )
+        else:
+            styles.get(style, work.replicated)(module)
+        counts[style] = counts.get(style, 0) + 1
+    return counts
+
+
+def _demand_division(module: Any, name: str, style: str, work: _Split) -> None:
+    dim = {"colwise": 0, "rowwise": 1, EXPERTS: 0}.get(style)
+    if dim is None:
+        return
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim > dim and parameter.shape[dim] % work.size:
+            text = f"{name}: {parameter.shape[dim]} does not divide by {work.size} tensor-parallel ranks"
+            raise UserError(Problem(text, key="parallelism_config.parallelism_config_tp_size", fix="use a smaller tp size"))

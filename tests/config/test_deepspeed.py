@@ -1,0 +1,189 @@
+# ruff: noqa: E501 (a table of one mistake a line)
+"""DeepSpeed's file before the queue: what it ignores, what contradicts the recipe, and what stands in the place of ``auto``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config import accelerate_file, deepspeed, deepspeed_keys, show
+from clustertune.config.resolve import resolve
+from tests.config.conftest import Refuse
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+}
+ZERO3 = {
+    "stage": 3,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+}
+NVME = {"device": "nvme", "nvme_path": "auto"}
+PARAMS = {**NVME, "buffer_size": 2 * 10**8}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(recipes: Path) -> Write:
+    """The reference recipe under a DeepSpeed file of these contents: ``None`` takes a key out."""
+
+    def made(zero: dict[str, Any] | None = None, **top: Any) -> Path:
+        folder = recipes / "llama405b-oasst2"
+        body = {**AUTO, "zero_optimization": {**ZERO3, **(zero or {})}, **top}
+        (folder / "ds.json").write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
+        (folder / "accelerate.yaml").write_text(
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}\n"
+        )
+        return folder
+
+    return made
+
+
+def test_auto_is_what_the_recipe_says(write: Write) -> None:
+    """Shown with its reason, before anything is started; what stays auto says who fills it in."""
+    folder = write(
+        {"offload_param": PARAMS},
+        scheduler={"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": "auto"}},
+    )
+    values = show.as_json(resolve(folder))["values"]
+    found = {key.removeprefix("deepspeed."): item["value"] for key, item in values.items() if key.startswith("deepspeed.")}
+    assert {
+        key: found[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    } == {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+    }
+    assert (found["gradient_clipping"], found["bf16.enabled"], found["zero_optimization.stage"]) == (1.0, True, 3)
+    zero = "zero_optimization"
+    assert found[f"{zero}.reduce_bucket_size"] == 16384**2 and found[f"{zero}.stage3_param_persistence_threshold"] == 163840
+    assert "storage.scratch" in values[f"deepspeed.{zero}.offload_param.nvme_path"]["origin"]
+    assert "number of steps" in values["deepspeed.scheduler.params.total_num_steps"]["origin"]
+    assert values["deepspeed.zero_optimization.stage"]["origin"] == "ds.json"
+    assert "micro batch 1 x accumulation 2 x 16" in values["deepspeed.train_batch_size"]["origin"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "top", "key", "says"),
+    [
+        ({}, {"zero_optimisation": {}}, "zero_optimisation", "did you mean zero_optimization?"),
+        ({}, {"elasticity": {}}, "elasticity", "removed"),
+        ({"mics_shard_size": 8}, {}, "zero_optimization.mics_shard_size", "FSDP2"),
+        ({"stage3_prefetch_buket_size": 1}, {}, "zero_optimization.stage3_prefetch_buket_size", "did you mean stage3_prefetch_bucket_size?"),
+        ({"overlap_comm": "yes"}, {}, "zero_optimization.overlap_comm", "not true or false"),
+        ({"overlap_comm": "auto"}, {}, "zero_optimization.overlap_comm", "nobody fills in"),
+        ({"sub_group_size": 1.5}, {}, "zero_optimization.sub_group_size", "not a whole number"),
+        ({"stage": 4}, {}, "zero_optimization.stage", "not 0, 1, 2 or 3"),
+        ({"stage": True}, {}, "zero_optimization.stage", "not 0, 1, 2 or 3"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, {}, "zero_optimization.offload_param.device", "from stage 3"),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, {}, "zero_optimization.offload_optimizer.device", "from stage 1"),
+        ({"stage": 2, "offload_optimizer": NVME}, {}, "zero_optimization.offload_optimizer.device", "use cpu"),
+        ({"offload_param": {"device": "disk"}}, {}, "zero_optimization.offload_param.device", "not none, cpu or nvme"),
+        ({"offload_param": {**PARAMS, "nvme_path": "/scratch"}}, {}, "zero_optimization.offload_param.nvme_path", "the path of one site"),
+        ({"offload_param": {"device": "nvme", "buffer_size": 200000000}}, {}, "zero_optimization.offload_param.nvme_path", 'write "auto"'),
+        ({"offload_param": {**NVME, "buffer_size": 10**6}}, {}, "zero_optimization.offload_param.buffer_size", "largest weight has 131,334,144"),
+        ({"cpu_offload": True}, {}, "zero_optimization.cpu_offload", "offload_optimizer"),
+        ({"compute_grad_norm": False}, {}, "zero_optimization.compute_grad_norm", "would be taken"),
+        ({"zenflow": {}}, {}, "zero_optimization.zenflow", "exported"),
+        ({}, {"bf16": {"enabled": "auto", "check_grad_overflow": False}}, "bf16.check_grad_overflow", "would be taken"),
+        ({}, {"bf16": {"enabled": False}}, "bf16.enabled", "train.bf16 is True"),
+        ({}, {"fp16": {"enabled": True}}, "fp16.enabled", "use bf16"),
+        ({}, {"train_batch_size": 64}, "train_batch_size", "train.global_batch_size is 32"),
+        ({}, {"train_micro_batch_size_per_gpu": None}, "train_micro_batch_size_per_gpu", "missing"),
+        ({}, {"gradient_accumulation_steps": None}, "gradient_accumulation_steps", "would take 1"),
+        ({}, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "is 2"),
+        ({}, {"gradient_clipping": None}, "gradient_clipping", "would not clip"),
+        ({}, {"gradient_clipping": 0.5}, "gradient_clipping", "train.max_grad_norm is 1.0"),
+        ({}, {"zero_optimization": None}, "zero_optimization", "refuses a file without it"),
+        ({}, {"optimizer": {"type": "Lamb", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}}, "optimizer.type", "train.optim"),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto", "eps": "auto", "weight_decay": "auto"}}}, "optimizer.params.lr", "train.learning_rate is"),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "weight_decay": "auto"}}}, "optimizer.params.betas", "its own default"),
+        ({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}, "scheduler.type", "lr_scheduler_type is cosine"),
+        ({}, {"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "scheduler.params.warmup_type", "logarithm"),
+        ({}, {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 9}}}, "scheduler.params.total_num_steps", "auto"),
+        ({}, {"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "hashed"),
+        ({}, {"wandb": {"enabled": True}}, "wandb", "report_to"),
+        ({}, {"activation_checkpointing": {}}, "activation_checkpointing", "train.activation_checkpointing"),
+        ({}, {"gradient_predivide_factor": "auto"}, "gradient_predivide_factor", "nobody fills in"),
+        ({}, {"zero_optimization": {"stage": 3, "offload_param": 3}}, "zero_optimization.offload_param", "no keys and values"),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_named(
+    write: Write, refused: Refuse, zero: dict[str, Any], top: dict[str, Any], key: str, says: str
+) -> None:
+    """By file and key, and what to do: DeepSpeed ignores half of these and meets the rest when the model is loaded."""
+    problems = refused(write(zero, **top), [])
+    assert [(p.key, p.file.split("/")[-1]) for p in problems if p.file] == [(key, "ds.json")], [str(p) for p in problems]
+    assert says in str(problems[0])
+
+
+def test_all_are_told_at_once(write: Write, refused: Refuse) -> None:
+    """One look at the file, not one for each mistake."""
+    problems = refused(write({"stage": 2, "offload_param": {"device": "cpu"}}, gradient_clipping=3, typo=1), [])
+    assert {p.key for p in problems} == {"typo", "zero_optimization.offload_param.device", "gradient_clipping"}
+
+
+def test_an_offloaded_optimizer_stays_what_it_is(write: Write, refused: Refuse) -> None:
+    """accelerate replaces what it does not know by Adam, without a word."""
+    cpu = {"offload_optimizer": {"device": "cpu"}}
+    assert resolve(write(cpu)).deepspeed is not None
+    [problem] = refused(write(cpu), ["train.optim=adafactor"])
+    assert problem.key == "zero_optimization.offload_optimizer.device" and "Adam in silence" in problem.message
+    assert resolve(write(cpu, zero_force_ds_cpu_optimizer=False), ["train.optim=adafactor"]).deepspeed is not None
+
+
+def test_the_command_line_may_name_a_disk(write: Write, refused: Refuse) -> None:
+    """A path in the recipe's file would be one site's; who starts a run may know this one's."""
+    word = "deepspeed.zero_optimization.offload_param.nvme_path"
+    resolved = resolve(write({"offload_param": PARAMS}), [f"{word}=/local/nvme"])
+    assert deepspeed.get(resolved.deepspeed or {}, "zero_optimization.offload_param.nvme_path") == "/local/nvme"
+    assert refused(write({"offload_param": PARAMS}), [f"{word}=nvme"])[0].file == "command line"
+
+
+def test_precision_beside_the_file(write: Write, refused: Refuse) -> None:
+    """accelerate refuses mixed_precision beside a deepspeed_config_file, on every rank, after the queue."""
+    assert "mixed_precision" in [
+        p.key for p in refused(write(), ["accelerate.mixed_precision=bf16"])
+    ] or "accelerate.mixed_precision" in [p.key for p in refused(write(), ["accelerate.mixed_precision=bf16"])]
+
+
+def test_the_checks_are_what_refuses(write: Write, refused: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each guard taken away: the file passes."""
+    bad = write({"compute_grad_norm": False}, gradient_clipping=0.5, typo=1)
+    assert len(refused(bad, [])) == 3
+    for name in ("_check_names", "_check_only", "_check_meant"):
+        monkeypatch.setattr(deepspeed, name, lambda *_: None)
+    assert resolve(bad).deepspeed is not None
+    monkeypatch.undo()
+    monkeypatch.setattr(accelerate_file, "_check_deepspeed", lambda *_: None)
+    assert len(refused(bad, [])) == 3
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_the_recorded_keys_are_those_of_the_pinned_release() -> None:
+    """Where DeepSpeed is not installed the record decides; a new pin that brings other keys is to be recorded."""
+    for section, recorded in deepspeed_keys.RECORDED_SECTIONS.items():
+        assert dict(deepspeed_keys.section_keys(section)) == recorded, section
+    assert set(deepspeed_keys._asked_for()) <= set(deepspeed_keys.RECORDED_TOP)
+
+
+def test_without_deepspeed_the_record_decides(write: Write, refused: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node's Python need not have it."""
+    deepspeed_keys.top_keys.cache_clear()
+    deepspeed_keys.section_keys.cache_clear()
+    monkeypatch.setattr(deepspeed_keys, "_installed", lambda: False)
+    try:
+        assert [p.key for p in refused(write({"stagee": 3}, typo=1), [])] == ["typo", "zero_optimization.stagee"]
+    finally:
+        deepspeed_keys.top_keys.cache_clear()
+        deepspeed_keys.section_keys.cache_clear()

@@ -1,0 +1,140 @@
+"""``activation_checkpointing`` and the kernels' keys: what is refused before the queue, each with file, key and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clustertune.config import kernels
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from tests.command import REPO
+
+RECIPE = "recipes/tiny-oasst2"
+OFF = "accelerate.fsdp_config.fsdp_activation_checkpointing=false"
+SAVE = "activation_checkpointing.save=[attention,every_second_matmul]"
+EAGER = "train.model_init_kwargs.attn_implementation=eager"
+
+
+def refused(*words: str) -> dict[str, str]:
+    """What is said of each key; nothing where the recipe is taken."""
+    try:
+        resolve(RECIPE, list(words))
+    except UserError as error:
+        return {str(problem.key): f"{problem.message} | {problem.fix}" for problem in error.problems}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "text"),
+    [
+        ([OFF, "activation_checkpointing={}"], "activation_checkpointing", "neither ratio nor save"),
+        ([OFF, "activation_checkpointing.save=[]"], "activation_checkpointing.save", ""),
+        ([OFF, "activation_checkpointing.save=[scores]"], "activation_checkpointing.save.0", "attention"),
+        ([OFF, "activation_checkpointing.save=[matmul,matmul]"], "activation_checkpointing.save", "twice"),
+        (
+            [OFF, "activation_checkpointing.save=[matmul,every_second_matmul]"],
+            "activation_checkpointing.save",
+            "one of the two",
+        ),
+        ([OFF, SAVE, "activation_checkpointing.ratio=0"], "activation_checkpointing.save", "recomputes nothing"),
+        ([OFF, SAVE, EAGER], "activation_checkpointing.save", "sdpa"),
+        ([SAVE], "activation_checkpointing.save", "said twice"),
+        (["activation_checkpointing.ratio=0.5"], "activation_checkpointing.ratio", "said twice"),
+        ([OFF, SAVE, "train.activation_checkpointing=true"], "train.activation_checkpointing", "said twice"),
+        ([OFF, SAVE, "train.gradient_checkpointing=true"], "train.gradient_checkpointing", "said twice"),
+        (
+            [OFF, SAVE, "train.activation_checkpointing_kwargs={selective: true}"],
+            "train.activation_checkpointing_kwargs.selective",
+            "TRL's name",
+        ),
+        (
+            [OFF, SAVE, "train.activation_checkpointing_kwargs={use_reentrant: true}"],
+            "train.activation_checkpointing_kwargs.use_reentrant",
+            "reentrant",
+        ),
+        (["train.liger_kernel_config={fused_linear_cross_entropy: true}"], "train.liger_kernel_config", "in tiles"),
+        (
+            ["train.model_init_kwargs.attn_implementation=flash_attention_2", "train.bf16=false"],
+            "train.model_init_kwargs.attn_implementation",
+            "16 bits",
+        ),
+        (
+            ["train.torch_compile_backend=eager", "accelerate.dynamo_config={dynamo_backend: INDUCTOR}"],
+            "train.torch_compile_backend",
+            "is not read",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(words: list[str], key: str, text: str) -> None:
+    """Every second home of the same decision, and every policy that would keep nothing, is an error before the queue."""
+    found = refused(*words)
+    assert key in found and text in found[key], found
+
+
+def test_every_problem_of_the_section_is_told_at_once() -> None:
+    """A person mends a file once, not once for each mistake in it."""
+    words = ["activation_checkpointing.save=[matmul,matmul,every_second_matmul]", "activation_checkpointing.ratio=0"]
+    with pytest.raises(UserError) as caught:
+        resolve(RECIPE, [*words, "train.activation_checkpointing=true"])
+    assert len(caught.value.problems) == 5
+
+
+def test_what_is_taken() -> None:
+    """``save`` alone means all layers; a recipe without it keeps its fingerprint, and with it its run folder."""
+    found = resolve(RECIPE, [OFF, SAVE])
+    assert found.recipe.activation_checkpointing is not None and found.recipe.activation_checkpointing.ratio == 1
+    assert found.train_args["activation_checkpointing"] is True
+    said = next(item.reason for item in found.derived if item.key == "train.activation_checkpointing")
+    assert "4 of 4 layers; of them attention, every_second_matmul kept" in said
+    ratio = [OFF, "activation_checkpointing.ratio=0.5"]
+    assert resolve(RECIPE, ratio).fingerprint() != resolve(RECIPE, [*ratio, SAVE]).fingerprint()
+    assert resolve(RECIPE, ratio).fingerprint() == resolve(RECIPE, [*ratio, "activation_checkpointing.save=null"]).fingerprint()
+    assert not refused("train.torch_compile=true", "accelerate.dynamo_config={dynamo_backend: INDUCTOR}")
+
+
+def test_a_model_that_liger_does_not_know_is_told(tmp_path: Path) -> None:
+    """transformers trains such a model without the kernels, and says so in the log only."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for path in (REPO / RECIPE).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    body = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(body | {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}))
+    with pytest.raises(UserError) as caught:
+        resolve(str(folder), ["train.use_liger_kernel=true"])
+    assert any("Liger has no kernels for ernie4_5" in problem.message for problem in caught.value.problems)
+    assert not refused("train.use_liger_kernel=true")
+
+
+@pytest.mark.parametrize(
+    ("train", "dynamo", "expected"),
+    [
+        ({}, {}, (False, False)),
+        ({"torch_compile": True}, {}, (True, False)),
+        ({"torch_compile_mode": "max-autotune"}, {}, (True, False)),
+        ({}, {"dynamo_backend": "NO"}, (False, False)),
+        ({}, {"dynamo_backend": "INDUCTOR"}, (True, False)),
+        ({}, {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}, (True, True)),
+        ({"torch_compile": True}, {"use_regional_compilation": True}, (True, True)),
+        ({}, {"dynamo_use_regional_compilation": True}, (False, False)),
+    ],
+)
+def test_whether_and_how_a_model_is_compiled(
+    train: dict[str, object], dynamo: dict[str, object], expected: tuple[bool, bool]
+) -> None:
+    """Both homes of the native key are read as the Trainer and accelerate read them."""
+    assert kernels.compiled(train, {"dynamo_config": dynamo}) == expected
+    told = list(kernels.warnings(train, {"dynamo_config": dynamo}))
+    assert bool(told) == (expected == (True, False)), "compiled as a whole: a start of minutes"
+
+
+def test_packages_are_asked_for_where_there_are_gpus_only() -> None:
+    """A laptop trains with sdpa and without Liger, and needs neither package."""
+    train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
+    assert not list(kernels.needed(train, gpus=False))
+    found = {key: packages for key, _, packages in kernels.needed(train, gpus=True)}
+    assert found["train.use_liger_kernel"] == ("liger-kernel",)
+    assert found["train.model_init_kwargs.attn_implementation"] == ("flash-attn", "kernels")

@@ -1,0 +1,247 @@
+"""The program of a Megatron rank, against stand-ins of NVIDIA's modules that take the recorded names and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clustertune import manifest
+from clustertune.adapter.export import export
+from clustertune.checkpoint import store
+from clustertune.config.resolved import Resolved
+from clustertune.errors import ExitCode, UserError
+from clustertune.megatron import inputs, program
+from clustertune.megatron.bridge import Bridge
+from clustertune.report.metrics import read_metrics
+from clustertune.rundir import RunDir
+from clustertune.training.beat import Beat
+from clustertune.training.stop import StopFlag
+from tests.megatron.standin import Loop
+
+GIVEN = "of the user"
+
+
+class OneRank(Bridge):
+    """Without a process group, which needs GPUs."""
+
+    fetched: Path | None = None
+    seen: str | None = None
+
+    def start(self, timeout: Any) -> None:
+        """Nothing to set up."""
+
+    def fetch(self, name: str, revision: str | None) -> Path:
+        OneRank.seen = os.environ.get("HF_TOKEN")
+        if OneRank.fetched is None:
+            raise OSError("no way to the Hub")
+        return OneRank.fetched
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One process: what the last rank has is what this one has."""
+    monkeypatch.setattr("clustertune.megatron.bridge._from_last", lambda value: None if value is None else float(value))
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 123)
+    monkeypatch.setattr(OneRank, "fetched", tmp_path)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+
+def go(run: RunDir, resolved: Resolved, number: int = 1, stop: StopFlag | None = None) -> tuple[ExitCode, str]:
+    """One attempt; its exit code and what people saw."""
+    out, stop = io.StringIO(), stop or StopFlag()
+    run.attempt(number).mkdir(parents=True, exist_ok=True)
+    inputs._write_data(run.data, inputs.places(run.path)["data"])
+    source, tokens = ("hub/base", "c" * 40), {"HF_TOKEN": GIVEN, "WANDB_API_KEY": "w"}
+    attempt = program.Attempt(run, resolved, number, stop, Beat(), lambda: None, out, source, [], tokens)
+    bridge = OneRank.load(attempt.source, stop, resolved.recipe.model.name)
+    return program.train(attempt, bridge), out.getvalue()
+
+
+def test_a_run_to_its_end(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """Converted once, saved under our names with our manifests, exported, final; metrics as every other run has them."""
+    code, said = go(run, resolved)
+    assert code is ExitCode.OK, said
+    found = [
+        (c.path.name, store.verify(c.path), manifest.read_manifest(c.path).meta)
+        for c in store.list_checkpoints(run.checkpoints)
+    ]
+    assert [name for name, _, _ in found] == ["step-000010", "step-000008", "step-000004"]
+    assert [problems for _, problems, _ in found] == [[], [], []]
+    assert [meta["final"] for _, _, meta in found] == [True, False, False]
+    metrics = read_metrics(run.metrics)
+    assert [(s.step, s.loss, s.learning_rate, s.grad_norm) for s in metrics.steps][:2] == [
+        (1, 4.0, 0.5, 2.0),
+        (2, 2.0, 0.5, 2.0),
+    ]
+    assert len(metrics.steps) == 10 and [e.step for e in metrics.evals] == [5, 10] and metrics.attempts[0].exit_code == 0
+    assert metrics.steps[0].memory_bytes == 123 and metrics.steps[-1].tokens == 10 * 4 * 2048
+    plan = json.loads((run.attempt(1) / program.PLAN_FILE).read_bytes())
+    assert plan["sequences"] == {"train": 40, "eval": 8} and plan["configuration"]["train"]["train_iters"] == 10
+
+
+def test_what_was_exported_is_the_adapter_of_the_recipe(run: RunDir, resolved: Resolved, loop: Loop, tmp_path: Path) -> None:
+    """The stage after it checks names, shapes and values against what PEFT expects of the recipe."""
+    go(run, resolved)
+    summary = export(inputs.exported(run.path), tmp_path / "adapter")
+    assert summary["step"] == 10 and summary["tensors"] == len(loop.adapter)
+    assert manifest.find_problems(tmp_path / "adapter", "adapter") == []
+
+
+def test_nothing_is_done_twice(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    go(run, resolved)
+    before = len(loop.calls)
+    code, said = go(run, resolved, 2)
+    assert code is ExitCode.OK and "nothing is left to train" in said and len(loop.calls) == before
+
+
+def test_a_signal_saves_and_the_next_attempt_goes_on(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """As the launcher's other runs: exit 75 with a whole checkpoint, and the same losses after it as without the stop."""
+    loop.stop_at = 6
+    code, said = go(run, resolved)
+    assert code is ExitCode.AGAIN and "stopped at step 6 as asked" in said
+    newest, _ = store.newest_whole(run.checkpoints)
+    assert newest is not None and newest.path.name == "step-000006"
+    loop.stop_at = None
+    loop.losses.clear()
+    code, said = go(run, resolved, 2)
+    assert code is ExitCode.OK and "resume from step-000006" in said and min(loop.losses) == 7
+    assert loop.config.checkpoint.load == str(run.checkpoints / "step-000006")
+    assert [c.path.name for c in store.list_checkpoints(run.checkpoints)] == ["step-000010.a2", "step-000008.a2", "step-000006"]
+    assert len(loop.called("save_megatron_model")) == 1, "the base is converted once in a run"
+
+
+def test_a_signal_before_megatron_listens_is_not_lost(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """The model is loaded for minutes before NVIDIA's handler is there."""
+    stop = StopFlag()
+    stop.signal_name = "SIGUSR1"
+    code, _ = go(run, resolved, stop=stop)
+    assert code is ExitCode.AGAIN and [c.step for c in store.list_checkpoints(run.checkpoints)] == [1]
+
+
+def test_a_broken_checkpoint_is_passed_over(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    loop.fail_at = 9
+    with pytest.raises(RuntimeError):
+        go(run, resolved)
+    (run.checkpoints / "step-000008" / "iter_0000008" / "__0_0.distcp").write_bytes(b"other bytes")
+    loop.fail_at = None
+    code, said = go(run, resolved, 2)
+    assert code is ExitCode.OK and "step-000008 is not whole" in said and "resume from step-000004" in said
+
+
+@pytest.mark.parametrize("every", [4, 5])
+def test_a_failed_export_costs_no_step(run: RunDir, resolved: Resolved, loop: Loop, every: int) -> None:
+    """The last checkpoint is whole, and is the final one only once what it holds is exported. With a save at the last step
+    itself NVIDIA's loop does not save again.
+    """
+    resolved = replace(resolved, train_args={**resolved.train_args, "save_steps": every})
+    loop.fail_export = True
+    with pytest.raises(RuntimeError):
+        go(run, resolved)
+    newest, _ = store.newest_whole(run.checkpoints)
+    assert newest is not None and newest.step == 10 and not manifest.read_manifest(newest.path).meta["final"]
+    loop.fail_export = False
+    loop.losses.clear()
+    code, _ = go(run, resolved, 2)
+    assert code is ExitCode.OK and not loop.losses
+    newest, _ = store.newest_whole(run.checkpoints)
+    assert newest is not None and manifest.read_manifest(newest.path).meta["final"]
+
+
+def test_another_attempt_is_never_disturbed(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """One that was cut off while it trained raises at its next save, and writes no manifest."""
+    attempt = program.Attempt(run, resolved, 1, StopFlag(), Beat(), lambda: None, io.StringIO(), ("b", None))
+    run.attempt(1).mkdir(parents=True)
+    inputs._write_data(run.data, inputs.places(run.path)["data"])
+    calls = 0
+
+    def fence() -> None:
+        nonlocal calls
+        calls += 1
+        if (run.checkpoints / "step-000004").exists():
+            raise UserError("attempt 2 has taken over", ExitCode.AGAIN)
+
+    attempt.fence = fence
+    with pytest.raises(UserError, match="taken over"):
+        program.train(attempt, OneRank.load(attempt.source, None, "m"))
+    assert calls and not (run.checkpoints / "step-000004" / manifest.MANIFEST).exists()
+
+
+def test_the_parts_are_those_of_the_training(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """The conversion is cut as the training is: no rank holds more than it trains."""
+    go(run, resolved)
+    made = loop.called("finalize")[0]
+    assert (made["tensor_model_parallel_size"], made["pipeline_model_parallel_size"]) == (8, 2)
+    assert made["params_dtype"] == made["pipeline_dtype"] and str(made["params_dtype"]) == "torch.bfloat16"
+    assert loop.called("from_hf_pretrained")[0] == (str(OneRank.fetched), {"torch_dtype": torch.bfloat16})
+    assert loop.called("destroy"), "the training makes its groups anew"
+    peft = loop.config.peft
+    assert peft.target_modules == ["linear_q", "linear_k", "linear_v", "linear_proj"] and peft.dim == 32 and peft.alpha == 64
+    assert int(loop.config.train.exit_signal) == 10, "SIGUSR1, which the launcher sends"
+    assert loop.config.model.pipeline_dtype is not None and loop.config.checkpoint.pretrained_checkpoint.endswith(
+        "megatron/base"
+    )
+
+
+def test_the_hub_is_asked_by_rank_0_with_the_token(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """And by nobody else: all ranks read the folder. The token is in the environment no longer than that."""
+    go(run, resolved)
+    assert OneRank.seen == GIVEN and "HF_TOKEN" not in os.environ
+    OneRank.fetched = None
+    with pytest.raises(UserError, match="cannot be loaded: OSError: no way to the Hub"):
+        go(RunDir(run.path), resolved_anew(run, resolved), 2)
+
+
+def resolved_anew(run: RunDir, resolved: Resolved) -> Resolved:
+    """The same, with nothing trained yet."""
+    shutil.rmtree(run.checkpoints)
+    return resolved
+
+
+def test_a_base_of_another_revision_is_converted_anew(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    go(run, resolved)
+    base = inputs.places(run.path)["base"]
+    manifest.seal(base, program.BASE_KIND, {"source": {"model": "other", "revision": None}})
+    shutil.rmtree(run.checkpoints)
+    go(run, resolved, 2)
+    assert len(loop.called("save_megatron_model")) == 2
+
+
+def test_a_model_that_trains_whole_is_exported_whole(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    whole = replace(resolved, recipe=resolved.recipe.model_copy(update={"lora": None}))
+    code, _ = go(run, whole)
+    assert code is ExitCode.OK and loop.called("save_hf_pretrained") and not loop.called("save_hf_adapter")
+    assert loop.config.peft is None
+
+
+def test_data_of_which_nothing_is_packed_is_refused(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    loop.rows = {"train": 0, "eval": 0}
+    with pytest.raises(UserError, match="packed no sequence"):
+        go(run, resolved)
+
+
+def test_without_an_evaluation(run: RunDir, resolved: Resolved, loop: Loop) -> None:
+    """A split of fewer sequences than one iteration takes: none, and not one that waits for rows that never come."""
+    loop.rows["eval"] = 0
+    code, _ = go(run, resolved)
+    assert code is ExitCode.OK and loop.config.validation.eval_iters == 0 and loop.config.validation.eval_interval is None
+
+
+@pytest.mark.parametrize(("version", "says"), [("0.6.0", "has Megatron-Bridge 0.6.0"), (None, "cannot be imported")])
+def test_another_release_is_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch, version: str | None, says: str) -> None:
+    """Names move between releases: a wrong one would be found after an hour of conversion."""
+    import sys
+
+    if version is None:
+        monkeypatch.setitem(sys.modules, "megatron.bridge.package_info", None)
+    else:
+        monkeypatch.setattr(sys.modules["megatron.bridge.package_info"], "__version__", version)
+    with pytest.raises(UserError, match=says):
+        Bridge.load(("a", None), None, "a")

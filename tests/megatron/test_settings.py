@@ -1,0 +1,125 @@
+"""A recipe as Megatron-Bridge takes it: every name is one of release 0.5.1, and nothing of the recipe is lost unsaid."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+from clustertune.megatron import settings
+from tests.megatron.standin import NAMES
+
+RECIPES = ("llama70b-megatron", "llama405b-megatron")
+LORA = ("llama405b-oasst2", "megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2")
+PLACES = {"base": "B", "data": "D", "tokenizer": "T", "save": "S", "load": None}
+SECTIONS = {
+    "train": "TrainingConfig", "validation": "ValidationConfig", "optimizer": "OptimizerConfig", "scheduler": "SchedulerConfig",
+    "ddp": "DistributedDataParallelConfig", "dataset": "FinetuningDatasetConfig", "tokenizer": "TokenizerConfig",
+    "checkpoint": "CheckpointConfig", "logger": "LoggerConfig", "rng": "RNGConfig", "peft": "CanonicalLoRA",
+}  # fmt: skip
+
+
+def made(name: str, *words: str, rows: tuple[int, int] | None = (5000, 300)) -> dict[str, dict[str, Any]]:
+    """The sections of a recipe."""
+    return settings.build(resolve(name, list(words)), PLACES, settings.Counts(*rows) if rows else None)
+
+
+@pytest.mark.parametrize("words", [(name,) for name in RECIPES] + [LORA])
+def test_every_name_is_one_of_the_release(words: tuple[str, ...]) -> None:
+    """Against the sources of the wheels, read by record_names.py."""
+    found = made(*words)
+    model = {*NAMES["classes"]["TransformerConfig"], *NAMES["classes"]["GPTModelProvider"]}
+    assert set(found["model"]) <= model
+    assert set(found["mixed_precision"]) - {"recipe"} <= set(NAMES["classes"]["MixedPrecisionConfig"])
+    for section, name in SECTIONS.items():
+        assert set(found.get(section, {})) <= set(NAMES["classes"][name]), section
+    assert set(found) <= {*SECTIONS, "model", "mixed_precision"} and set(found) <= set(NAMES["classes"]["ConfigContainer"])
+    packed = found["dataset"]["packed_sequence_specs"]
+    assert set(packed) <= set(NAMES["classes"]["PackedSequenceSpecs"])
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "ranks"),
+    [("llama70b-megatron", (8, 4, 1, 2), 64), ("llama405b-megatron", (8, 8, 2, 2), 256)],
+)
+def test_the_recipes_are_cut_as_the_sources_have_it(name: str, sizes: tuple[int, ...], ranks: int) -> None:
+    """Tensor, pipeline, context and data parallelism."""
+    resolved = resolve(name)
+    m = resolved.recipe.megatron
+    assert m is not None and settings.find_problems(resolved) == []
+    found = (m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size)
+    assert (*found, resolved.data_parallel_size) == sizes and resolved.world_size == ranks
+
+
+def test_what_a_recipe_says_arrives() -> None:
+    found = made(*LORA, "train.warmup_steps=0.1", "train.weight_decay=0.02", "train.seed=7", "train.max_grad_norm=0.5")
+    assert found["train"]["train_iters"] == 5000 // 32 and found["train"]["global_batch_size"] == 32
+    assert found["scheduler"]["lr_warmup_iters"] == 16 and found["scheduler"]["lr_decay_iters"] == 156
+    assert found["scheduler"]["lr_decay_style"] == "cosine" and found["scheduler"]["end_weight_decay"] == 0.02
+    assert found["optimizer"]["lr"] == 5e-5 and found["optimizer"]["clip_grad"] == 0.5 and found["rng"]["seed"] == 7
+    assert found["validation"] == {"eval_interval": 2, "eval_iters": 9, "eval_global_batch_size": 32}
+    assert found["peft"]["target_modules"] == ["linear_q", "linear_k", "linear_v", "linear_proj"]
+    assert found["checkpoint"]["save_interval"] == 20 and found["dataset"]["dataset_kwargs"]["answer_only_loss"] is False
+    assert made(*LORA, "train.max_steps=3")["train"]["train_iters"] == 3
+    assert made(*LORA, "train.assistant_only_loss=true")["dataset"]["dataset_kwargs"]["answer_only_loss"] is True
+
+
+def test_context_parallelism_pads_each_sequence(words: tuple[str, ...] = RECIPES) -> None:
+    """Each of the packed sequences is cut into 2 x CP parts (PackedSequenceSpecs.pad_seq_to_mult)."""
+    padded = [made(name)["dataset"]["packed_sequence_specs"]["pad_seq_to_mult"] for name in words]
+    assert padded == [1, 4]
+    assert made(*LORA, "train.packing=false")["dataset"]["packed_sequence_specs"] is None
+
+
+@pytest.mark.parametrize(("rows", "each", "iterations"), [(300, 128, 2), (60, 56, 1), (7, None, 0), (0, None, 0)])
+def test_an_evaluation_is_of_whole_micro_batches(rows: int, each: int | None, iterations: int) -> None:
+    """For each of 2 data-parallel ranks and, as the stages are interleaved, each of 4 stages."""
+    found = made("llama70b-megatron", rows=(50000, rows))["validation"]
+    assert (found["eval_global_batch_size"], found["eval_iters"]) == (each, iterations)
+    assert (found["eval_interval"] is None) is (each is None)
+
+
+def test_what_is_not_known_yet_is_null() -> None:
+    found = made("llama70b-megatron", rows=None)
+    assert found["train"]["train_iters"] is None and found["checkpoint"]["save_interval"] is None
+    assert found["scheduler"]["lr_warmup_iters"] is None and found["validation"]["eval_iters"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train.optim=adafactor"], "train.optim"),
+        (["train.lr_scheduler_type=polynomial"], "train.lr_scheduler_type"),
+        (["train.neftune_noise_alpha=5"], "train.neftune_noise_alpha"),
+        (["train.per_device_train_batch_size=2"], "train.per_device_train_batch_size"),
+        (["train.bf16=false"], "train.bf16"),
+        (["lora.use_rslora=true"], "lora.use_rslora"),
+        (["lora.target_modules=[q_proj, lm_head]"], "lora.target_modules"),
+        (["lora.init_lora_weights=gaussian"], "lora.init_lora_weights"),
+    ],
+)
+def test_what_is_not_carried_is_refused(words: list[str], key: str) -> None:
+    """A setting that has no effect is a training that nobody asked for."""
+    problems = settings.find_problems(resolve(LORA[0], [*LORA[1:], *words]))
+    assert [problem.key for problem in problems] == [key] and all(problem.fix for problem in problems)
+
+
+def test_interleaved_stages_want_whole_rounds() -> None:
+    """64 micro batches of 4 stages are; 66 end in a RuntimeError of Megatron-Core's schedule, after the conversion."""
+    assert settings.find_problems(resolve("llama70b-megatron")) == []
+    problems = settings.find_problems(resolve("llama70b-megatron", ["train.global_batch_size=132"]))
+    assert [problem.key for problem in problems] == ["train.global_batch_size"]
+    without = ["train.global_batch_size=132", "megatron.virtual_pipeline_model_parallel_size=null"]
+    assert settings.find_problems(resolve("llama70b-megatron", without)) == []
+
+
+def test_random_weights_are_refused() -> None:
+    resolved = resolve(LORA[0], list(LORA[1:]))
+    model = resolved.recipe.model.model_copy(update={"weights": "random"})
+    changed: Resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
+    assert [problem.key for problem in settings.find_problems(changed)] == ["model.weights"]

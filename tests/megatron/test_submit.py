@@ -1,0 +1,181 @@
+"""``submit`` of a Megatron recipe: container, command, configuration file and conversion, as they are printed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertune.config.cluster import load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.launch import megatron
+from clustertune.launch.plan import Node, Plan
+from clustertune.launch.stack import Stack
+from tests.command import REPO, Done, run
+
+FILE = REPO / "ops" / "clusters" / "dgx-h100.yaml"
+Submit = Callable[..., Done]
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Submit:
+    """A dry run on 32 nodes of 8 H100, by a cluster file whose ``container`` a test chooses."""
+
+    def start(
+        recipe: str, *words: str, container: str | None = "{runtime: apptainer, image: /s/train.sif, megatron: /s/m.sif}"
+    ) -> Done:
+        lines = [line for line in FILE.read_text().splitlines() if not line.startswith(("container:", "slurm:"))]
+        path = tmp_path / "h100.yaml"
+        mine = ["slurm: {partition: gpu, max_time: UNLIMITED}", *([f"container: {container}"] if container else [])]
+        path.write_text("\n".join([*lines, *mine]) + "\n")
+        return run("submit", recipe, *words, "--cluster", path, "--dry-run", "--run-dir", tmp_path / "run")
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "sizes"), [("llama70b-megatron", 8, (8, 4, 1)), ("llama405b-megatron", 32, (8, 8, 2))]
+)
+def test_what_would_be_done_is_printed(submit: Submit, recipe: str, nodes: int, sizes: tuple[int, int, int]) -> None:
+    done = submit(recipe, "--json")
+    assert done.code == 0, done.err
+    command, found = done.json["node_command"], done.json["megatron"]
+    assert command[0] == "srun" and f"--nodes={nodes}" in command and "/s/m.sif" in command
+    assert command[command.index("/s/m.sif") + 1 :][:4] == ["python3", "-m", "clustertune", "node"]
+    assert found["image"] == "/s/m.sif" and found["ranks_command"][:4] == ["python3", "-m", "torch.distributed.run", "--nnodes"]
+    assert found["configuration_file"].endswith("/attempts/0001/megatron.json")
+    model = found["configuration"]["model"]
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    assert tuple(model[name] for name in names) == sizes
+    conversion = found["conversion"]
+    assert conversion["from"]["revision"] == resolve(recipe).recipe.model.revision and conversion["ranks"] == nodes * 8
+    assert conversion["exported"]["what"] == "model"
+
+
+def test_people_read_the_same(submit: Submit) -> None:
+    done = submit("llama70b-megatron")
+    assert done.code == 0, done.err
+    assert "# the ranks run in /s/m.sif" in done.out and '"tensor_model_parallel_size": 8' in done.out
+    assert "AutoBridge.from_hf_pretrained('meta-llama/Llama-3.1-70B-Instruct') by 64 ranks" in done.out
+
+
+def test_only_the_ranks_run_in_nvidias_image() -> None:
+    """The other stages want the project's own stack."""
+    cluster = load_cluster("dgx-h100")
+    own = cluster.container.model_copy(update={"megatron": "/s/m.sif"})
+    cluster = cluster.model_copy(update={"container": own})
+    assert megatron.of_training(resolve("llama70b-megatron"), cluster).container.image == "/s/m.sif"
+    assert megatron.of_training(resolve("llama405b-oasst2"), cluster) is cluster
+
+
+@pytest.mark.parametrize(
+    ("container", "says"),
+    [
+        ("{runtime: apptainer, image: /s/train.sif}", "container.megatron: missing"),
+        (None, "has no container runtime"),
+    ],
+)
+def test_a_cluster_without_the_image_is_told(submit: Submit, container: str | None, says: str) -> None:
+    done = submit("llama70b-megatron", container=container)
+    assert done.code == 2 and says in done.err
+
+
+def test_what_is_not_carried_stops_it_before_the_queue(submit: Submit) -> None:
+    done = submit("llama70b-megatron", "train.neftune_noise_alpha=5", "train.optim=adafactor")
+    assert done.code == 2 and "train.neftune_noise_alpha" in done.err and "train.optim" in done.err
+
+
+def test_a_model_too_large_for_its_parts_is_told(submit: Submit) -> None:
+    """16 of 64 GPUs hold 70 billion parameters with their float32 gradients in 26 GB each, 4 do not."""
+    sizes = {"tensor": 4, "pipeline": 1, "virtual_pipeline": "null"}
+    done = submit("llama70b-megatron", *(f"megatron.{key}_model_parallel_size={size}" for key, size in sizes.items()))
+    assert done.code == 2 and "gradients (4 B each)" in done.err
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_torchrun_parses_the_command(nodes: int) -> None:
+    """Its own parser takes every word."""
+    from torch.distributed.run import get_args_parser
+
+    plan = Plan(1, tuple(Node(f"n{n}", f"n{n}") for n in range(nodes)), 8)
+    command = megatron.torchrun_command(["train", "--run-dir", "/r", "--attempt", "1"], plan, 3 % nodes, "10.0.0.1", 29512)
+    found = get_args_parser().parse_args(command[3:])
+    assert found.nnodes == str(nodes) and found.nproc_per_node == "8" and found.module and found.max_restarts == 0
+    assert found.training_script == "clustertune" and found.training_script_args == [
+        "train",
+        "--run-dir",
+        "/r",
+        "--attempt",
+        "1",
+    ]
+    assert found.standalone is (nodes == 1)
+    assert nodes == 1 or (found.master_addr, found.master_port) == ("10.0.0.1", 29512)
+
+
+GOOD = {
+    "megatron-bridge": "0.5.1", "megatron-core": "0.18.2", "transformer-engine": "2.15", "torch": "2.12",
+    "transformers": "5.8.1", "pyarrow": "21.0", "pydantic": "2.12", "pyyaml": "6.0", "rich": "14.0", "typer": "0.20",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "python", "says"),
+    [
+        ({}, "3.12.3", None),
+        ({"megatron-bridge": "0.6.0"}, "3.12.3", "Megatron-Bridge 0.6.0"),
+        ({"transformer-engine": None}, "3.12.3", "no transformer-engine"),
+        ({"typer": None}, "3.12.3", "no typer"),
+        ({}, "3.10.1", "Python 3.10.1"),
+    ],
+)
+def test_an_image_is_judged_by_what_it_has(changed: dict[str, str | None], python: str, says: str | None) -> None:
+    packages = {name: version for name, version in {**GOOD, **changed}.items() if version}
+    problems = [str(problem) for problem in megatron.judge(Stack(python, packages), "/s/m.sif")]
+    assert (len(problems) == 1 and says in problems[0]) if says else problems == []
+
+
+BLOCKED = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError("not in NVIDIA's image: " + name)
+sys.meta_path.insert(0, Finder())
+import clustertune.rank, clustertune.launch.node, clustertune.cli, clustertune.job
+from clustertune.megatron import program, bridge, settings, inputs
+from clustertune.training import collectives
+"""
+
+
+def test_a_rank_needs_nothing_that_nvidias_image_lacks() -> None:
+    """TRL, lm-eval and the like are not in it: a module that imports one at its top ends 64 ranks at once."""
+    blocked = {"trl", "lm_eval", "wandb", "bitsandbytes", "deepspeed", "matplotlib", "nltk", "ruamel", "jinja2"}
+    script = BLOCKED.format(blocked=sorted(blocked))
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-800:]
+
+
+def test_the_project_imports_nothing_of_nvidias_by_itself() -> None:
+    """Its own environment has none of it: modules are asked for by name, on the nodes."""
+    for path in (REPO / "clustertune").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not [name for name in names if name.split(".")[0] in ("megatron", "transformer_engine")], path
+
+
+@pytest.mark.parametrize(
+    ("container", "says"),
+    [
+        ("{runtime: none, megatron: /s/m.sif}", "container.megatron: given, while runtime is none"),
+        ("{runtime: pyxis, image: /s/t.sqsh, megatron: /s/m.sif}", "container.megatron: a .sif, which enroot cannot open"),
+        (f"{{runtime: apptainer, image: /s/t.sif, megatron: 'docker://a/b@sha256:{'0' * 64}'}}", "fetch it anew on every node"),
+    ],
+)
+def test_the_image_is_checked_like_the_projects_own(submit: Submit, container: str, says: str) -> None:
+    done = submit("llama70b-megatron", container=container)
+    assert done.code == 2 and says in done.err

@@ -1,0 +1,259 @@
+"""``clustertune push`` against a Hub on loopback: what goes, what is refused, and that the token stays here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune import cli, secrets
+from clustertune.rundir import RunDir
+from tests.command import Done
+from tests.push.conftest import change, reseal
+from tests.push.fake_hub import TOKEN, FakeHub, Repo
+
+REPO = "me/oasst2-adapter"
+Push = Callable[..., Done]
+
+
+@pytest.fixture
+def push(
+    trained: RunDir, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Push:
+    """The command as it is typed, with a ``.env`` of this test; the token must be in nothing that it says."""
+
+    def start(*words: str, token: str | None = TOKEN, env: str = "", run: Path = trained.path, repo: str | None = REPO) -> Done:
+        lines = [*([f"HF_TOKEN={token}"] if token else []), f"HF_ENDPOINT={hub.url}", env]
+        (tmp_path / ".env").write_text("\n".join(line for line in lines if line) + "\n")
+        (tmp_path / ".env").chmod(0o600)
+        monkeypatch.setattr(secrets, "DEFAULT", tmp_path / ".env")
+        monkeypatch.setattr(sys, "argv", ["clustertune", "push", str(run), *(["--repo", repo] if repo else []), *words])
+        code = cli.main()
+        out, err = capsys.readouterr()
+        assert (token or TOKEN) not in out + err and "Traceback" not in err
+        return Done(code, out, err)
+
+    return start
+
+
+def test_pushed_private_in_one_commit_and_once(push: Push, hub: FakeHub) -> None:
+    """The whole way; and the same command again sends nothing."""
+    done = push("--publish", "--json")
+    assert done.code == 0, done.err
+    repo = hub.repos[REPO]
+    assert done.json["status"] == "pushed" and done.json["url"] == f"{hub.url}/{REPO}"
+    assert done.json["commit"] == repo.commits[-1]
+    assert repo.private and len(repo.commits) == 2
+    assert set(repo.files) == {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
+    hub.asked.clear()
+    again = push("--publish", "--json")
+    assert again.code == 0 and again.json["status"] == "unchanged"
+    assert len(repo.commits) == 2 and not [line for line in hub.asked if not line.startswith("GET")]
+
+
+def test_a_dry_run_asks_nobody(push: Push, hub: FakeHub) -> None:
+    """Files, sizes, card and target, without a token."""
+    done = push("--dry-run", "--json", token=None)
+    assert done.code == 0 and hub.asked == [] and done.json["status"] == "planned" and done.json["private"] is True
+    assert [file["name"] for file in done.json["files"]] == ["adapter_model.safetensors", "adapter_config.json", "README.md"]
+    shown = push("--dry-run", token=None)
+    assert shown.out == done.json["card"] and f"private repository {REPO}" in shown.err
+
+
+def test_without_the_word_nothing_is_sent(push: Push, hub: FakeHub) -> None:
+    done = push()
+    assert done.code == 2 and "--publish" in done.err and hub.asked == []
+
+
+def test_the_token_must_be_in_the_file(push: Push, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a shell happens to export is nobody's decision."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    done = push("--publish", token=None)
+    assert done.code == 2 and "has no HF_TOKEN" in done.err and hub.asked == []
+
+
+def test_the_repository_may_stand_in_the_file(push: Push, hub: FakeHub) -> None:
+    assert push("--publish", repo=None, env="HF_REPO_ID=me/by-file").code == 0
+    assert set(hub.repos) == {"me/by-file"}
+    assert "no repository is named" in push("--publish", repo=None).err
+
+
+@pytest.mark.parametrize("name", ["adapter", "../me/x", "me/x/y", "me/..", "me/a--b", "me/a b", "-/x", "me/x.git"])
+def test_a_name_is_checked_before_anything(push: Push, hub: FakeHub, name: str) -> None:
+    done = push("--publish", repo=name)
+    assert done.code == 2 and "is no repository's name" in done.err and hub.asked == []
+
+
+def test_a_wrong_token_is_told(push: Push, hub: FakeHub) -> None:
+    """The Hub answers 401 for a repository that is not there, too."""
+    done = push("--publish", token="hf_" + "Zz9" * 9)
+    assert done.code == 2 and "does not accept the token (401)" in done.err and not hub.repos
+
+
+def test_a_token_that_may_only_read_is_told(push: Push, hub: FakeHub) -> None:
+    hub.read_only = True
+    done = push("--publish")
+    assert done.code == 2 and "may not write to me/oasst2-adapter (403)" in done.err
+
+
+def test_a_public_repository_wants_the_word(push: Push, hub: FakeHub) -> None:
+    """And a private one is not opened by it."""
+    hub.repos[REPO] = Repo(private=False)
+    done = push("--publish")
+    assert done.code == 2 and "is public" in done.err and len(hub.repos[REPO].commits) == 1
+    assert push("--publish", "--public").code == 0
+    hub.repos[REPO] = Repo(private=True)
+    assert "is private, and --public was asked for" in push("--publish", "--public").err
+
+
+def test_a_new_repository_is_public_only_by_the_word(push: Push, hub: FakeHub) -> None:
+    assert push("--publish", "--public").code == 0
+    assert hub.repos[REPO].private is False
+
+
+def test_what_is_there_is_not_written_over(push: Push, hub: FakeHub) -> None:
+    """Neither the adapter of another run, nor a repository of something else."""
+    hub.repos[REPO] = repo = Repo(private=True)
+    repo.files["adapter_config.json"] = b"{}"
+    repo.files["model.safetensors"] = b"weights"
+    done = push("--publish")
+    assert done.code == 2 and "holds something else: adapter_config.json, model.safetensors" in done.err
+    assert len(repo.commits) == 1
+    assert push("--publish", "--replace").code == 0
+    assert repo.files["model.safetensors"] == b"weights" and b"LORA" in repo.files["adapter_config.json"]
+
+
+@pytest.mark.parametrize(("part", "status"), [("/commit/", 0), ("/commit/", 503), ("/info/lfs/", 0), ("/api/repos/create", 0)])
+def test_a_failure_midway_leaves_nothing_and_the_next_call_goes_on(
+    push: Push, hub: FakeHub, part: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _seconds: None)  # its five tries
+    hub.fail[part] = status
+    done = push("--publish")
+    assert done.code == 75 and "nothing was committed" in done.err
+    assert all(set(repo.files) == {".gitattributes"} for repo in hub.repos.values())
+    hub.fail.clear()
+    assert push("--publish").code == 0 and len(hub.repos[REPO].commits) == 2
+
+
+def test_a_commit_of_somebody_else_in_between_is_not_lost(push: Push, hub: FakeHub) -> None:
+    """The commit names what it was made on."""
+    hub.fail["/commit/"] = 412
+    done = push("--publish")
+    assert done.code == 75 and "changed by somebody else" in done.err
+
+
+def test_what_the_hub_stored_is_compared(push: Push, hub: FakeHub) -> None:
+    hub.spoil = True
+    done = push("--publish")
+    assert done.code == 75 and "not there as it was sent: adapter_config.json, README.md" in done.err
+
+
+def test_a_server_that_is_not_there(push: Push, hub: FakeHub) -> None:
+    hub.url = "http://127.0.0.1:1"
+    done = push("--publish")
+    assert done.code == 75 and "no answer of http://127.0.0.1:1" in done.err
+
+
+def test_a_damaged_adapter_is_not_pushed(push: Push, hub: FakeHub, trained: RunDir) -> None:
+    path = trained.adapter / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = push("--publish")
+    assert done.code == 2 and "SHA-256" in done.err and "nothing of it is pushed" in done.err and hub.asked == []
+
+
+def test_other_files_of_the_folder_stay_here(push: Push, hub: FakeHub, trained: RunDir) -> None:
+    (trained.adapter / "notes.txt").write_text("mine")
+    done = push("--publish")
+    assert done.code == 0 and "notes.txt stays here" in done.err and "notes.txt" not in hub.repos[REPO].files
+
+
+@pytest.mark.parametrize(
+    ("config", "metadata", "says"),
+    [
+        ({"note": "hf_" + "Ab1" * 8}, None, "looks like a token"),
+        ({"note": "x AKIA" + "Q" * 16}, None, "looks like a token"),
+        ({"base_model_name_or_path": "/lustre/models/llama"}, None, "names a path of this machine: /lustre/models/llama"),
+        (None, {"format": "pt", "from": "/lustre/ann/x"}, "names a path of this machine: /lustre/ann/x"),
+        (None, {"format": "pt", "key": "sk-" + "a1" * 12}, "looks like a token"),
+    ],
+)
+def test_tokens_and_paths_do_not_leave(
+    push: Push, hub: FakeHub, trained: RunDir, config: dict[str, Any] | None, metadata: dict[str, str] | None, says: str
+) -> None:
+    """Neither in a text nor in the tensors' own words."""
+    reseal(trained, config, metadata)
+    done = push("--publish")
+    assert done.code == 2 and says in done.err and hub.asked == []
+    assert "Ab1" not in done.err and "AKIA" not in done.err
+
+
+def test_a_token_of_the_file_in_the_card_is_found(push: Push, hub: FakeHub, trained: RunDir) -> None:
+    """One that has no form of its own: it is looked for by its value."""
+    key = "0123456789abcdef" * 3
+    change(trained, lambda document: document["recipe"]["recipe"]["train"].update(run_name=key))
+    done = push("--publish", env=f"WANDB_API_KEY={key}")
+    assert done.code == 2 and "README.md: holds what looks like a token" in done.err and key not in done.err and not hub.repos
+
+
+def test_a_whole_model_is_refused(push: Push, tmp_path: Path, trained: RunDir) -> None:
+    """A merged folder, the adapter's own folder, and a run that has no adapter."""
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert "is a whole model" in push("--publish", run=merged).err
+    assert "adapter's own folder" in push("--publish", run=trained.adapter).err
+    for path in trained.adapter.iterdir():
+        path.unlink()
+    trained.adapter.rmdir()
+    assert "has no adapter yet" in push("--publish").err
+    change(trained, lambda document: document["recipe"]["recipe"].update(lora=None))
+    assert "a whole model is never pushed" in push("--publish").err
+
+
+def test_the_card_says_what_the_run_was(push: Push, trained: RunDir) -> None:
+    """Base and revision, data, losses, scores with their errors, versions, commit, sums; and no path, no host."""
+
+    def act(document: dict[str, Any]) -> None:
+        document["recipe"]["recipe"]["model"] |= {"name": "org/base", "weights": "hub", "revision": "c" * 40, "path": "/srv/m"}
+        document["recipe"]["recipe"]["data"] |= {"name": "org/data"}
+        document["container"] = {"sha256": "d" * 64}
+        document["cluster"] = {"name": "mine", "compute": {"gpus": 8, "gpu": "h200"}}
+
+    change(trained, act)
+    scores = trained.eval / "ifeval.json"
+    body = json.loads(scores.read_bytes())
+    body["dataset"] |= {"is_benchmark": True, "limited": False}
+    scores.write_text(json.dumps(body))
+    card = push("--dry-run", "--license", "llama3.1", token=None).out
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["base_model"] == "org/base" and head["datasets"] == ["org/data"] and head["license"] == "llama3.1"
+    metrics = head["model-index"][0]["results"][0]["metrics"]
+    assert metrics[0] == {"type": "prompt_level_strict_acc", "value": 0.166667, "name": "prompt_level_strict_acc"}
+    for text in (
+        'revision="' + "c" * 40, "0.1667 | 0.0630", "0123456789abcdef0123456789abcdef01234567", "d" * 64, "2.13.0+cpu",
+        "8 x h200 a node", "| optimizer steps | 8 |", "step-000008.a3", "lora_alpha", "| ranks | 2 |",
+    ):  # fmt: skip
+        assert text in card, text
+    for text in ("/srv", " /data", "/scratch", "node01"):
+        assert text not in card
+    assert "random weights" not in card
+
+
+def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
+    """The project's own prompts are no benchmark: the Hub's leaderboards must not take them for one."""
+    card = push("--dry-run", token=None).out
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert "model-index" not in head and "base_model" not in head and "license" not in head
+    assert "nobody else can load this adapter" in card and "0.1667" in card
+
+
+def test_a_licence_is_checked(push: Push) -> None:
+    assert "is no licence identifier" in push("--dry-run", "--license", "MIT\nx: y").err

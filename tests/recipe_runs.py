@@ -1,0 +1,102 @@
+"""What a tiny run of each recipe must have been: for the tests that start them, by fork and on a Slurm."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.command import events
+
+STEPS = 2
+WORDS = [
+    f"train.max_steps={STEPS}",
+    "train.eval_steps=100",
+    "train.eval_on_start=false",
+    "train.max_length=64",
+    "train.report_to=none",
+]
+"""So short that every recipe can be run; ``--tiny`` does the rest."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run, and what it must have been."""
+
+    recipe: str
+    kind: str
+    mesh: dict[str, int]
+    placements: frozenset[str]
+    overrides: tuple[str, ...] = ()
+    ranks: int = 4
+    offloaded: float = 0.0
+
+
+WHOLE = frozenset({"whole"})
+SHARDS = frozenset({"dp_shard: shard 0"})
+JOINT = "dp_shard_cp: shard 0"
+ZERO = frozenset({"zero: shard"})
+
+
+def _fsdp(recipe: str, *overrides: str, placements: frozenset[str] = SHARDS, offloaded: float = 0.0) -> Wanted:
+    return Wanted(recipe, "FSDP", {"dp_shard": 4}, placements, overrides, offloaded=offloaded)
+
+
+RUNS = {
+    "tiny-oasst2": _fsdp("tiny-oasst2"),
+    "llama405b-oasst2": _fsdp("llama405b-oasst2"),
+    "llama405b-oasst2-fsdp1": _fsdp(
+        "llama405b-oasst2",
+        "accelerate=accelerate-fsdp1.yaml",
+        # torch 2.13 broadcasts weights from rank 0 only over a GPU: accelerate refuses both on a CPU.
+        "accelerate.fsdp_config.fsdp_cpu_ram_efficient_loading=false",
+        "accelerate.fsdp_config.fsdp_sync_module_states=false",
+        placements=frozenset({"dp_shard: flat"}),
+    ),
+    "llama405b-oasst2-hsdp-qlora": Wanted(
+        "llama405b-oasst2-hsdp-qlora",
+        "FSDP",
+        {"dp_replicate": 2, "dp_shard": 2},
+        frozenset({f"dp_replicate: replicate, {JOINT}"}),
+    ),
+    "llama1b-oasst2": Wanted("llama1b-oasst2", "MULTI_CPU", {"dp": 4}, WHOLE),
+    "llama1b-oasst2-zero1": Wanted("llama1b-oasst2", "DEEPSPEED", {}, WHOLE, ("accelerate=accelerate-zero1.yaml",)),
+    "llama1b-oasst2-zero2": Wanted("llama1b-oasst2", "DEEPSPEED", {}, WHOLE, ("accelerate=accelerate-zero2.yaml",)),
+    "llama8b-lima": _fsdp("llama8b-lima"),
+    "llama8b-qlora-1gpu": Wanted("llama8b-qlora-1gpu", "NO", {}, WHOLE, ranks=1),
+    "llama8b-longcontext-32k": Wanted("llama8b-longcontext-32k", "FSDP", {"dp_shard": 2, "cp": 2}, frozenset({JOINT})),
+    "llama70b-fsdp2": _fsdp("llama70b-fsdp2", offloaded=1.0),
+    "llama70b-tp-fsdp2": Wanted(
+        "llama70b-tp-fsdp2",
+        "FSDP",
+        {"dp_shard": 2, "tp": 2},
+        frozenset(f"{JOINT}, tp: {how}" for how in ("shard 0", "shard 1", "replicate")),
+    ),
+    "llama70b-zero3-offload": Wanted("llama70b-zero3-offload", "DEEPSPEED", {}, ZERO),
+    "llama70b-zero-infinity": Wanted("llama70b-zero-infinity", "DEEPSPEED", {}, ZERO),
+    **{name: _fsdp(name) for name in (f"qwen2.5-{size}-tulu3" for size in ("14b", "32b", "72b"))},
+    "mistral7b-alpaca": _fsdp("mistral7b-alpaca"),
+    "mixtral8x7b-tulu3": _fsdp("mixtral8x7b-tulu3"),
+}
+"""Every recipe that our own program trains, with each of its distribution files."""
+
+
+def judge(name: str, path: Path) -> None:
+    """Check what a run was, by its own record, against what the recipe says it must be."""
+    wanted = RUNS[name]
+    body = json.loads((path / "run.json").read_bytes())
+    found = body["distributed"]
+    assert (found["type"], found["world_size"]) == (wanted.kind, wanted.ranks)
+    assert found["mesh"] == wanted.mesh
+    assert set(found["placements"]) == wanted.placements
+    assert found["replicas"] in (None, "equal")
+    assert found["offloaded"] == wanted.offloaded
+    architecture = body["recipe"]["architecture"]
+    assert architecture["num_hidden_layers"] == 2 and architecture["hidden_size"] == 128
+    steps = events(path, "step")
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    # Random weights know nothing: the loss begins at the logarithm of the vocabulary, 8.3 for 4,096 tokens.
+    assert all(math.isfinite(event["loss"]) and 7.5 < event["loss"] < 9 for event in steps), steps
+    (stop,) = events(path, "stop")
+    assert stop["reason"] == "finished" and stop["exit_code"] == 0

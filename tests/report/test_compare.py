@@ -1,0 +1,217 @@
+"""Runs side by side: the source's own figures, runs that ended or were killed, benchmarks, and what is none of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.errors import UserError
+from clustertune.report import compare, source
+from clustertune.report.metrics import read_metrics
+from tests.bench.documents import document
+from tests.command import run
+
+RECORDED = Path(__file__).with_name("recorded")
+ONE = {
+    "wall_time_s": 4.739885568618774, "approx_tokens_per_rank": 5120, "approx_tokens_per_s_per_rank": 1080.19, "world_size": 8,
+    "gpu0": "NVIDIA H100 80GB HBM3", "torch": "2.5.1+cu121", "model": "mistralai/Mistral-7B-v0.1",
+    "dataset": "yahma/alpaca-cleaned", "fsdp": True, "bf16": True,
+}  # fmt: skip
+TWO = ONE | {"wall_time_s": 54.17208671569824, "approx_tokens_per_s_per_rank": 94.51, "world_size": 16}
+"""The published validation, on one node and on two."""
+
+
+def written(path: Path, body: Any) -> Path:
+    path.write_text(body if isinstance(body, str) else json.dumps(body))
+    return path
+
+
+def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe: Any) -> Path:
+    """A run folder with steps of these seconds; ``code`` None: killed."""
+    path.mkdir()
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_length": 512, "bf16": True}
+    resolved = {
+        "name": "mistral", "world_size": 4, "train_args": args,
+        "recipe": {"model": {"name": "m"}, "data": {"name": "d"}}, **recipe,
+    }  # fmt: skip
+    told = {
+        "type": "FSDP",
+        "fsdp_version": 2,
+        "mesh": {"dp_shard": 4},
+        "gpu0": "NVIDIA H100 80GB HBM3",
+        "torch": "2.13.0",
+        "device": "cuda:0",
+    }
+    written(path / "run.json", {"recipe": resolved, "distributed": told, "versions": {"torch": "2.13.0"}})
+    events: list[dict[str, Any]] = [{"event": "start", "attempt": 1, "step": 0, "world_size": 4}]
+    events += [
+        {"event": "step", "attempt": 1, "step": n, "seconds": s, "loss": 2.0, "tokens": 10 * n, "memory_bytes": 2**31}
+        for n, s in enumerate(seconds, start=1)
+    ]
+    events += [] if code is None else [{"event": "stop", "attempt": 1, "step": len(seconds), "exit_code": code, "reason": "x"}]
+    written(path / "metrics.jsonl", "".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def test_the_sources_own_figures(tmp_path: Path) -> None:
+    """A second node made each GPU 11 times slower: the table must say so, and that warm-up hides in both."""
+    found = compare.compare([written(tmp_path / "one.json", ONE), written(tmp_path / "two.json", TWO)])
+    rows = {row[0]: row[1:] for row in compare.cells(found)}
+    assert rows["World size"] == ["8", "16"] and rows["Tokens / sec / rank, warm-up too"] == ["1,080", "94.5"]
+    assert rows["Rate of a rank against the first"] == ["100%", "9%"] and rows["Wall time of all steps"] == ["4.74 s", "54.2 s"]
+    assert sum(compare.OF_THE_SOURCE in note for note in found.notes) == 2 and not any(
+        "differs" in note for note in found.notes
+    )
+    text = compare.markdown(found)
+    assert text.startswith("| Metric | one | two |\n| --- | --- | --- |\n| World size | 8 | 16 |\n")
+
+
+def test_the_metrics_of_a_run_are_the_sources_fields_and_the_steady_rate(tmp_path: Path) -> None:
+    """Field for field, so that whoever read the source's file can read ours."""
+    path = made_run(tmp_path / "r", [5.0, 3.0, 1.0, 1.0, 2.0])
+    assert source.write(json.loads((path / "run.json").read_text()), path) == path / "metrics.json"
+    found = json.loads((path / "metrics.json").read_text())
+    assert tuple(found) == (*ONE, "steady_tokens_per_s_per_rank") and tuple(ONE) == source.FIELDS
+    assert found["wall_time_s"] == 12.0 and found["approx_tokens_per_rank"] == 5 * 6 * 512
+    assert found["approx_tokens_per_s_per_rank"] == 1280.0 and found["steady_tokens_per_s_per_rank"] == 3072.0
+    assert (found["world_size"], found["gpu0"], found["torch"], found["fsdp"], found["bf16"]) == (
+        4,
+        ONE["gpu0"],
+        "2.13.0",
+        True,
+        True,
+    )
+
+
+def test_steps_that_are_logged_together_count_each(tmp_path: Path) -> None:
+    """With logging_steps=10 a line holds the mean of ten steps: its seconds count ten times."""
+    path = made_run(tmp_path / "r", [1.0])
+    line = '{"event":"step","attempt":1,"step":11,"seconds":2.0}\n'
+    (path / "metrics.jsonl").open("a").write(line)
+    body = source.describe(json.loads((path / "run.json").read_text()), read_metrics(path / "metrics.jsonl"))
+    assert body is not None and body["wall_time_s"] == 21.0 and body["approx_tokens_per_rank"] == 11 * 6 * 512
+
+
+def test_a_run_without_steps_leaves_no_metrics(tmp_path: Path) -> None:
+    """A file with a rate of nothing would be believed."""
+    path = made_run(tmp_path / "r", [])
+    assert source.write(json.loads((path / "run.json").read_text()), path) is None and not (path / "metrics.json").exists()
+
+
+def test_runs_benchmarks_and_sources_stand_together(tmp_path: Path) -> None:
+    """Each kind is read; what makes them differ is said, not refused."""
+    paths = [
+        written(tmp_path / "one.json", ONE), made_run(tmp_path / "killed", [2.0, 1.0, 1.0, 1.0], code=None),
+        written(tmp_path / "b.json", document(0.5)), RECORDED,
+    ]  # fmt: skip
+    found = compare.compare(paths)
+    body = found.as_dict()
+    kinds = [entry["kind"] for entry in body["runs"]]
+    assert kinds == ["metrics", "run", "bench", "run"] and body["schema"] == compare.SCHEMA
+    killed, bench = body["runs"][1], body["runs"][2]
+    assert killed["status"] == "killed, or still running" and killed["steady_tokens_per_s_per_rank"] == 3072.0
+    assert bench["steady_tokens_per_s_per_rank"] == pytest.approx(8192) and bench["mfu"] == pytest.approx(0.404, abs=0.001)
+    notes = "\n".join(found.notes)
+    for part in (
+        "is not finished (killed, or still running)",
+        "Model differs",
+        "Recipe differs",
+        "torch differs",
+        "padding as tokens",
+    ):
+        assert part in notes, part
+
+
+def test_other_hardware_is_said(tmp_path: Path) -> None:
+    """A run on CPUs beside one on GPUs is no speed-up."""
+    cpu = made_run(tmp_path / "cpu", [2.0, 1.0, 1.0])
+    body = json.loads((cpu / "run.json").read_text())
+    body["distributed"] |= {"gpu0": None, "device": "cpu"}
+    written(cpu / "run.json", body)
+    found = compare.compare([made_run(tmp_path / "gpu", [2.0, 1.0, 1.0]), cpu])
+    assert any(note.startswith("GPU differs") and "no GPU" in note for note in found.notes)
+
+
+def test_the_same_name_twice_is_told_apart(tmp_path: Path) -> None:
+    """Two files of one name in two folders would be one column."""
+    (tmp_path / "x").mkdir()
+    first, second = written(tmp_path / "a.json", ONE), written(tmp_path / "x" / "a.json", TWO)
+    assert [e.name for e in compare.compare([first, second]).entries] == ["a", "a (2)"]
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("{", "unreadable"),
+        ("[]", "neither a bench result nor metrics"),
+        ({"schema": "other/1"}, "neither a bench result nor metrics"),
+        ({key: ONE[key] for key in ("wall_time_s", "world_size")}, "it lacks approx_tokens_per_rank"),
+        ("[" * 100_000, "unreadable"),
+    ],
+)
+def test_what_is_none_of_the_kinds_is_refused(body: Any, word: str, tmp_path: Path) -> None:
+    """A table with a column of guesses is worse than none; every wrong file is named at once."""
+    paths = [written(tmp_path / "a.json", body), tmp_path / "missing", written(tmp_path / "b.json", ONE)]
+    with pytest.raises(UserError) as caught:
+        compare.compare(paths)
+    told = [str(p) for p in caught.value.problems]
+    assert len(told) == 2 and word in told[0] and "no such file" in told[1]
+
+
+@pytest.mark.parametrize("value", [None, "fast", -1, 0, True, float("inf")])
+def test_a_figure_that_is_none_is_left_out_and_said(value: Any, tmp_path: Path) -> None:
+    """NaN, text or a negative rate must not become a ratio."""
+    spoilt = written(tmp_path / "a.json", ONE | {"approx_tokens_per_s_per_rank": value})
+    found = compare.compare([spoilt, written(tmp_path / "b.json", TWO)])
+    assert found.entries[0].values["approx_tokens_per_s_per_rank"] is None
+    assert any("approx_tokens_per_s_per_rank is" in note for note in found.notes)
+
+
+def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
+    """One run with figures and one that never took a step: there is no second column."""
+    empty = made_run(tmp_path / "empty", [])
+    with pytest.raises(UserError) as caught:
+        compare.compare([written(tmp_path / "a.json", ONE), empty])
+    assert "nothing can be compared" in str(caught.value.problems[0]) and "no step" in str(caught.value.problems[1])
+    with pytest.raises(UserError):
+        compare.compare([empty])
+
+
+def test_one_without_figures_stands_beside_two_that_have_them(tmp_path: Path) -> None:
+    """Missing metrics of one run are no reason to hide the others."""
+    paths = [written(tmp_path / "a.json", ONE), written(tmp_path / "b.json", TWO), made_run(tmp_path / "none", [])]
+    found = compare.compare(paths)
+    assert len(found.entries) == 3 and any("no step" in note for note in found.notes)
+
+
+def torn(path: Path) -> None:
+    (path / "metrics.jsonl").open("a").write('{"event":"st')
+
+
+def no_metrics(path: Path) -> None:
+    (path / "metrics.jsonl").unlink()
+
+
+@pytest.mark.parametrize(("spoil", "word"), [(torn, "unreadable lines"), (no_metrics, "no step in metrics.jsonl")])
+def test_a_damaged_run_is_told_in_words(spoil: Callable[[Path], None], word: str, tmp_path: Path) -> None:
+    """A killed run's last line is torn; an archived one may have lost its metrics."""
+    broken = shutil.copytree(made_run(tmp_path / "whole", [2.0, 1.0, 1.0]), tmp_path / "broken")
+    spoil(broken)
+    paths = [written(tmp_path / "a.json", ONE), written(tmp_path / "b.json", TWO), broken]
+    assert any(word in note for note in compare.compare(paths).notes)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """As a user types it: a table on the terminal, Markdown in a file, one document for programs."""
+    one, two = written(tmp_path / "one.json", ONE), written(tmp_path / "two.json", TWO)
+    done = run("compare", one, two, "--out", tmp_path / "page.md")
+    assert done.code == 0 and "1,080" in done.err and "| World size | 8 | 16 |" in (tmp_path / "page.md").read_text()
+    found = run("compare", one, two, "--json")
+    assert found.code == 0 and [entry["approx_tokens_per_s_per_rank"] for entry in found.json["runs"]] == [1080.19, 94.51]
+    refused = run("compare", one, tmp_path / "gone", "--json")
+    assert refused.code == 2 and "no such file" in json.dumps(refused.json)

@@ -1,0 +1,69 @@
+"""The image that ``stage --to`` carries along: whole, or not at all; one in a registry is no file to carry."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Container
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.staging.collect import Collector, Part
+from clustertune.staging.worker import Bounds
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are remembered below it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(tmp_path: Path, **container: str) -> tuple[list[Part], list[str]]:
+    """The parts of the tiny recipe for a cluster with this container, and the notes."""
+    cluster = load_cluster("local").model_copy(update={"container": Container.model_validate(container)})
+    resolved = resolve("recipes/tiny-oasst2", [], tiny=False)
+    collector = Collector(resolved, cluster, tmp_path / "out", None, Bounds())
+    return [part for part in collector.plan() if part.what == "container"], collector.notes
+
+
+def test_an_image_goes_with_its_sum(tmp_path: Path) -> None:
+    """So that the machine without network holds it against the same one."""
+    image = tmp_path / "train.sif"
+    image.write_bytes(b"image")
+    (part,), notes = plan(tmp_path, runtime="apptainer", image=str(image))
+    assert [file.name for file in part.files] == ["train.sif"] and any(
+        "train.sif.sha256 is not there" in note for note in notes
+    )
+    image.with_name("train.sif.sha256").write_text(f"{hashlib.sha256(b'image').hexdigest()}  train.sif\n")
+    (part,), notes = plan(tmp_path, runtime="apptainer", image=str(image))
+    assert [file.name for file in part.files] == ["train.sif", "train.sif.sha256"]
+    assert not any("sha256" in note for note in notes)
+
+
+def test_an_altered_image_is_not_carried(tmp_path: Path) -> None:
+    """Where it is opened nobody can fetch it again."""
+    image = tmp_path / "train.sif"
+    image.write_bytes(b"altered")
+    image.with_name("train.sif.sha256").write_text(f"{hashlib.sha256(b'image').hexdigest()}  train.sif\n")
+    with pytest.raises(UserError, match=r"train.sif.sha256 says"):
+        plan(tmp_path, runtime="apptainer", image=str(image))
+    with pytest.raises(UserError, match="no such image"):
+        plan(tmp_path, runtime="apptainer", image=str(tmp_path / "none.sif"))
+
+
+def test_an_image_in_a_registry_is_told_with_the_way_to_a_file(tmp_path: Path) -> None:
+    """Pyxis would pull it on the nodes, which reach no registry; `no such file` would be said of its address."""
+    digest = "sha256:" + "a" * 64
+    with pytest.raises(UserError) as caught:
+        plan(tmp_path, runtime="pyxis", image=f"docker://registry.example/me/train@{digest}")
+    (problem,) = caught.value.problems
+    assert problem.key == "container.image" and "registry" in problem.message
+    assert problem.fix and f"enroot import --output train.sqsh 'docker://registry.example#me/train:{digest}'" in problem.fix
+
+
+def test_without_a_container_there_is_none(tmp_path: Path) -> None:
+    """A laptop's."""
+    assert plan(tmp_path)[0] == []

@@ -1,0 +1,201 @@
+"""Ranks of real runs by fork: the stack is imported once (about 10 s), each training then takes seconds.
+
+As a program (``python -m tests.training.forked``) it reads one request a line from stdin, ``{"folder", "attempt", "ranks"}``,
+forks that many ranks of ``clustertune.rank`` over loopback, and answers with their exit codes. ``breaks`` names a function of
+:data:`BREAKS` that is called in each rank first: a guard is proved by taking away what it guards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.command import REPO
+
+
+class Forge:
+    """The process that forks ranks, for as many runs as wanted."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log.open("ab")
+        # A folder of its own for what torch compiles and Hugging Face keeps is not wanted: the environment is the caller's.
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.forked"],
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def run(self, folder: Path, ranks: int, *, attempt: int = 1, seconds: float = 300, **more: Any) -> list[int]:
+        """One attempt at a prepared run; the ranks' exit codes. ``seconds``: a hang ends with SIGALRM (code -14)."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        request = {"folder": str(folder), "attempt": attempt, "ranks": ranks, "seconds": seconds, **more}
+        self._child.stdin.write(json.dumps(request) + "\n")
+        self._child.stdin.flush()
+        answer = self._child.stdout.readline()
+        assert answer, f"the forking process ended: {Path(self._log.name).read_text()[-2000:]}"
+        found: list[int] = json.loads(answer)
+        return found
+
+    def end(self) -> None:
+        """No more runs."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait(timeout=60)
+        self._log.close()
+
+
+def _no_split() -> None:
+    from clustertune.training import tensor
+
+    tensor.split = lambda model, mesh: {}
+
+
+def _no_context() -> None:
+    from clustertune.training import context
+
+    context.install = lambda model, mesh: None
+
+
+def _no_fsdp_on_cpu() -> None:
+    from clustertune.training import cpu_fsdp
+
+    cpu_fsdp.install = lambda: None
+
+
+def _other_weights() -> None:
+    """Rank 1 starts from parameters of its own, after DDP has made them equal."""
+    from clustertune.training import sharding
+
+    inspect = sharding.inspect
+
+    def changed(model: Any, accelerator: Any, gather: Any = None) -> Any:
+        import torch
+
+        if os.environ["RANK"] == "1":
+            with torch.no_grad():
+                first = next(model.parameters())
+                # This rank's part alone: an operation on the whole would wait for the other ranks.
+                getattr(first, "_local_tensor", first).view(-1)[0] += 1
+        return inspect(model, accelerator, gather)
+
+    sharding.inspect = changed
+
+
+def _no_offload() -> None:
+    os.environ["FSDP_OFFLOAD_PARAMS"] = "false"
+
+
+def _nan_loss() -> None:
+    """A loss that is not finite on the last rank at the second micro batch of all."""
+    from clustertune.training import mesh
+
+    compute = mesh.MeshTrainer.compute_loss
+    calls = []
+
+    def bad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        loss = compute(self, *args, **kwargs)
+        last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        return loss * float("nan") if last and self.model.training and self.state.global_step == 1 else loss
+
+    mesh.MeshTrainer.compute_loss = bad
+
+
+def _stop_after_first_step() -> None:
+    """Rank 1 is asked to stop while the second step runs."""
+    from clustertune.training import mesh
+
+    compute = mesh.MeshTrainer.compute_loss
+
+    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == 1:
+            import signal
+
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return compute(self, *args, **kwargs)
+
+    mesh.MeshTrainer.compute_loss = asked
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "split": _no_split,
+    "context": _no_context,
+    "fsdp": _no_fsdp_on_cpu,
+    "replicas": _other_weights,
+    "offload": _no_offload,
+    "nan": _nan_loss,
+    "stop": _stop_after_first_step,
+}
+
+
+def _rank(request: dict[str, Any], rank: int, port: int) -> int:
+    import signal
+
+    signal.alarm(int(request["seconds"]))
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
+        del os.environ[key]
+    world = str(request["ranks"])
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled")
+    import torch
+
+    from clustertune import rank as program
+
+    torch.set_num_threads(1)
+    if request.get("breaks"):
+        from clustertune.training import accelerate_env
+
+        accelerate_env.apply(Path(request["accelerate"]), request["ranks"])
+        (BREAKS.get(request["breaks"]) or pkgutil.resolve_name(request["breaks"]))()
+    return program.main(Path(request["folder"]), request["attempt"], quiet=True)
+
+
+def _fork(request: dict[str, Any]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(request["ranks"]):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.dup2(2, 1)  # stdout is for answers
+                code = _rank(request, rank, port)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def main() -> None:
+    """Import what ranks import, then answer requests until stdin ends."""
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import clustertune.training.session  # noqa: F401
+
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_fork(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

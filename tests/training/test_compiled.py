@@ -1,0 +1,97 @@
+"""Recomputation by operations and compilation per layer, on two real ranks: the numbers stay what they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.chain import open_run
+from clustertune.config.resolve import resolve
+from tests.command import REPO, events, run
+from tests.training.forked import Forge
+
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
+
+SAME = [
+    "train.max_steps=4", "train.save_steps=4", "train.eval_steps=4", "train.max_length=64", "train.packing=false",
+    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0",
+]  # fmt: skip
+"""Padded to the longest of each batch: lengths differ from step to step."""
+PLAIN = ["train.activation_checkpointing=false"]
+SOME = ["activation_checkpointing.ratio=0.5", "activation_checkpointing.save=[attention,every_second_matmul]"]
+REGIONAL = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}
+"""All of the compiler but for the code that it writes at the end, which takes minutes and changes no number that is asked
+for here; INDUCTOR is the backend of a training."""
+FSDP2 = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
+DDP = {"distributed_type": "MULTI_GPU"}
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+    """Trains the tiny recipe under an accelerate file with some overrides; returns the run folder."""
+    folder = tmp_path_factory.mktemp("compiled")
+    recipe = folder / "tiny"
+    shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
+    shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
+    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
+    assert done.code == 0, done.err
+    forge = Forge(folder / "log")
+
+    def one(name: str, accelerate: dict[str, Any], *more: str) -> Path:
+        (recipe / f"{name}.yaml").write_text(json.dumps(accelerate))
+        resolved = resolve(recipe, [*SAME, f"accelerate={name}.yaml", *more], ranks=2)
+        path = folder / name
+        open_run(resolved, path, ["test"]).write_own_files(resolved)
+        for part in ("data", "model"):
+            shutil.copytree(folder / "prepared" / part, path / part)
+        assert forge.run(path, 2, seconds=900) == [0, 0], (folder / "log").read_text()[-3000:]
+        return path
+
+    yield one
+    forge.end()
+
+
+def curve(path: Path) -> list[float]:
+    """Loss and gradient norm of each step, then the evaluation's loss."""
+    found = [value for e in events(path, "step") for value in (e["loss"], e["grad_norm"])]
+    return [*found, *(e["eval_loss"] for e in events(path, "eval"))]
+
+
+def distributed(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "run.json").read_text())["distributed"]
+    return found
+
+
+def test_the_numbers_stay_what_they_are(train: Train) -> None:
+    """Sharded or not, compiled or not, with some results kept: the same training, and no graph for every new length."""
+    plain = train("plain", FSDP2, *PLAIN)
+    assert distributed(plain)["recomputed_layers"] == "0 of 4" and not events(plain, "compile")
+    cases = {
+        "kept": (FSDP2, SOME),
+        "compiled": (FSDP2 | {"dynamo_config": REGIONAL}, PLAIN),
+        "compiled-kept": (FSDP2 | {"dynamo_config": REGIONAL}, SOME),
+        "ddp-compiled-kept": (DDP | {"dynamo_config": REGIONAL}, SOME),
+    }
+    for name, (accelerate, words) in cases.items():
+        path = train(name, accelerate, *words)
+        assert curve(path) == pytest.approx(curve(plain), rel=2e-5, abs=2e-5), name
+        assert distributed(path)["recomputed_layers"] == ("2 of 4" if words is SOME else "0 of 4")
+        if "dynamo_config" not in accelerate:
+            continue
+        last = events(path, "compile")[-1]
+        assert not last["given_up"] and last["again"] < last["graphs"] < 40, last
+        assert any("dynamo_use_dynamic is left to torch" in note for note in distributed(path)["notes"])

@@ -1,0 +1,332 @@
+"""DeepSpeed's stages train as one process does, go on with the same bytes, and export what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import manifest
+from clustertune.chain import open_run
+from clustertune.checkpoint.store import newest_whole, verify
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from tests.command import REPO, events
+from tests.training.forked import Forge
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+CPU = {"device": "cpu", "pin_memory": False}
+BREAKS = "tests.training.deepspeed_breaks:"
+STAGES: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    # torch's own AdamW on what is offloaded: DeepSpeed's is compiled for minutes when it is first used.
+    "zero3-offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 100_000},
+}
+
+
+SAME = [
+    "train.max_steps=3", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
+    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
+]  # fmt: skip
+FULL = "lora=null"
+TOLERANCE = 2e-5
+"""Of losses near 8.3 and norms near 1, in float32: the same sums in another order, over three steps of Adam."""
+
+
+class Bench:
+    """Runs of one recipe under DeepSpeed, and the single process that they are compared with."""
+
+    def __init__(self, forge: Forge, recipe: Path, prepared: Path, folder: Path) -> None:
+        self.forge, self.recipe, self.prepared, self.folder = forge, recipe, prepared, folder
+        self._alone: dict[tuple[str, ...], list[float]] = {}
+
+    def make(self, file: str, ranks: int, *more: str) -> Path:
+        """A run folder whose next stage is the training."""
+        resolved = resolve(self.recipe, [*SAME, f"accelerate={file}", *more], ranks=ranks)
+        path = self.folder / f"run-{len(list(self.folder.iterdir()))}"
+        open_run(resolved, path, ["test"]).write_own_files(resolved)
+        for part in ("data", "model"):
+            shutil.copytree(self.prepared / part, path / part)
+        return path
+
+    def zero(self, name: str, *more: str, ranks: int = 2) -> Path:
+        body = {"zero_optimization": STAGES[name], **dict.fromkeys(AUTO, "auto"), "zero_force_ds_cpu_optimizer": False}
+        (self.recipe / f"{name}.json").write_text(json.dumps(body))
+        config = {"deepspeed_config_file": f"{name}.json", "zero3_init_flag": STAGES[name]["stage"] == 3}
+        text = json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": config})
+        (self.recipe / f"{name}.yaml").write_text(text)
+        return self.make(f"{name}.yaml", ranks, *more)
+
+    def go(self, path: Path, attempt: int = 1, ranks: int = 2, breaks: str | None = None, seconds: float = 300) -> list[int]:
+        more = {"breaks": breaks, "accelerate": str(path / "accelerate.yaml")} if breaks else {}
+        return self.forge.run(path, ranks, attempt=attempt, seconds=seconds, **more)
+
+    def alone(self, *more: str) -> list[float]:
+        """What one process with the same global batch says."""
+        if more not in self._alone:
+            (self.recipe / "alone.yaml").write_text("distributed_type: 'NO'\n")
+            path = self.make("alone.yaml", 1, *more)
+            assert self.go(path, ranks=1) == [0], said(path)
+            self._alone[more] = curve(path)
+        return self._alone[more]
+
+
+def said(path: Path) -> str:
+    """What each rank left and the end of its log."""
+    records = [file.read_text().strip("\0 ") for file in sorted((path / "attempts").glob("*/rank-*.json"))]
+    return "\n".join([*records, *(log.read_text()[-1500:] for log in sorted((path / "attempts").glob("*/rank-*.log")))])
+
+
+def curve(path: Path) -> list[float]:
+    """Loss and gradient norm of each step, then the evaluation's loss."""
+    steps = [v for event in events(path, "step") for v in (event["loss"], event["grad_norm"])]
+    return steps + [event["eval_loss"] for event in events(path, "eval")]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Bench]:
+    recipes = tmp_path_factory.mktemp("zero") / "recipes"
+    for name in ("_base", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, recipes / name)
+    forge = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield Bench(forge, recipes / "tiny-oasst2", prepared, tmp_path_factory.mktemp("runs"))
+    forge.end()
+
+
+@pytest.fixture(scope="module")
+def trained(bench: Bench) -> Path:
+    """A finished run under ZeRO-3, checkpoints at steps 1, 2 and 3."""
+    path = bench.zero("zero3", "train.save_steps=1")
+    assert bench.go(path) == [0, 0], said(path)
+    return path
+
+
+def newest(path: Path) -> Path:
+    found, _ = newest_whole(path / "checkpoints")
+    assert found is not None
+    return found.path
+
+
+def digests(path: Path) -> Any:
+    return manifest.read_manifest(newest(path)).meta["state_digests"]
+
+
+def refusal(path: Path, attempt: int, rank: int) -> Mapping[str, Any]:
+    """What a rank left: its code, and its problems as one text."""
+    record = json.loads((path / f"attempts/{attempt:04d}/rank-{rank}.json").read_text().strip("\0 "))
+    return {"code": record["code"], "text": json.dumps(record["problems"])}
+
+
+def oracle(checkpoint: Path) -> dict[str, Any]:
+    """The trained weights as DeepSpeed's own script puts them together."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=True))
+
+
+def test_zero3_is_what_it_says_and_trains_as_one_process(bench: Bench, trained: Path) -> None:
+    """Losses, norms and evaluation of the single process; parts of parameters and of state on each rank."""
+    assert curve(trained) == pytest.approx(bench.alone(), abs=TOLERANCE)
+    found = json.loads((trained / "run.json").read_text())["distributed"]
+    zero = found["deepspeed"]
+    assert (found["type"], zero["stage"], zero["train_batch_size"], zero["gradient_accumulation_steps"]) == (
+        "DEEPSPEED",
+        3,
+        4,
+        2,
+    )
+    assert found["sharded_share"] == pytest.approx(0.5, abs=0.01) and zero["state_share"] == pytest.approx(0.5, abs=0.01)
+    assert set(found["placements"]) == {"zero: shard"} and found["trainable_parameters"] == 217_088
+    files = manifest.read_manifest(newest(trained)).files
+    assert sum("optim_states" in name for name in files) == 2 and not any("training_args" in name for name in files)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3-offload"])
+def test_every_stage_trains_as_one_process(bench: Bench, name: str) -> None:
+    """And is what its file says."""
+    path = bench.zero(name)
+    assert bench.go(path) == [0, 0], said(path)
+    assert curve(path) == pytest.approx(bench.alone(), abs=TOLERANCE)
+    found = json.loads((path / "run.json").read_text())["distributed"]["deepspeed"]
+    assert found["stage"] == STAGES[name]["stage"]
+    assert found["state_share"] == pytest.approx(0.5 if found["stage"] else 1, abs=0.01)
+    assert found["offload_param"] == found["offload_optimizer"] == ("cpu" if name == "zero3-offload" else "none")
+
+
+def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Bench, trained: Path, tmp_path: Path) -> None:
+    """A byte of rank 1's part of the last checkpoint; the one before it leads to the same bytes."""
+    path = tmp_path / "run"
+    shutil.copytree(trained, path)
+    [part] = newest(path).glob("global_step3/*zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert "SHA-256" in str(verify(part.parent.parent)[0])
+    assert bench.go(path, attempt=2) == [0, 0], said(path)
+    assert events(path, "start")[-1]["resumed_from"] == "step-000002"
+    assert digests(path) == manifest.read_manifest(trained / "checkpoints/step-000003").meta["state_digests"]
+    assert curve(path)[:6] == curve(trained)[:6]
+
+
+@pytest.mark.jobs
+def test_a_part_that_changes_after_the_look_is_not_loaded(bench: Bench, trained: Path, tmp_path: Path) -> None:
+    """Each rank compares the hash of what it reads: DeepSpeed's loader would run what a file holds."""
+    path = tmp_path / "run"
+    shutil.copytree(trained, path)
+    shutil.rmtree(path / "checkpoints" / "step-000003")
+    codes = bench.go(path, attempt=2, breaks=BREAKS + "changed_before_it_is_loaded")
+    assert codes[1] == 1 and "SHA-256" in refusal(path, 2, 1)["text"]
+
+
+@pytest.mark.jobs
+def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: Bench, trained: Path) -> None:
+    """Half a file and no manifest: the next attempt goes on from the checkpoint before, to the same bytes."""
+    path = bench.zero("zero3", "train.save_steps=1")
+    assert -9 in bench.go(path, breaks=BREAKS + "killed_in_a_save", seconds=60)
+    assert not (path / "checkpoints/step-000002" / manifest.MANIFEST).exists()
+    assert bench.go(path, attempt=2) == [0, 0], said(path)
+    assert events(path, "start")[-1]["resumed_from"] == "step-000001"
+    assert digests(path) == digests(trained)
+
+
+@pytest.mark.jobs
+def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: Bench, trained: Path) -> None:
+    """One rank is asked; all save at the same step."""
+    path = bench.zero("zero3", "train.save_steps=3")
+    assert bench.go(path, breaks="stop") == [75, 75], said(path)
+    assert newest(path).name == "step-000002"
+    assert bench.go(path, attempt=2) == [0, 0], said(path)
+    assert digests(path) == digests(trained)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: Bench, name: str) -> None:
+    """Its gradients are finite, and the step is inside DeepSpeed: without the guard the second step has been taken."""
+    steps = {}
+    for breaks in ("infinite_loss", "infinite_loss_without_guard"):
+        path = bench.zero(name)
+        assert set(bench.go(path, breaks=BREAKS + breaks)) != {0}
+        assert "stopped before the optimizer step" in refusal(path, 1, 1)["text"]
+        steps[breaks] = [(path / f"steps-{rank}").read_text() for rank in (0, 1)]
+        assert not (path / "checkpoints").exists() or not list((path / "checkpoints").glob("*/MANIFEST.json"))
+    assert steps == {"infinite_loss": ["1", "1"], "infinite_loss_without_guard": ["2", "2"]}
+
+
+@pytest.mark.jobs
+def test_other_ranks_and_another_stage_are_refused(bench: Bench, trained: Path, tmp_path: Path) -> None:
+    """ZeRO's parts cannot be laid out anew; an engine that is not what the file says trains nothing."""
+    path = bench.zero("zero3", ranks=1)
+    shutil.copytree(trained / "checkpoints", path / "checkpoints")
+    shutil.rmtree(path / "checkpoints" / "step-000003")
+    assert bench.go(path, ranks=1) != [0] and "is of 2 ranks, this attempt has 1" in refusal(path, 1, 0)["text"]
+    path = bench.zero("zero3")
+    bench.go(path, breaks=BREAKS + "another_stage")
+    assert "runs with stage 1, the recipe says 3" in refusal(path, 1, 0)["text"] and not events(path, "step")
+
+
+def test_the_adapter_is_what_deepspeed_s_own_script_finds(trained: Path, tmp_path: Path) -> None:
+    """Bit for bit, by a reader of our own that maps the files; and nothing is taken from a file that was changed."""
+    from safetensors.torch import load_file
+
+    from clustertune.adapter.export import export
+
+    checkpoint = newest(trained)
+    summary = export(checkpoint, tmp_path / "adapter")
+    assert summary["parameters"] == 217_088
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    expected = {name.replace(".default.", "."): tensor for name, tensor in oracle(checkpoint).items()}
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+    assert any(bool(tensor.any()) for name, tensor in found.items() if "lora_B" in name)
+    changed = tmp_path / "changed"
+    shutil.copytree(checkpoint, changed)
+    [part] = changed.glob("global_step3/*rank_1_*optim_states.pt")
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="SHA-256"):
+        export(changed, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_masters_on_nvme_are_read_from_their_swap_files(trained: Path, tmp_path: Path) -> None:
+    """The same checkpoint as DeepSpeed leaves it where the optimizer is offloaded to NVMe: empty groups, files beside them."""
+    import torch
+    from safetensors.torch import load_file
+
+    from clustertune.adapter.export import export
+    from clustertune.training.deepspeed_files import load_verified, own_names
+
+    whole, moved = newest(trained), tmp_path / "step-000003"
+    shutil.copytree(whole, moved)
+    meta = manifest.read_manifest(moved).meta
+    for rank, part in enumerate(sorted(moved.glob("global_step3/*optim_states.pt"))):
+        state = load_verified(part, own_names())
+        [group] = state["optimizer_state_dict"]["fp32_flat_groups"]
+        file = part.parent / "offloaded_tensors" / f"rank{rank:02d}" / "0_55.tensor.swp"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(group.detach().numpy().tobytes() + b"\xff" * 4096)
+        part.with_suffix(".nvme.json").write_text('{"0": "0_55.tensor.swp"}')
+        state["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0)]
+        torch.save(state, part)
+    (moved / manifest.MANIFEST).unlink()
+    manifest.seal(moved, "checkpoint", meta)
+    for name, checkpoint in (("plain", whole), ("nvme", moved)):
+        export(checkpoint, tmp_path / name)
+    plain, nvme = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "nvme"))
+    assert plain.keys() == nvme.keys() and all(plain[key].equal(nvme[key]) for key in plain)
+
+
+def test_swap_files_are_noted_where_a_group_lies_on_nvme() -> None:
+    """By the id that DeepSpeed gives the group; a group in memory has no note."""
+    import torch
+
+    from clustertune.training.deepspeed import swapped_masters
+
+    class Info:
+        def get_swap_paths(self) -> list[str]:
+            return ["/disk/rank0/0_9.tensor.swp", "/disk/rank0/0_9_exp_avg.tensor.swp"]
+
+    class Optimizer:
+        fp32_partitioned_groups_flat = (torch.empty(0), torch.ones(2))
+        optimizer_swapper = type("Swapper", (), {"swap_params_info": {"0_9": Info()}})()
+
+    Optimizer.fp32_partitioned_groups_flat[0].ds_id = "0_9"
+    assert swapped_masters(Optimizer()) == {"0": "0_9.tensor.swp"} and swapped_masters(None) == {}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", ["zero0", "zero2", "zero3"])
+def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: Bench, name: str, tmp_path: Path) -> None:
+    """Every weight, bit for bit, tied ones once."""
+    from safetensors.torch import load_file
+
+    from clustertune.adapter.whole import export_model
+
+    path = bench.zero(name, FULL)
+    assert bench.go(path) == [0, 0], said(path)
+    found, alone = curve(path), bench.alone(FULL)
+    assert [*found[:6:2], found[6]] == pytest.approx([*alone[:6:2], alone[6]], abs=TOLERANCE)
+    # DeepSpeed's norm of all gradients was 4e-5 off at most; its clip follows it, and Adam takes no notice of either.
+    assert found[1:6:2] == pytest.approx(alone[1:6:2], rel=2e-4)
+    export_model(newest(path), tmp_path / "model", None)
+    model = load_file(tmp_path / "model" / "model.safetensors")
+    if name == "zero0":
+        import torch
+
+        state = torch.load(next(newest(path).glob("global_step*/mp_rank_00_model_states.pt")), weights_only=True)["module"]
+    else:
+        state = oracle(newest(path))
+    assert model.keys() <= state.keys() and len(model) > 30
+    assert all(tensor.equal(state[key].to(tensor.dtype)) for key, tensor in model.items())

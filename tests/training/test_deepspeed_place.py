@@ -1,0 +1,129 @@
+"""Where DeepSpeed's state lies: the disk of the node, looked at before a model is loaded; and what a CPU gets instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+from clustertune.errors import UserError
+from clustertune.launch.local import accelerate_command
+from clustertune.launch.plan import Node, Plan
+from clustertune.rundir import RunDir
+from clustertune.training import deepspeed
+from tests.command import REPO
+
+PARAM = deepspeed.NVME_VARIABLES["offload_param"]
+
+
+@pytest.fixture
+def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
+    """The tiny recipe with its parameters on NVMe, in an environment that says nothing yet."""
+    for name in ("_base", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, tmp_path / "recipes" / name)
+    folder = tmp_path / "recipes" / "tiny-oasst2"
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto"}}
+    (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero, **auto}))
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: deepspeed.json, zero3_init_flag: true}\n"
+    (folder / "accelerate.yaml").write_text(text)
+    for name in (
+        PARAM,
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_EXTENSIONS_DIR",
+        "DS_ACCELERATOR",
+        "DS_BUILD_AIO",
+    ):
+        monkeypatch.setenv(name, "")  # so that what is set below goes away again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return resolve(folder)
+
+
+def test_a_job_s_own_folder_holds_it(resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """storage.scratch of the cluster file reaches a rank as the folder of its compilers' caches."""
+    job = tmp_path / "clustertune-17"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(job / "triton"))
+    assert deepspeed.set_environment(resolved, "run", cuda=True) == []
+    assert os.environ[PARAM] == str(job / "swap") and (job / "swap").stat().st_mode & 0o777 == 0o700
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(job / "extensions") and "DS_ACCELERATOR" not in os.environ
+
+
+def test_without_a_cluster_file_it_says_where(resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program's cache folder is not the job's."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("atexit.register", lambda *_, **__: None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    [note] = deepspeed.set_environment(resolved, "run", cuda=False)
+    assert "storage.scratch" in note and os.environ[PARAM] == str(tmp_path / "clustertune-run" / "swap")
+    assert os.environ["DS_ACCELERATOR"] == "cpu" and "TORCH_EXTENSIONS_DIR" not in os.environ
+
+
+def test_a_disk_that_is_too_small_or_no_folder_is_told_before_the_model_is_loaded(
+    resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it needs; swap files of an earlier attempt are written over and count as room."""
+    monkeypatch.setenv(PARAM, str(tmp_path / "swap"))
+    need = deepspeed.swap_bytes(resolved, "offload_param")
+    assert need == 2 * 3_147_456
+    monkeypatch.setattr(deepspeed, "free_bytes", lambda _: need - 1)
+    with pytest.raises(UserError, match="takes about") as caught:
+        deepspeed.set_environment(resolved, "run", cuda=True)
+    assert int(caught.value.code) == 73
+    (tmp_path / "swap" / "1_param.tensor.swp").write_bytes(b"x")
+    deepspeed.set_environment(resolved, "run", cuda=True)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(PARAM, str(tmp_path / "file"))
+    with pytest.raises(UserError, match="offload_param cannot lie there"):
+        deepspeed.set_environment(resolved, "run", cuda=True)
+
+
+def plugin(**zero: Any) -> Any:
+    return SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(hf_ds_config=SimpleNamespace(config={"zero_optimization": {"stage": 3, **zero}}))
+    )
+
+
+def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replacement with a note; on a GPU, and with DeepSpeed's own word for it, none."""
+    nvme = {"offload_param": {"device": "nvme", "nvme_path": "/x"}, "offload_optimizer": {"device": "cpu"}}
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    args = plugin(**json.loads(json.dumps(nvme)))
+    assert deepspeed.fit_to_cpu(args) == []
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert len(deepspeed.fit_to_cpu(args)) == 2
+    config = args.deepspeed_plugin.hf_ds_config.config
+    assert config["zero_optimization"]["offload_param"] == {"device": "cpu"} and config["zero_force_ds_cpu_optimizer"] is False
+    monkeypatch.setenv("DS_BUILD_AIO", "1")
+    args = plugin(**nvme)
+    assert len(deepspeed.fit_to_cpu(args)) == 1
+    assert args.deepspeed_plugin.hf_ds_config.config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert deepspeed.fit_to_cpu(SimpleNamespace(deepspeed_plugin=None)) == []
+
+
+def test_ranks_of_several_nodes_are_started_by_us(resolved: Resolved, tmp_path: Path) -> None:
+    """accelerate's default for DeepSpeed is pdsh with a hostfile, from one node to all others."""
+    run = RunDir(tmp_path)
+    nodes = (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))
+    words = accelerate_command(run, resolved, [], Plan(1, nodes, 1), 1, "10.0.0.1", 29500)
+    assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
+    assert "--deepspeed_multinode_launcher" not in accelerate_command(run, resolved, [], Plan(1, nodes[:1], 2))
+    assert "--deepspeed_multinode_launcher" not in accelerate_command(
+        run, resolve("tiny-oasst2"), [], Plan(1, nodes, 1), 1, "10.0.0.1", 29500
+    )
+
+
+def test_accelerate_fills_the_place_from_these_variables() -> None:
+    """With another name there, "auto" would become a folder called none in each rank's working folder."""
+    import accelerate.utils.dataclasses as module
+
+    text = Path(module.__file__).read_text()
+    assert all(f'"{name}"' in text for name in deepspeed.NVME_VARIABLES.values())

@@ -1,0 +1,220 @@
+"""Each rank reads only what it keeps: the same training as with whole copies, bit for bit, from a share of the bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import REPO, events, run
+from tests.training.forked import Forge
+from tests.training.test_strategies import FULL, SAME, Bench, fsdp, said
+
+pytestmark = pytest.mark.timeout(900)
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+    "max_position_embeddings": 512, "num_local_experts": 3, "num_experts_per_tok": 2,
+}  # fmt: skip
+"""Three experts on two ranks: the files hold one tensor an expert, the model one for all, and the shares are not even."""
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    found = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield found
+    found.end()
+
+
+class Benches:
+    """A bench for each kind of model, made when it is first asked for."""
+
+    def __init__(self, forge: Forge, folder: Path) -> None:
+        self._forge, self._folder = forge, folder
+        self._made: dict[str, Bench] = {}
+
+    def __call__(self, name: str) -> Bench:
+        if name not in self._made:
+            changes, layer, more = MODELS[name]
+            folder = self._folder / name
+            recipe = folder / "tiny"
+            shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
+            shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
+            model = recipe / "model.json"
+            given = {} if "model_type" in changes else json.loads(model.read_text())
+            model.write_text(json.dumps({**given, **changes}))
+            file = recipe / "accelerate.yaml"
+            file.write_text(file.read_text().replace("LlamaDecoderLayer", layer))
+            done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME, *more)
+            assert done.code == 0, done.err
+            (folder / "runs").mkdir()
+            self._made[name] = Bench(self._forge, recipe, folder / "prepared", folder / "runs")
+        return self._made[name]
+
+
+ATTENTION = ["lora.target_modules=[q_proj,v_proj]"]
+MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "llama": ({}, "LlamaDecoderLayer", []),
+    "tied": ({"tie_word_embeddings": True}, "LlamaDecoderLayer", []),
+    "mixtral": (MIXTRAL, "MixtralDecoderLayer", ATTENTION),
+}
+"""What differs from the tiny recipe: keys of model.json, the layer that is sharded, what is trained."""
+
+
+@pytest.fixture(scope="module")
+def benches(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Benches:
+    return Benches(forge, tmp_path_factory.mktemp("loading"))
+
+
+def lossless(path: Path) -> list[Any]:
+    """What must not differ in a single bit: losses, gradient norms and the trained state at the last save."""
+    steps = [(e["step"], e["loss"], e["grad_norm"]) for e in events(path, "step")]
+    saved = sorted((path / "checkpoints").glob("*/MANIFEST.json"))
+    return [steps, [json.loads(file.read_text())["meta"]["state_digests"] for file in saved]]
+
+
+def startup(path: Path) -> dict[str, Any]:
+    return next(e for e in events(path, "startup") if e["part"] == "total")
+
+
+def notes(path: Path) -> list[str]:
+    found: list[str] = json.loads((path / "run.json").read_text())["distributed"]["notes"]
+    return found
+
+
+SLICES, WHOLE = {"fsdp_cpu_ram_efficient_loading": True}, {"fsdp_cpu_ram_efficient_loading": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "sizes", "more"),
+    [
+        ("llama", 2, {}, []),
+        pytest.param("llama", 2, {}, FULL, marks=pytest.mark.jobs),
+        pytest.param("llama", 4, {"dp_replicate": 2, "dp_shard": 2}, FULL, marks=pytest.mark.jobs),
+        pytest.param("tied", 2, {}, FULL, marks=pytest.mark.jobs),
+        pytest.param("mixtral", 2, {}, FULL, marks=pytest.mark.jobs),
+        pytest.param("mixtral", 2, {}, ATTENTION, marks=pytest.mark.jobs),
+    ],
+)
+def test_rows_train_as_whole_copies_do(
+    benches: Benches, model: str, ranks: int, sizes: dict[str, int], more: list[str]
+) -> None:
+    """A weight in the wrong row, a lost tie or a dtype rounded twice would show in the first bits of a loss."""
+    bench = benches(model)
+    rows = bench.train("rows", ranks, fsdp(SLICES, **sizes), *more)
+    whole = bench.train("whole", ranks, fsdp(WHOLE, **sizes), *more)
+    assert lossless(rows) == lossless(whole)
+    assert (startup(rows)["loading"], startup(whole)["loading"]) == ("slices", "whole")
+    size = sum(file.stat().st_size for file in (bench.prepared / "model").glob("*/*.safetensors"))
+    shards = sizes.get("dp_shard", ranks)
+    assert max(startup(rows)["read_bytes"]) < 1.2 * size / shards, said(rows)
+    assert min(startup(whole)["read_bytes"]) == size
+
+
+def quantised(**changes: Any) -> list[str]:
+    """A base in 4 bits whose packed weights FSDP can shard."""
+    config = {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16",
+        "bnb_4bit_compute_dtype": "float32", **changes,
+    }  # fmt: skip
+    return [
+        f"train.model_init_kwargs={json.dumps({'dtype': 'bfloat16', 'quantization_config': config})}",
+        "train.optim=adamw_torch",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "double"),
+    [(2, {}, True), pytest.param(4, {"dp_replicate": 2, "dp_shard": 2}, False, marks=pytest.mark.jobs)],
+)
+def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, sizes: dict[str, int], double: bool) -> None:
+    """The whole would lie on every GPU before it is sharded: 215 GB of it for a model of 405B parameters."""
+    bench, more = benches("llama"), quantised(bnb_4bit_use_double_quant=double)
+    rows = bench.train("rows", ranks, fsdp(SLICES, **sizes), *more)
+    whole = bench.train("whole", ranks, fsdp(WHOLE, **sizes), *more)
+    assert lossless(rows) == lossless(whole)
+    assert (startup(rows)["loading"], startup(whole)["loading"]) == ("slices", "whole"), notes(rows)
+    size = sum(file.stat().st_size for file in (bench.prepared / "model").glob("*/*.safetensors"))
+    assert max(startup(rows)["read_bytes"]) < 1.2 * size / sizes.get("dp_shard", ranks), said(rows)
+
+
+@pytest.mark.jobs
+def test_a_run_goes_on_from_its_checkpoint(benches: Benches) -> None:
+    """Values of the checkpoint come over those of the files: the digest of what was loaded is that of what was saved."""
+    bench = benches("llama")
+    stopped = bench.train("resumed", 2, fsdp(SLICES), *FULL, stop=True)
+    whole = bench.train("whole", 2, fsdp(WHOLE), *FULL)
+    assert lossless(stopped)[0] == lossless(whole)[0]
+
+
+def test_what_cannot_be_read_by_rows_is_told(benches: Benches) -> None:
+    """Weights in torch's own format: the old way, and a line that says why and what each rank reads."""
+    import torch
+    from safetensors.torch import load_file
+
+    bench = benches("llama")
+    path = bench.make("pickled", 2, fsdp(SLICES))
+    file = next((path / "model").glob("*/*.safetensors"))
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+    assert bench.forge.run(path, 2) == [0, 0], said(path)
+    assert startup(path)["loading"] == "whole"
+    assert [note for note in notes(path) if note.endswith("read whole by each rank: its weights are not in safetensors files")]
+
+
+def test_a_file_that_was_cut_ends_the_run_before_anything_is_read(benches: Benches) -> None:
+    """Every rank tells the same, and none waits for another in a collective."""
+    bench = benches("llama")
+    path = bench.make("cut", 2, fsdp(SLICES))
+    file = next((path / "model").glob("*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert bench.forge.run(path, 2) == [2, 2]
+    for rank in (0, 1):
+        told = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
+        assert told[0]["file"] == str(file) and "truncated" in told[0]["message"] and told[0]["fix"]
+
+
+def measured(gb: float, ranks: int, replicas: int, ways: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """What the loading bench says of each way."""
+    program = [sys.executable, "-m", "clustertune.training.loading_bench", "--gb", str(gb), "--ranks", str(ranks)]
+    done = subprocess.run(
+        [*program, "--replicas", str(replicas), "--ways", ways],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["way"]: line for line in lines}
+
+
+@pytest.mark.jobs
+def test_replicas_read_the_model_once_each(tmp_path: Path) -> None:
+    """HSDP of two replicas of two ranks, by the kernel's count: each rank half of the model, no byte twice in a replica."""
+    found = measured(0.1, 4, 2, "rows,whole", tmp_path)
+    size, reads = found["rows"]["model_bytes"], [rank["read_bytes"] for rank in found["rows"]["ranks"]]
+    assert all(0.45 * size < read < 0.55 * size for read in reads) and 1.95 * size < sum(reads) < 2.1 * size
+    assert len({rank["loss"] for way in found.values() for rank in way["ranks"]}) == 1
+
+
+@pytest.mark.long
+def test_a_rank_s_memory_and_bytes_are_its_share(tmp_path: Path) -> None:
+    """1 GB: with stock accelerate rank 0 holds all of it before it sends it; here each rank holds its half and little more."""
+    found = measured(1.0, 2, 1, "rows,stock", tmp_path)
+    size, rows, stock = found["rows"]["model_bytes"], found["rows"]["ranks"], found["stock"]["ranks"]
+    assert sum(rank["read_bytes"] for rank in rows) < 1.05 * size
+    assert max(rank["read_bytes"] for rank in rows) < 0.55 * size
+    assert max(rank["peak_bytes"] for rank in rows) < 0.9 * size
+    assert max(rank["peak_bytes"] for rank in rows) < max(rank["peak_bytes"] for rank in stock) - 0.4 * size
+    assert len({rank["loss"] for rank in [*rows, *stock]}) == 1

@@ -1,0 +1,210 @@
+"""What is wrong with a model's files is told from their headers, in the first seconds, with file and tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from clustertune.errors import UserError
+from clustertune.training import loading_quantised
+from clustertune.training.loading_files import Reader, survey
+from clustertune.training.loading_sources import Sources, find
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 11, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def empty(config: dict[str, Any]) -> Any:
+    kind = config["model_type"]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}), dtype=torch.bfloat16
+        )
+
+
+def save(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A model of these sizes with random weights, as transformers saves it but in two files; what they hold."""
+    torch.manual_seed(0)
+    kind = config["model_type"]
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder / "whole")
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "whole" / "model.safetensors")
+    names = sorted(tensors)
+    save_file({n: tensors[n] for n in names[: len(names) // 2]}, folder / FIRST)
+    save_file({n: tensors[n] for n in names[len(names) // 2 :]}, folder / SECOND)
+    return dict(model.state_dict())
+
+
+def look(folder: Path, config: dict[str, Any], index: dict[str, str] | None = None) -> tuple[Any, Sources]:
+    model = empty(config)
+    settings = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
+    return model, find(model, survey([folder / FIRST, folder / SECOND], index), settings)
+
+
+def problems(folder: Path, config: dict[str, Any], index: dict[str, str] | None = None) -> list[tuple[str, str, str]]:
+    """File, key and message of each problem that is told."""
+    with pytest.raises(UserError) as told:
+        look(folder, config, index)
+    return [(Path(p.file or "").name, p.key or "", p.message) for p in told.value.problems]
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL, {**LLAMA, "tie_word_embeddings": True}], ids=["llama", "mixtral", "tied"])
+def test_every_row_of_every_parameter_is_the_model_s(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Experts that the files hold one by one, odd sizes, and empty shares: each cut of the rows gives the same values."""
+    whole = save(tmp_path, config)
+    model, sources = look(tmp_path, config)
+    reader = Reader()
+    for name, source in sources.by_name.items():
+        rows = whole[name].shape[0]
+        for begin, end in [(0, rows), (0, rows // 2), (rows // 2, rows), (rows, rows), (1, min(2, rows))]:
+            assert torch.equal(source.read(name, reader, model, begin, end), whole[name][begin:end]), (name, begin, end)
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    assert set(whole) - set(sources.by_name) == tied == sources.missing
+    reader.close()
+
+
+def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
+    """Of three experts one; of a matrix its part. A reader that reads all and cuts would pass every other test."""
+    save(tmp_path, MIXTRAL)
+    model, sources = look(tmp_path, MIXTRAL)
+    reader = Reader()
+    experts = sources.by_name["model.layers.0.mlp.experts.gate_up_proj"]
+    experts.read("model.layers.0.mlp.experts.gate_up_proj", reader, model, 1, 2)
+    assert reader.bytes == 2 * 12 * 8 * 2
+    sources.by_name["lm_head.weight"].read("lm_head.weight", reader, model, 4, 7)
+    assert reader.bytes == 2 * 12 * 8 * 2 + 3 * 8 * 2
+    reader.close()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def drop(path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
+
+
+def reshape(path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    save_file({n: torch.zeros(9, dtype=t.dtype) if n == "model.norm.weight" else t for n, t in tensors.items()}, path)
+
+
+def twice(path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    other = load_file(path.with_name(FIRST))
+    name = min(other)
+    save_file({**tensors, name: other[name]}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "key", "message"),
+    [
+        (cut, SECOND, "", "truncated or damaged"),
+        (drop, "files", "model.norm.weight", "no weight file holds it"),
+        (reshape, SECOND, "model.norm.weight", "has shape [9], the model's config asks for [8]"),
+        (twice, SECOND, "lm_head.weight", "stands in " + FIRST),
+    ],
+)
+def test_damage_is_told_with_file_and_tensor(
+    tmp_path: Path, damage: Callable[[Path], None], file: str, key: str, message: str
+) -> None:
+    """transformers fills what is missing with random values and a warning, and reads for minutes before it ends."""
+    folder = tmp_path / "files"
+    save(folder, LLAMA)
+    damage(folder / SECOND)
+    found = problems(folder, LLAMA)
+    assert len(found) == 1 and found[0][:2] == (file, key) and message in found[0][2]
+
+
+def test_all_damage_is_told_at_once(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA)
+    cut(tmp_path / FIRST)
+    cut(tmp_path / SECOND)
+    assert [file for file, _, _ in problems(tmp_path, LLAMA)] == [FIRST, SECOND]
+
+
+def test_a_file_that_lacks_what_the_index_names_is_told(tmp_path: Path) -> None:
+    """A file of another version under the same name: the index is what says which tensor should be where."""
+    save(tmp_path, LLAMA)
+    drop(tmp_path / SECOND)
+    found = problems(tmp_path, LLAMA, {"model.norm.weight": SECOND})
+    assert found[0] == (SECOND, "model.norm.weight", "the index names it, the file does not hold it")
+
+
+def test_a_model_of_another_size_is_told_with_every_tensor(tmp_path: Path) -> None:
+    """config.json of one model beside the weights of another, experts included, before anything is read."""
+    save(tmp_path, MIXTRAL)
+    found = problems(tmp_path, {**MIXTRAL, "intermediate_size": 10})
+    assert len(found) == 4 and all("the model's config asks for" in message for _, _, message in found)
+
+
+def test_what_the_model_has_no_place_for_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path, {**LLAMA, "num_hidden_layers": 3})
+    _, sources = look(tmp_path, LLAMA)
+    assert len(sources.extra) == 9 and {t.name.split(".")[2] for t in sources.extra} == {"2"}
+
+
+def test_a_file_cut_after_its_header_was_read_is_told(tmp_path: Path) -> None:
+    """Someone else's download into the same folder: not a rank that reads zeros."""
+    save(tmp_path, LLAMA)
+    tensor = survey([tmp_path / SECOND])["model.norm.weight"]
+    cut(tmp_path / SECOND)
+    with pytest.raises(UserError, match="cut since its header was read"):
+        Reader().rows(tensor)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(("shape", "ranks"), [((24, 20), 3), ((7, 36), 4), ((16, 64), 2), ((1, 4), 3)])
+def test_4_bits_by_rows_are_those_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], ranks: int, *, double: bool
+) -> None:
+    """Shares that end inside a block of 64, and shares without anything: values and scales, bit for bit."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the package bitsandbytes")
+    torch.manual_seed(1)
+    weight = torch.randn(shape).to(torch.bfloat16)
+    save_file({"w": weight}, tmp_path / FIRST)
+    source = loading_quantised.Source(torch.bfloat16, shape, [("w", "w", survey([tmp_path / FIRST])["w"])])
+    asked = SimpleNamespace(blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16, compress_statistics=double)
+    whole, state = functional.quantize_4bit(
+        weight, blocksize=64, compress_statistics=double, quant_type="nf4", quant_storage=torch.bfloat16
+    )
+    rows, parts = len(whole), []
+    reader = Reader()
+    for rank in range(ranks):
+        chunk = -(-rows // ranks)
+        share = (min(rank * chunk, rows), min((rank + 1) * chunk, rows))
+        monkeypatch.setattr(loading_quantised, "span", lambda like, share=share: share)
+        elements = loading_quantised.read(source, "w", None, asked, reader, None)  # type: ignore[arg-type]
+        parts.append(loading_quantised.quantise(elements, source, None, asked))  # type: ignore[arg-type]
+    bits = torch.cat([part.values for part in parts]).view(torch.uint8)
+    assert torch.equal(bits, whole.view(torch.uint8))
+    scales = torch.cat([part.scales for part in parts])
+    monkeypatch.setattr(loading_quantised, "_gathered", lambda *given: scales)
+    found = loading_quantised.state_of(scales, source, None, asked)  # type: ignore[arg-type]
+    for key, value in state.as_dict().items():
+        same = found.as_dict()[key]
+        assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value, key
+    reader.close()

@@ -1,0 +1,39 @@
+"""Every recipe of the tree really trains, ``--tiny``: its model class, its adapters, its distribution file, on four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clustertune.chain import Chain, open_run
+from clustertune.config.resolve import resolve
+from tests.command import REPO
+from tests.recipe_runs import RUNS, WORDS, judge
+from tests.training.forked import Forge
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.jobs]
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    found = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield found
+    found.end()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recipe_trains_tiny(name: str, forge: Forge, tmp_path: Path) -> None:
+    """Finished, over the mesh and the placements that the recipe names, with a finite loss at each step."""
+    recipe, more = RUNS[name].recipe, RUNS[name].overrides
+    ranks = RUNS[name].ranks
+    resolved = resolve(REPO / "recipes" / recipe, [*WORDS, *more], tiny=True, ranks=ranks)
+    path = tmp_path / "run"
+    run = open_run(resolved, path, ["test"])
+    run.write_own_files(resolved)
+    Chain(run, resolved).prepare()
+    codes = forge.run(path, ranks)
+    logs = "".join(log.read_text()[-3000:] for log in sorted(path.glob("attempts/*/rank-*.log")))
+    assert codes == [0] * ranks, logs
+    judge(name, path)

@@ -1,0 +1,98 @@
+"""The start-up's clock: parts add up to the whole, nothing counts twice, and the first step ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from clustertune.training.startup import PARTS, Startup, StartupWatch, events, process_age
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed() -> tuple[Clock, Startup]:
+    clock = Clock()
+    return clock, Startup(age=lambda: 5.0, clock=clock)
+
+
+def test_a_part_inside_a_part_counts_once() -> None:
+    """The reading lies inside the sharding: counted in both, the sum would be more than the time that passed."""
+    clock, startup = timed()
+    with startup.part("sharding"):
+        clock.now += 1
+        with startup.part("reading"):
+            clock.now += 10
+        clock.now += 2
+    clock.now += 4
+    startup.finish()
+    clock.now += 100
+    assert startup.seconds == {"imports": 5.0, "sharding": 3.0, "reading": 10.0, "other": 4.0}
+    assert startup.total == 22.0
+    assert startup.told() == "start-up 22.0 s: imports 5.0, reading 10.0, sharding 3.0, other 4.0"
+
+
+def test_a_part_that_fails_is_closed() -> None:
+    clock, startup = timed()
+    try:
+        with startup.part("reading"):
+            clock.now += 1
+            raise OSError
+    except OSError:
+        pass
+    clock.now += 2
+    startup.finish()
+    assert startup.seconds["reading"] == 1.0 and startup.seconds["other"] == 2.0
+
+
+def test_the_first_step_ends_it_and_tells_it_once() -> None:
+    """The evaluation ahead of it has its own part; later steps say nothing, on ranks other than 0 nobody does."""
+    clock, startup = timed()
+    startup.read_bytes, startup.loading = 7, "slices"
+    written: list[dict[str, Any]] = []
+    said: list[str] = []
+    first = StartupWatch(
+        startup, lambda value: [value, (8, 9)], lambda name, **v: written.append({"event": name, **v}), said.append
+    )
+    first.on_train_begin(SimpleNamespace(eval_on_start=True))
+    for seconds in (3, 2, 1):
+        clock.now += seconds
+        first.on_step_begin()
+        clock.now += 10
+        first.on_step_end()
+    assert [(e["part"], e["seconds"]) for e in written] == [
+        ("imports", 5.0), ("evaluation", 3.0), ("first step", 10.0), ("other", 0.0), ("total", 18.0)
+    ]  # fmt: skip
+    assert written[-1]["read_bytes"] == [7, 8] and written[-1]["host_bytes"][1] == 9 and written[-1]["loading"] == "slices"
+    assert said == ["start-up 18.0 s: imports 5.0, evaluation 3.0, first step 10.0"]
+    _, quiet = timed()
+    silent = StartupWatch(quiet, lambda value: [value], None, said.append)
+    silent.on_train_begin(SimpleNamespace(eval_on_start=False))
+    silent.on_step_begin()
+    silent.on_step_end()
+    assert len(said) == 1 and quiet.done
+
+
+def test_the_parts_are_written_in_their_order() -> None:
+    _, startup = timed()
+    for name in reversed(PARTS):
+        with startup.part(name):
+            pass
+    assert [event["part"] for event in events(startup, [1], [2])] == [*PARTS, "total"]
+
+
+def test_the_age_of_a_process_is_the_kernel_s() -> None:
+    """A process whose name holds blanks and brackets, and one that has just begun."""
+    program = "import time; time.sleep(0.3)\nfrom clustertune.training.startup import process_age\nprint(process_age())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert 0.25 < float(done.stdout) < time.monotonic() - began + 0.1
+    assert process_age() > 0

@@ -1,0 +1,296 @@
+"""Every strategy trains the same: loss curves against one process, placements, checkpoints, and each guard taken away."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.adapter.whole import export_either
+from clustertune.chain import open_run
+from clustertune.config.resolve import resolve
+from clustertune.errors import ExitCode
+from tests.command import REPO, events, run
+from tests.training.forked import Forge
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 3
+SAME = [
+    f"train.max_steps={STEPS}", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
+    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
+]  # fmt: skip
+"""No dropout, no packing (context parallelism has neither): what is left is the order of sums."""
+FULL = ["lora=null"]
+FSDP2: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
+LOSS, NORM = 5e-6, 1e-4
+"""Relative. The strategies add the same numbers in another order: a loss of 8 in float32 moves by one or two of its last bits
+(measured: 1e-6 absolute after three steps). A gradient norm moves more, as one thread's float32 ``vector_norm`` is itself off:
+0.881236 for the output projection's 786,432 elements, where double precision and two shards say 0.881264."""
+
+WEIGHTS = 1e-4
+"""Relative, over all. Adam divides by the gradient's own size: where that is near 0, a whole update may turn round."""
+
+
+def fsdp(config: Mapping[str, Any] | None = None, **sizes: int) -> dict[str, Any]:
+    """An accelerate file of FSDP2 on a mesh of these sizes."""
+    body = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], **(config or {})}}
+    if sizes:
+        body["parallelism_config"] = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    return body
+
+
+FSDP1 = {
+    **FSDP2["fsdp_config"],
+    "fsdp_version": 1,
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_use_orig_params": True,
+    "fsdp_sync_module_states": False,
+}
+SHARDED = "dp_shard_cp: shard 0"
+STRATEGIES: dict[str, tuple[int, dict[str, Any], set[str]]] = {
+    "ddp": (2, {"distributed_type": "MULTI_GPU"}, {"whole"}),
+    "fsdp1": (2, {"distributed_type": "FSDP", "fsdp_config": FSDP1}, {"dp_shard: flat"}),
+    "fsdp2": (2, fsdp(), {"dp_shard: shard 0"}),
+    "fsdp2-offload": (2, fsdp({"fsdp_offload_params": True}), {"dp_shard: shard 0"}),
+    "hsdp": (4, fsdp(dp_replicate=2, dp_shard=2), {f"dp_replicate: replicate, {SHARDED}"}),
+    "tp": (4, fsdp(dp_shard=2, tp=2), {f"{SHARDED}, tp: {how}" for how in ("shard 0", "shard 1", "replicate")}),
+    "cp": (2, fsdp(cp=2), {SHARDED}),
+    "cp-dp": (4, fsdp(dp_shard=2, cp=2), {SHARDED}),
+}
+"""Name -> ranks, accelerate file, where parameters lie."""
+FAST = {("tp", "lora"), ("cp", "lora")}
+"""Those of ``make test``; the others are whole jobs."""
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    found = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield found
+    found.end()
+
+
+class Bench:
+    """Runs of one recipe under any strategy, and the single process that they are compared with."""
+
+    def __init__(self, forge: Forge, recipe: Path, prepared: Path, folder: Path) -> None:
+        self.forge, self.recipe, self.prepared, self.folder = forge, recipe, prepared, folder
+        self._alone: dict[tuple[str, ...], Path] = {}
+
+    def make(self, name: str, ranks: int, accelerate: Mapping[str, Any], *more: str) -> Path:
+        """A run folder whose next stage is the training."""
+        file = self.recipe / f"{name}.yaml"
+        file.write_text(json.dumps(accelerate))
+        resolved = resolve(self.recipe, [*SAME, f"accelerate={file.name}", *more], ranks=ranks)
+        path = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
+        made = open_run(resolved, path, ["test"])
+        made.write_own_files(resolved)
+        shutil.copyfile(made.accelerate_file(resolved), path / "given.yaml")
+        for part in ("data", "model"):
+            shutil.copytree(self.prepared / part, path / part)
+        return path
+
+    def train(self, name: str, ranks: int, accelerate: Mapping[str, Any], *more: str, stop: bool = False) -> Path:
+        """Train to the end. ``stop``: asked to stop in the second step, then begun again."""
+        path = self.make(name, ranks, accelerate, *more)
+        if stop:
+            codes = self.forge.run(path, ranks, breaks="stop", accelerate=str(path / "given.yaml"))
+            assert codes == [ExitCode.AGAIN] * ranks, said(path)
+            assert [e["step"] for e in events(path, "step")] == [1, 2]
+        codes = self.forge.run(path, ranks, attempt=2)
+        assert codes == [0] * ranks, said(path)
+        return path
+
+    def refused(self, broken: str, ranks: int, accelerate: Mapping[str, Any]) -> str:
+        """What rank 0 says where a part of the program has been taken away."""
+        path = self.make(broken, ranks, accelerate)
+        codes = self.forge.run(path, ranks, breaks=broken, accelerate=str(path / "given.yaml"))
+        assert 0 not in codes, said(path)
+        record = json.loads((path / "attempts/0001/rank-0.json").read_text().strip("\0 \n"))
+        return " ".join(problem["message"] for problem in record["problems"])
+
+    def alone(self, *more: str) -> Path:
+        """The run of one process with the same global batch."""
+        if more not in self._alone:
+            self._alone[more] = self.train("alone", 1, {"distributed_type": "NO"}, *more)
+        return self._alone[more]
+
+
+def said(path: Path) -> str:
+    """The end of each rank's log, and the problem that it left."""
+    logs = sorted((path / "attempts").glob("*/rank-*.log"))
+    records = [file.read_text().strip("\0 ") for file in sorted((path / "attempts").glob("*/rank-*.json"))]
+    return "\n".join([*records, *(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)])
+
+
+def compare(path: Path, other: Path) -> None:
+    """The same loss and gradient norm at each step, and the same evaluation."""
+    for key, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
+        assert [e[key] for e in events(path, "step")] == pytest.approx([e[key] for e in events(other, "step")], rel=tolerance)
+    expected = [e["eval_loss"] for e in events(other, "eval")]
+    assert len(expected) == 1 and [e["eval_loss"] for e in events(path, "eval")] == pytest.approx(expected, rel=LOSS)
+    assert [e["step"] for e in events(path, "step")] == list(range(1, STEPS + 1))
+
+
+def exported(path: Path) -> dict[str, Any]:
+    """The tensors that ``clustertune export`` takes out of the final checkpoint."""
+    from safetensors.torch import load_file
+
+    summary = export_either(path)
+    tensors = {k: v for file in sorted(Path(summary["out"]).glob("*.safetensors")) for k, v in load_file(file).items()}
+    assert len(tensors) == summary["tensors"]
+    return tensors
+
+
+def apart(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """How far apart two sets of tensors are, relative (L2 over all); the names must be the same."""
+    assert tensors.keys() == others.keys()
+    difference = sum(float((tensors[name] - other).double().square().sum()) for name, other in others.items())
+    return math.sqrt(difference / sum(float(other.double().square().sum()) for other in others.values()))
+
+
+def distributed(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "run.json").read_text())["distributed"]
+    return found
+
+
+def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | None = None) -> Bench:
+    """The tiny recipe, of another architecture where one is given, with its data and base model prepared."""
+    recipe = folder / "tiny"
+    shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
+    shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
+    if architecture:
+        (recipe / "model.json").write_text(json.dumps(architecture))
+        (recipe / "accelerate.yaml").write_text(json.dumps({"distributed_type": "NO"}))
+        text = (recipe / "recipe.yaml").read_text()
+        (recipe / "recipe.yaml").write_text(text.replace(", gate_proj, up_proj, down_proj", ""))  # experts are no Linear
+    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
+    assert done.code == 0, done.err
+    (folder / "runs").mkdir()
+    return Bench(forge, recipe, folder / "prepared", folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def llama(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench(forge, tmp_path_factory.mktemp("llama"))
+
+
+def cases() -> list[Any]:
+    """Every strategy with LoRA and with all parameters trained."""
+    pairs = [(name, trained) for name in STRATEGIES for trained in ("lora", "full")]
+    return [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.jobs], id="-".join(pair)) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "trained"), cases())
+def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trained: str) -> None:
+    """A wrong divisor, a batch seen twice, a lost gradient or a lost state shows within three steps.
+
+    Each is asked to stop by one rank, resumed, and exported from its shards; the parameters lie where they should.
+    """
+    ranks, accelerate, placements = STRATEGIES[name]
+    more = FULL if trained == "full" else []
+    path, alone = llama.train(name, ranks, accelerate, *more, stop=True), llama.alone(*more)
+    compare(path, alone)
+    found = distributed(path)
+    assert set(found["placements"]) == placements
+    assert found["mesh"] == (sizes(accelerate) or {"dp" if name == "ddp" else "dp_shard": 2})
+    assert found["offloaded"] == (1.0 if name == "fsdp2-offload" else 0.0)
+    assert found["attention"] == ("clustertune_context" if name.startswith("cp") else "sdpa")
+    assert found["replicas"] == ("equal" if name in ("ddp", "hsdp") else None)
+    assert apart(exported(path), exported(alone)) < WEIGHTS
+
+
+def sizes(accelerate: Mapping[str, Any]) -> dict[str, int]:
+    section = accelerate.get("parallelism_config", {})
+    return {key.removeprefix("parallelism_config_").removesuffix("_size"): size for key, size in section.items()}
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "message"),
+    [
+        ("split", "tp", "tensor parallelism splits 0% of the parameters"),
+        pytest.param("context", "cp", "the model calls sdpa attention", marks=pytest.mark.jobs),
+        pytest.param("offload", "fsdp2-offload", "0% of the parameters are kept in the CPU's memory", marks=pytest.mark.jobs),
+        pytest.param("fsdp", "fsdp2", "the run is MULTI_CPU, the file asks for FSDP", marks=pytest.mark.jobs),
+        pytest.param("replicas", "ddp", "hold different ones", marks=pytest.mark.jobs),
+        pytest.param("replicas", "hsdp", "hold different ones", marks=pytest.mark.jobs),
+        pytest.param("nan", "tp", "not finite at step 2", marks=pytest.mark.jobs),
+        pytest.param("nan", "cp", "not finite at step 2", marks=pytest.mark.jobs),
+    ],
+)
+def test_what_is_taken_away_is_noticed_before_a_step_is_taken(llama: Bench, broken: str, name: str, message: str) -> None:
+    """Each part of a strategy, or each guard's subject, gone: the run ends and says so, instead of training something else."""
+    ranks, accelerate, _ = STRATEGIES[name]
+    assert message in llama.refused(broken, ranks, accelerate)
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "hidden_act": "silu",
+    "sliding_window": None, "tie_word_embeddings": False, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixtral(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("mixtral")
+    return make_bench(forge, folder, MIXTRAL)
+
+
+def wrapping(accelerate: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    return {**accelerate, "fsdp_config": {**accelerate["fsdp_config"], "fsdp_transformer_layer_cls_to_wrap": layer}}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("trained", ["full", "lora"])
+def test_experts_are_shared_out_over_the_tensor_parallel_group(mixtral: Bench, trained: str) -> None:
+    """Expert parallelism: each rank has half of the experts, and the mixture learns what one process learns."""
+    more = [*(FULL if trained == "full" else []), "train.router_aux_loss_coef=0.0"]
+    path = mixtral.train("ep", 4, wrapping(fsdp(dp_shard=2, tp=2), "MixtralDecoderLayer"), *more, stop=True)
+    alone = mixtral.alone(*more)
+    compare(path, alone)
+    experts = 2 * MIXTRAL["num_local_experts"] * 3 * MIXTRAL["hidden_size"] * MIXTRAL["intermediate_size"]  # type: ignore[operator]
+    assert distributed(path)["placements"][f"{SHARDED}, tp: shard 0"] >= experts
+    assert apart(exported(path), exported(alone)) < WEIGHTS
+    if trained == "full":
+        from transformers import AutoModelForCausalLM
+
+        _, told = AutoModelForCausalLM.from_pretrained(path / "merged", output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"]
+
+
+QLORA = [
+    "train.model_init_kwargs.quantization_config.load_in_4bit=true",
+    "train.model_init_kwargs.quantization_config.bnb_4bit_quant_type=nf4",
+    "train.model_init_kwargs.quantization_config.bnb_4bit_compute_dtype=bfloat16",
+    "train.model_init_kwargs.quantization_config.bnb_4bit_quant_storage=bfloat16",
+    "train.bf16=true",
+]
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
+def test_a_quantised_base_is_sharded_and_learns_the_same(llama: Bench, name: str) -> None:
+    """nf4 in bfloat16's clothes goes through FSDP2; in bfloat16 a loss of 8 has steps of 0.03, and means of them less."""
+    pytest.importorskip("bitsandbytes")
+    ranks, accelerate, placements = STRATEGIES[name]
+    path, alone = llama.train(name, ranks, accelerate, *QLORA, stop=True), llama.alone(*QLORA)
+    for key in ("loss", "grad_norm"):
+        assert [e[key] for e in events(path, "step")] == pytest.approx([e[key] for e in events(alone, "step")], rel=0.01)
+    found = distributed(path)
+    assert set(found["placements"]) == placements and found["sharded_share"] < 0.55
+    assert exported(path).keys() == exported(alone).keys()
