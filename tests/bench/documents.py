@@ -41,7 +41,7 @@ def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dic
         "hardware": {"gpu": "NVIDIA H100 80GB HBM3", "gpu_gib": 79.1, "ranks": 2, "nodes": 1, "cpu": "X", "cores": 16,
                      "threads_per_rank": 8, "memory_gib": 128.0},
         "distributed": {"type": "FSDP", "fsdp_version": 2, "mesh": {"dp_shard": 2}},
-        "versions": {"python": "3.11.7", "torch": "2.13.0+cu129", "lm_eval": "absent"},
+        "versions": {"python": "3.11.7", "torch": "main+cu129", "lm_eval": "absent"},
         "image": {"image": "train.sif", "sha256": "ab12"}, "commit": {"commit": "0" * 40, "dirty": False},
         "resolved": {"sha256": "f" * 64, "fingerprint": "e" * 64},
         "course": {"warmup": 1, "steps": 3, "profiled": 2, "rounds": 2}, "ours": ours,

@@ -14,7 +14,7 @@ def test_a_page_holds_what_was_measured_and_on_what() -> None:
     """Hardware, versions, commit, image, recipe and command stand on the page: a figure without them is none."""
     text = page.render(document(), "x.recipe.json")
     for part in (
-        "NVIDIA H100 80GB HBM3, 1 node, 2 ranks", "- commit: 000000000000", "torch 2.13.0+cu129", "train.sif, sha256 ab12",
+        "NVIDIA H100 80GB HBM3, 1 node, 2 ranks", "- commit: 000000000000", "torch main+cu129", "train.sif, sha256 ab12",
         "[x.recipe.json](x.recipe.json)", "`clustertune bench 'a b'`", "FSDP 2 (dp_shard 2)", "| MFU | 40.4 % |",
         "| peak memory of tensors, GPU | 60 GiB |", "Not hidden: 10.0 % of a step", "`nccl/AllGather`",
         "| step_s | 0.4 | 0.5 | 1.25 |", "100 steps (100 steps) take 0.5 h", "Price: 3 USD on demand (a list, 2026-04-29)",

@@ -77,7 +77,10 @@ def test_a_quantised_base_is_frozen_and_of_one_type_under_fsdp1(refused: Refuse)
     words = f"{QUANTIZED}={{load_in_4bit: true}}"
     assert "cannot be trained" in refused(RECIPE, [words, "lora=null"])[0].message
     assert "flattens" in refused(RECIPE, [words, "accelerate=accelerate-fsdp1.yaml"])[0].message
-    assert resolve(RECIPE, [words]).train_args["model_init_kwargs"]["quantization_config"] == {"load_in_4bit": True}
+    assert "write bnb_4bit_quant_storage: bfloat16" in str(refused(RECIPE, [words])[0])
+    parted = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+    taken = resolve(RECIPE, [f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"])
+    assert taken.train_args["model_init_kwargs"]["quantization_config"] == parted
 
 
 def test_every_size_that_does_not_divide_is_told_at_once(refused: Refuse) -> None:

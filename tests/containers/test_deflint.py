@@ -105,7 +105,7 @@ def test_the_base_with_the_defaults_put_in() -> None:
         ("curl -fsSLO https://x/y.tar", "held to no hash"),
         ("curl -fsSL https://x/y.sh | sh -s -- -y", "is run unseen"),
         ('bash -c "$(wget -qO- https://x/y.sh)"', "is run unseen"),
-        ("pip install torch==2.0", "pip takes what the index has today"),
+        ("pip install einops==2.0", "pip takes what the index has today"),
         ("/v/bin/python -m pip --quiet install -r x.txt", "pip takes what the index has today"),
         ("uv pip install --system torch", "pip takes what the index has today"),
         ("git clone --depth 1 https://x/y", "git clone takes what the branch is today"),

@@ -36,7 +36,7 @@ def test_a_recipe_goes_through_the_real_launcher(name: str, two_by_two: Cluster,
             f"--gpus-per-node={each}",
             f"--cpus-per-task={each}",
             "--mem=8G",
-            "--time=00:30:00",
+            "--time=02:00:00",
         ],
     )
     try:

@@ -59,7 +59,7 @@ def test_kernels_that_a_recipe_asks_for_are_looked_for() -> None:
     train = {"use_liger_kernel": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
     told = stack.lacking(seen(), train, "train.sif", gpus=True)
     assert [problem.key for problem in told] == ["train.model_init_kwargs.attn_implementation", "train.use_liger_kernel"]
-    assert not stack.lacking(seen(kernels="0.9", liger_kernel="0.8.5"), train, "train.sif", gpus=True)
+    assert not stack.lacking(seen(kernels="0.9", liger_kernel="0.9"), train, "train.sif", gpus=True)
     assert not stack.lacking(seen(), train, "train.sif", gpus=False)
 
 

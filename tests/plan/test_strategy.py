@@ -167,14 +167,13 @@ def test_fsdp_offload_takes_everything() -> None:
     [
         (f"{NF4}, bnb_4bit_quant_storage: bfloat16", 0.5625, 0.5, 0.0625),
         (f"{NF4}, bnb_4bit_use_double_quant: true, bnb_4bit_quant_storage: bfloat16", 0.5159, 0.5, 0.0159),
-        (f"{NF4}, bnb_4bit_use_double_quant: true", 0.5159, 0.0, 0.5159),
         ("quant_method: fp8", 1.0002, 1.0, 0.0),
         ("quant_method: fbgemm_fp8", 1.0002, 1.0, 0.0),
         ("quant_method: torchao, quant_type: int4_weight_only", 0.5195, 0.5, 0.0),
     ],
 )
 def test_a_quantised_base(words: str, weight: float, gather: float, whole: float) -> None:
-    """Block scales count; bitsandbytes' stay whole on every rank, and FSDP2 splits no uint8."""
+    """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: config/strategy.py refuses that."""
     found = read(quantized(words))
     assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, whole), abs=1e-4)
     check(found, gather_bytes=gather, other_bytes=2)
@@ -235,7 +234,7 @@ def test_megatron() -> None:
     ("overrides", "says"),
     [
         (["accelerate.distributed_type=NO", "accelerate.fsdp_config=null"], "starts one process"),
-        ([f"{PARALLEL}_tp_size=16", "slurm.nodes=4"], "16 does not divide the model's 8 num_key_value_heads"),
+        ([f"{PARALLEL}_tp_size=16", "slurm.nodes=4"], "16 does not divide num_key_value_heads, 8"),
         ([f"{PARALLEL}_cp_size=4", "train.packing=false", "train.max_length=2044"], "train.max_length=2040"),
         ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=7"], "no ZeRO stage 7"),
         (

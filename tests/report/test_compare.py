@@ -44,10 +44,10 @@ def made_run(path: Path, seconds: list[float], *, code: int | None = 0, **recipe
         "fsdp_version": 2,
         "mesh": {"dp_shard": 4},
         "gpu0": "NVIDIA H100 80GB HBM3",
-        "torch": "2.13.0",
+        "torch": "main",
         "device": "cuda:0",
     }
-    written(path / "run.json", {"recipe": resolved, "distributed": told, "versions": {"torch": "2.13.0"}})
+    written(path / "run.json", {"recipe": resolved, "distributed": told, "versions": {"torch": "main"}})
     events: list[dict[str, Any]] = [{"event": "start", "attempt": 1, "step": 0, "world_size": 4}]
     events += [
         {"event": "step", "attempt": 1, "step": n, "seconds": s, "loss": 2.0, "tokens": 10 * n, "memory_bytes": 2**31}
