@@ -29,7 +29,8 @@ class Wanted:
     mesh: dict[str, int]
     placements: frozenset[str]
     overrides: tuple[str, ...] = ()
-    ranks: int = 4
+    ranks: int = 2
+    """Two where one axis is enough; a mesh of two axes takes four."""
     offloaded: float = 0.0
 
 
@@ -40,7 +41,7 @@ ZERO = frozenset({"zero: shard"})
 
 
 def _fsdp(recipe: str, *overrides: str, placements: frozenset[str] = SHARDS, offloaded: float = 0.0) -> Wanted:
-    return Wanted(recipe, "FSDP", {"dp_shard": 4}, placements, overrides, offloaded=offloaded)
+    return Wanted(recipe, "FSDP", {"dp_shard": 2}, placements, overrides, offloaded=offloaded)
 
 
 RUNS = {
@@ -59,22 +60,24 @@ RUNS = {
         "FSDP",
         {"dp_replicate": 2, "dp_shard": 2},
         frozenset({f"dp_replicate: replicate, {JOINT}"}),
+        ranks=4,
     ),
-    "llama1b-oasst2": Wanted("llama1b-oasst2", "MULTI_CPU", {"dp": 4}, WHOLE),
-    "llama1b-oasst2-zero1": Wanted("llama1b-oasst2", "DEEPSPEED", {"dp": 4}, WHOLE, ("accelerate=accelerate-zero1.yaml",)),
-    "llama1b-oasst2-zero2": Wanted("llama1b-oasst2", "DEEPSPEED", {"dp": 4}, WHOLE, ("accelerate=accelerate-zero2.yaml",)),
+    "llama1b-oasst2": Wanted("llama1b-oasst2", "MULTI_CPU", {"dp": 2}, WHOLE),
+    "llama1b-oasst2-zero1": Wanted("llama1b-oasst2", "DEEPSPEED", {"dp": 2}, WHOLE, ("accelerate=accelerate-zero1.yaml",)),
+    "llama1b-oasst2-zero2": Wanted("llama1b-oasst2", "DEEPSPEED", {"dp": 2}, WHOLE, ("accelerate=accelerate-zero2.yaml",)),
     "llama8b-lima": _fsdp("llama8b-lima"),
     "llama8b-qlora-1gpu": Wanted("llama8b-qlora-1gpu", "NO", {"dp": 1}, WHOLE, ranks=1),
-    "llama8b-longcontext-32k": Wanted("llama8b-longcontext-32k", "FSDP", {"dp_shard": 2, "cp": 2}, frozenset({JOINT})),
+    "llama8b-longcontext-32k": Wanted("llama8b-longcontext-32k", "FSDP", {"dp_shard": 2, "cp": 2}, frozenset({JOINT}), ranks=4),
     "llama70b-fsdp2": _fsdp("llama70b-fsdp2", offloaded=1.0),
     "llama70b-tp-fsdp2": Wanted(
         "llama70b-tp-fsdp2",
         "FSDP",
         {"dp_shard": 2, "tp": 2},
         frozenset(f"{JOINT}, tp: {how}" for how in ("shard 0", "shard 1", "replicate")),
+        ranks=4,
     ),
-    "llama70b-zero3-offload": Wanted("llama70b-zero3-offload", "DEEPSPEED", {"dp": 4}, ZERO),
-    "llama70b-zero-infinity": Wanted("llama70b-zero-infinity", "DEEPSPEED", {"dp": 4}, ZERO),
+    "llama70b-zero3-offload": Wanted("llama70b-zero3-offload", "DEEPSPEED", {"dp": 2}, ZERO),
+    "llama70b-zero-infinity": Wanted("llama70b-zero-infinity", "DEEPSPEED", {"dp": 2}, ZERO),
     **{name: _fsdp(name) for name in (f"qwen2.5-{size}-tulu3" for size in ("14b", "32b", "72b"))},
     "mistral7b-alpaca": _fsdp("mistral7b-alpaca"),
     "mixtral8x7b-tulu3": _fsdp("mixtral8x7b-tulu3"),

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.jobs]
 
 @pytest.fixture(scope="module")
 def two_by_two() -> Iterator[Cluster]:
-    """Two nodes with two GPUs each: four ranks, so that a mesh of two axes is one."""
+    """Two nodes with two GPUs each: a mesh of two axes takes all four."""
     with make(2, gpus=2) as cluster:
         yield cluster
 

@@ -1,4 +1,4 @@
-"""Every recipe of the tree really trains, ``--tiny``: its model class, its adapters, its distribution file, on four ranks."""
+"""Every recipe of the tree really trains, ``--tiny``: its model class, its adapters, its distribution file."""
 
 from __future__ import annotations
 
