@@ -42,7 +42,7 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
         }
         size = plan.gpus_per_node * sliced.IN_FLIGHT * largest * each / plan.weight_shards
         return Term(
-            "loading", size, BYTES, "{ranks} ranks x {parts} parts of {count} parameters x {bytes} B / {shards}", values
+            "loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values
         )
     if plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading"):
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
