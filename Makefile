@@ -82,7 +82,7 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
 test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)
 
 test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: power, links, preemption, hangs
 	@$(BIN)/python -m pytest -m "jobs and not long and not containers" --timeout 1800 $(PYTEST_FLAGS)

@@ -78,7 +78,10 @@ LONG_FILES = ("tests/test_chain.py", "tests/training/test_ranks.py", "tests/test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; a file stays in one worker (``--dist loadfile``), for its fixtures."""
+    """The longest files first; a file stays in one worker (``--dist loadfile``), for its fixtures.
+
+    xdist would begin with the files of most tests instead: ``--no-loadscope-reorder``.
+    """
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
 
 
