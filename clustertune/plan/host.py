@@ -41,9 +41,7 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
             "shards": plan.weight_shards,
         }
         size = plan.gpus_per_node * sliced.IN_FLIGHT * largest * each / plan.weight_shards
-        return Term(
-            "loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values
-        )
+        return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
     if plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading"):
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
     values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}

@@ -23,7 +23,7 @@ def checkpoint(run: RunDir, step: int, final: bool) -> Path:
 
 def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    links = chain.Chain(run, SimpleNamespace())  # type: ignore[arg-type]
+    links = chain.Chain(run, SimpleNamespace(recipe=SimpleNamespace(lora={})))  # type: ignore[arg-type]
     checkpoint(run, 2, final=False)
     last = checkpoint(run, 4, final=True)
     run.finish_stage("train", 1.0)

@@ -86,7 +86,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "a batch that does not divide": (["RECIPE", "train.global_batch_size=9"], "9 is no multiple of 8"),
     "a batch of 0": (["RECIPE", "train.global_batch_size=0"], "train.global_batch_size"),
     "a sequence beyond the context": (["RECIPE", "train.max_length=9000"], "the model has 8192 positions"),
-    "heads that do not divide": (["RECIPE", "megatron.tensor_model_parallel_size=16", "slurm.nodes=2",
+    "heads that do not divide": (["RECIPE", "megatron.tensor_model_parallel_size=3", "slurm.nodes=3",
                                   "train.activation_checkpointing=null"], "does not divide"),
     "no override": (["RECIPE", "train.=5"], "is no override"),
     "no such file of lengths": (["RECIPE", "--lengths", "no-such-file"], "no-such-file"),

@@ -234,7 +234,6 @@ def test_megatron() -> None:
     ("overrides", "says"),
     [
         (["accelerate.distributed_type=NO", "accelerate.fsdp_config=null"], "starts one process"),
-        ([f"{PARALLEL}_tp_size=16", "slurm.nodes=4"], "16 does not divide num_key_value_heads, 8"),
         ([f"{PARALLEL}_cp_size=4", "train.packing=false", "train.max_length=2044"], "train.max_length=2040"),
         ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=7"], "no ZeRO stage 7"),
         (

@@ -82,7 +82,7 @@ def test_the_metrics_of_a_run_are_the_sources_fields_and_the_steady_rate(tmp_pat
     assert (found["world_size"], found["gpu0"], found["torch"], found["fsdp"], found["bf16"]) == (
         4,
         ONE["gpu0"],
-        "2.13.0",
+        "main",
         True,
         True,
     )

@@ -133,7 +133,10 @@ def quantised(**changes: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "double"),
-    [(2, {}, True), pytest.param(4, {"dp_replicate": 2, "dp_shard": 2}, False, marks=pytest.mark.jobs)],
+    [
+        pytest.param(2, {}, True, marks=pytest.mark.jobs),
+        pytest.param(4, {"dp_replicate": 2, "dp_shard": 2}, False, marks=pytest.mark.jobs),
+    ],
 )
 def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, sizes: dict[str, int], double: bool) -> None:
     """The whole would lie on every GPU before it is sharded: 215 GB of it for a model of 405B parameters."""

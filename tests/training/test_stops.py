@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from trl import SFTTrainer
 
 from clustertune.errors import ExitCode, Problem, UserError
@@ -18,6 +19,7 @@ from clustertune.launch.plan import check_fence
 from clustertune.process import stop_signals
 from clustertune.training.beat import Beat
 from clustertune.training.events import EventLog
+from clustertune.training.mesh import MeshTrainer
 from clustertune.training.stop import StopFlag
 from clustertune.training.trainer import NothingLeft, Trainer
 
@@ -43,14 +45,14 @@ def make(monkeypatch: pytest.MonkeyPatch, fence: Any = lambda: None, step: int =
     made.group, made.stop, made.beat, made.fence = Ranks(), StopFlag(), Beat(), fence
     made.stopping, made.eval_skipped, made.peak_memory_bytes, made.start_step = False, False, 0, start
     made.state = SimpleNamespace(global_step=step, max_steps=8)
-    made.control, made._metrics, made.model = SimpleNamespace(), {"eval": {}}, SimpleNamespace(train=lambda: None)
+    made.control, made._metrics, made.model = SimpleNamespace(), {"eval": {}}, torch.nn.Linear(1, 1)
 
     def evaluate(self: Any, **kwargs: Any) -> Any:
         self.prediction_step()
         return metrics
 
     monkeypatch.setattr(SFTTrainer, "evaluate", evaluate)
-    monkeypatch.setattr(SFTTrainer, "prediction_step", lambda self: None)
+    monkeypatch.setattr(MeshTrainer, "prediction_step", lambda self: None)
     return made
 
 

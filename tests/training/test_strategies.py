@@ -72,7 +72,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "cp-dp": (4, fsdp(dp_shard=2, cp=2), {SHARDED}),
 }
 """Name -> ranks, accelerate file, where parameters lie."""
-FAST = {("tp", "lora"), ("cp", "lora")}
+FAST = {("cp", "lora")}
 """Those of ``make test``; the others are whole jobs."""
 
 
