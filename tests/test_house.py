@@ -13,7 +13,7 @@ import pytest
 from tests import tree
 
 ORDER = (
-    ("errors", "health", "host"),
+    ("errors", "events", "health", "host"),
     ("console", "lock", "manifest", "process", "storage", "tensorfile"),
     ("config",),
     ("plan", "ops", "containers"),

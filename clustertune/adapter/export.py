@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clustertune.adapter.publish import find_published, staging
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.lock import held
 from clustertune.manifest import MANIFEST, Manifest, find_problems, fsync_path, hash_file, read_manifest, seal
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     try:
         manifest = verify(checkpoint)
         source_sha = hash_file(checkpoint / MANIFEST).sha256
-        published = _find_published(out, checkpoint, source_sha)
+        published = find_published(out, KIND, checkpoint, source_sha, ADAPTER_FILES.__contains__)
         if published is not None:
             say(f"already exported: {out}")
             return _summary(out, published, started, reused=True)
@@ -79,9 +78,9 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     for warning in warnings:
         say(f"warning: {warning}")
     try:
-        with _staging(out) as stage:
+        with staging(out) as stage:
             # Again, now that no other export can be writing: the first look may be minutes old.
-            published = _find_published(out, checkpoint, source_sha)
+            published = find_published(out, KIND, checkpoint, source_sha, ADAPTER_FILES.__contains__)
             if published is None:
                 _write(stage, tensors, expected)
                 published = _publish(stage, out, meta)
@@ -191,50 +190,6 @@ def verify(checkpoint: Path) -> Manifest:
     if problems:
         raise UserError(problems)
     return manifest
-
-
-def _find_published(out: Path, checkpoint: Path, source_sha: str) -> Manifest | None:
-    """The manifest of an adapter of the same checkpoint that lies whole in ``out``, None where ``out`` is free.
-
-    Raises UserError where ``out`` holds anything else: nothing published is overwritten.
-    """
-    if not out.exists():
-        return None
-    elsewhere = "give another --out, or remove it yourself"
-    if not out.is_dir():
-        raise UserError(Problem("is a file", file=str(out), fix=elsewhere))
-    if not (out / MANIFEST).exists():
-        # An export that was killed between its last move and the manifest leaves only files of its own.
-        foreign = sorted(
-            p.name for p in out.iterdir() if p.name not in ADAPTER_FILES and not p.name.startswith(f".{MANIFEST}.")
-        )
-        if foreign:
-            raise UserError(Problem(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere))
-        return None
-    manifest = read_manifest(out, KIND)
-    source = manifest.meta.get("checkpoint", {})
-    if source.get("manifest_sha256") != source_sha:
-        words = f"holds the adapter of {source.get('name')} (step {manifest.meta.get('step')}), not of {checkpoint}"
-        raise UserError(Problem(words, file=str(out), fix=elsewhere))
-    problems = find_problems(out, KIND, allow_extra=True)
-    if problems:
-        raise UserError([*problems, Problem("the adapter that was exported here is damaged", file=str(out), fix=elsewhere)])
-    return manifest
-
-
-@contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A sibling folder of ``out`` that no reader takes for an adapter, for one export at a time, gone afterwards."""
-    stage = out.resolve().with_name(f".{out.resolve().name}.exporting")
-    with held(stage / "lock", "is exporting into it", shown=out, fix="wait for it, then run the same command again"):
-        try:
-            yield stage
-        finally:
-            # The lock last: from then on the folder may be the next export's.
-            for name in (*ADAPTER_FILES, "lock"):
-                (stage / name).unlink(missing_ok=True)
-            with suppress(OSError):
-                stage.rmdir()
 
 
 def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected) -> None:

@@ -12,17 +12,17 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.adapter.export import FILE_MODE, count_bad, export, verify
+from clustertune.adapter.publish import find_published, staged, staging
 from clustertune.checkpoint.store import find_checkpoint
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.lock import held
-from clustertune.manifest import MANIFEST, Manifest, find_problems, fsync_path, hash_file, list_files, read_manifest, seal
+from clustertune.manifest import MANIFEST, Manifest, fsync_path, hash_file, seal
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ SHARD_BYTES = 5_000_000_000
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
           "generation_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
 """Files of the base that go with the weights."""
+_OWN = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json)$")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -103,12 +104,15 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
     try:
         manifest = verify(checkpoint)
         sha = hash_file(checkpoint / MANIFEST).sha256
-        if (published := _published(out, checkpoint, sha)) is not None:
+        if (published := find_published(out, KIND, checkpoint, sha, _is_ours)) is not None:
             say(f"already exported: {out}")
             return _summary(out, published, started, reused=True)
         trained = read_trained(checkpoint)
         work = _Export(checkpoint, manifest, trained)
-        with _staging(out) as stage:
+        with staging(out) as stage:
+            # Again, now that no other export can be writing: the first look may be minutes old.
+            if (published := find_published(out, KIND, checkpoint, sha, _is_ours)) is not None:
+                return _summary(out, published, started, reused=True)
             meta = {
                 "step": int(manifest.meta["step"]),
                 "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": sha},
@@ -119,9 +123,8 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
             for warning in meta["warnings"]:
                 say(f"warning: {warning}")
             out.mkdir(parents=True, exist_ok=True)
-            for file in sorted(stage.iterdir()):
-                if file.name != "lock":
-                    file.replace(out / file.name)
+            for file in staged(stage):
+                file.replace(out / file.name)
             return _summary(out, seal(out, KIND, meta), started, reused=False)
     except OSError as error:
         raise storage_error(error, "writing the model", out) from error
@@ -263,40 +266,9 @@ def _copy_beside(base: Path | None, stage: Path) -> list[str]:
     return [] if has else ["no tokenizer was found: copy the base model's beside the weights"]
 
 
-def _published(out: Path, checkpoint: Path, sha: str) -> Manifest | None:
-    """The manifest of the same export that lies whole in ``out``; None where ``out`` is free. Nothing else is overwritten."""
-    if not out.exists():
-        return None
-    elsewhere = "give another --out, or remove it yourself"
-    if not out.is_dir():
-        raise UserError(Problem("is a file", file=str(out), fix=elsewhere))
-    if not (out / MANIFEST).exists():
-        ours = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json|\.manifest.*)$")
-        named = {file.name for pattern in BESIDE for file in out.glob(pattern)}
-        if foreign := [name for name in list_files(out) if not ours.match(name) and name not in named]:
-            raise UserError(Problem(f"is not empty: {', '.join(foreign[:5])}", file=str(out), fix=elsewhere))
-        return None
-    manifest = read_manifest(out)
-    if manifest.kind != KIND or manifest.meta.get("checkpoint", {}).get("manifest_sha256") != sha:
-        words = f"holds another finished {manifest.kind}, not the model of {checkpoint}"
-        raise UserError(Problem(words, file=str(out), fix=elsewhere))
-    if problems := find_problems(out, KIND, allow_extra=True):
-        raise UserError([*problems, Problem("the model that was exported here is damaged", file=str(out), fix=elsewhere)])
-    return manifest
-
-
-@contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A sibling folder of ``out`` for one export at a time, gone afterwards."""
-    stage = out.resolve().with_name(f".{out.resolve().name}.exporting")
-    with held(stage / "lock", "is exporting into it", shown=out, fix="wait for it, then run the same command again"):
-        try:
-            yield stage
-        finally:
-            for file in [*(p for p in stage.iterdir() if p.name != "lock"), stage / "lock"]:
-                file.unlink(missing_ok=True)
-            with suppress(OSError):
-                stage.rmdir()
+def _is_ours(name: str) -> bool:
+    """Whether an export that was killed leaves such a file."""
+    return bool(_OWN.match(name)) or any(fnmatch(name, pattern) for pattern in BESIDE)
 
 
 def _summary(out: Path, manifest: Manifest, started: float, *, reused: bool) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from clustertune.config.load import find_folder
 from clustertune.config.megatron import require_startable
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError
-from clustertune.launch import visible
+from clustertune.launch import batch, visible
 from clustertune.launch.shape import Shape, shape_overrides, train_shape
 from clustertune.launch.slurm import parse_minutes
-from clustertune.launch.submit import REPO, escape_pattern, header_line, split_script
+from clustertune.launch.submit import REPO
 
 SCRIPT = REPO / "launch" / "bench.sbatch"
 START_MINUTES, ROUND_MINUTES = 20, 40
@@ -23,31 +23,13 @@ done."""
 
 
 @dataclass(frozen=True)
-class BenchJob:
+class BenchJob(batch.BatchJob):
     """What is submitted."""
 
-    script: str
-    """The text of the sbatch file."""
     shape: Shape
-    folder: Path
-    """Where its file and its log go."""
     out: Path
-    arguments: tuple[str, ...]
     overrides: tuple[str, ...]
     """Those of the recipe, with the shape of the job among them."""
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "job.sbatch"
-
-    @property
-    def options(self) -> list[str]:
-        """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
-        return ["--export=NIL", f"--chdir={REPO}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
-
-    def command(self) -> list[str]:
-        """``sbatch`` as it is called."""
-        return ["sbatch", "--parsable", *self.options, str(self.path), *self.arguments]
 
 
 def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str | None) -> BenchJob:
@@ -62,7 +44,12 @@ def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str 
     shape = replace(train_shape(resolved, cluster), minutes=_minutes(asked, cluster, time))
     folder = asked.run_path.absolute().with_name(asked.run_path.name + ".job")
     return BenchJob(
-        render(shape), shape, folder, out.absolute(), tuple(arguments(asked, cluster, word, out, overrides)), overrides
+        render(shape),
+        folder,
+        tuple(arguments(asked, cluster, word, out, overrides)),
+        shape=shape,
+        out=out.absolute(),
+        overrides=overrides,
     )
 
 
@@ -86,11 +73,9 @@ def _minutes(asked: Asked, cluster: Cluster, time: str | None) -> int:
 
 
 def render(shape: Shape) -> str:
-    """The sbatch file: whole nodes where it can be had, so that no neighbour is measured, and never started again."""
-    _, body = split_script(SCRIPT.read_text())
-    options = ["--job-name=bench", *shape.options(), "--exclusive", "--no-requeue", "--export=NIL"]
-    note = "# Derived by clustertune bench --submit from the recipe and the cluster file.\n"
-    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + body
+    """The sbatch file."""
+    note = "Derived by clustertune bench --submit from the recipe and the cluster file."
+    return batch.render("bench", shape, note, SCRIPT.read_text())
 
 
 def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:

@@ -16,6 +16,7 @@ from clustertune.bench import figures, project
 from clustertune.bench.ask import Bench
 from clustertune.bench.drive import Found
 from clustertune.config.cluster_schema import Cluster
+from clustertune.events import read_events
 
 SCHEMA = "clustertune.bench/1"
 CPU_NOTE = "no GPU: ranks are processes on CPUs, so that figures show the program at work, not what a GPU does"
@@ -29,7 +30,7 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     course = bench.asked.course
     shown = str(found.run.path / "attempts")
     ours = figures.measured(found.ours, wanted=course.steps, share=bench.share, shown=shown)
-    events = list(_events(found.run.metrics))
+    events = list(read_events(found.run.metrics))
     ends, started = ends_of(events, found.attempts), startup_of(events, found.attempts)
     device = found.ours[0][0].get("device")
     lengths = bench.lengths
@@ -119,21 +120,6 @@ def _cpu() -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), None)
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """The run's events; a line that is none is passed over."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _median(values: list[float]) -> float | None:

@@ -6,7 +6,6 @@ time. A signal that comes too late costs everything since the last save.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem
+from clustertune.events import read_events
 
 STEP_FACTOR = 1.5
 """The step that a signal meets may be slower than nearly all, and evaluation batches come between."""
@@ -69,22 +69,14 @@ def measured(run_path: Path) -> tuple[list[float], list[float]]:
     """Seconds of the last steps and of the saves of all attempts of a run, in the order of its ``metrics.jsonl``."""
     steps: list[float] = []
     saves: list[float] = []
-    try:
-        with (run_path / "metrics.jsonl").open("rb") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                    seconds = event.get("seconds")
-                except (ValueError, AttributeError, RecursionError):
-                    continue
-                if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-                    continue
-                if event.get("event") == "step":
-                    steps.append(float(seconds))
-                elif event.get("event") == "checkpoint" and event.get("status", "saved") == "saved":
-                    saves.append(float(seconds))
-    except OSError:
-        return [], []
+    for event in read_events(run_path / "metrics.jsonl"):
+        seconds = event.get("seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            continue
+        if event.get("event") == "step":
+            steps.append(float(seconds))
+        elif event.get("event") == "checkpoint" and event.get("status", "saved") == "saved":
+            saves.append(float(seconds))
     return steps[-RECENT:], saves[-RECENT:]
 
 

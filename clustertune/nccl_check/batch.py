@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError
+from clustertune.launch import batch
 from clustertune.launch.shape import Shape
 from clustertune.launch.slurm import parse_minutes
-from clustertune.launch.submit import REPO, escape_pattern, header_line, split_script
+from clustertune.launch.submit import REPO
 from clustertune.nccl_check.check import MARGIN_SECONDS
 
 SCRIPT = REPO / "ops" / "nccl-check" / "nccl-check.sbatch"
 START_MINUTES = 5
 """For the start of the job, of containers and Python, and what is ended late."""
-
-
-@dataclass(frozen=True)
-class CheckJob:
-    """What is submitted."""
-
-    script: str
-    """The text of the sbatch file."""
-    folder: Path
-    """Where its file, its log and the result go."""
-    arguments: tuple[str, ...]
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "job.sbatch"
-
-    @property
-    def options(self) -> list[str]:
-        """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
-        return ["--export=NIL", f"--chdir={REPO}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
-
-    def command(self) -> list[str]:
-        """``sbatch`` as it is called."""
-        return ["sbatch", "--parsable", *self.options, str(self.path), *self.arguments]
 
 
 def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float) -> Shape:
@@ -83,12 +59,10 @@ def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float)
 
 def render(wanted: Shape, source: str | None = None) -> str:
     """The sbatch file. ``source``: the text of its body's file where it was read already."""
-    _, body = split_script(SCRIPT.read_text() if source is None else source)
-    options = ["--job-name=nccl-check", *wanted.options(), "--exclusive", "--no-requeue", "--export=NIL"]
-    note = "# Derived by clustertune nccl-check --submit from the cluster file.\n"
-    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + body
+    note = "Derived by clustertune nccl-check --submit from the cluster file."
+    return batch.render("nccl-check", wanted, note, SCRIPT.read_text() if source is None else source)
 
 
-def make(wanted: Shape, folder: Path, arguments: Sequence[str]) -> CheckJob:
+def make(wanted: Shape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
     """The job. ``arguments`` are those of the command that it runs; its folder is added."""
-    return CheckJob(render(wanted), folder.absolute(), (*arguments, "--out", str(folder.absolute())))
+    return batch.BatchJob(render(wanted), folder.absolute(), (*arguments, "--out", str(folder.absolute())))

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clustertune.events import read_events
 from clustertune.nccl_check.result import bus_factor
 from clustertune.nccl_check.setup import FACTS, LAUNCHED, LOGS, NODE, OUTPUT, RECORDS, Setup
 
@@ -84,7 +85,7 @@ class Round:
     @property
     def spent(self) -> float:
         """Seconds of measuring, by rank 0."""
-        events = list(_events(self.folder / RECORDS.format(rank=0)))
+        events = list(read_events(self.folder / RECORDS.format(rank=0)))
         begun = next((event["at"] for event in events if event.get("event") == "up"), None)
         return max(0.0, float(events[-1]["at"]) - float(begun)) if begun is not None else 0.0
 
@@ -120,7 +121,7 @@ def read_round(folder: Path, setup: Setup) -> Round:
     steps: dict[tuple[int, tuple[int, ...]], Step] = {}
     for rank in range(setup.world_size):
         mine: dict[int, Step] = {}
-        for event in _events(folder / RECORDS.format(rank=rank)):
+        for event in read_events(folder / RECORDS.format(rank=rank)):
             kind, number = event.get("event"), event.get("step")
             if kind == "start":
                 found.started.add(rank)
@@ -147,20 +148,6 @@ def read_round(folder: Path, setup: Setup) -> Round:
     for node in range(len(setup.hosts)):
         found.nodes.append(_json(folder / NODE.format(node=node)) or {})
     return found
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # the last line of a rank that was killed
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _json(path: Path) -> Any:
@@ -391,7 +378,7 @@ def _text(path: Path, most: int, *, ends: bool = False) -> str:
 def progress(folder: Path) -> tuple[int, str]:
     """How many measurements a round has made, and what it measures now, by the file of rank 0."""
     done, now = 0, "the ranks find each other"
-    for event in _events(folder / RECORDS.format(rank=0)):
+    for event in read_events(folder / RECORDS.format(rank=0)):
         if event.get("event") == "done":
             done += 1
         elif event.get("event") == "begin":

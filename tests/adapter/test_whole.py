@@ -130,7 +130,7 @@ def test_nothing_is_written_over(tmp_path: Path, base: Path) -> None:
     assert "is not empty: mine" in refused(make(tmp_path / "ck", ARCHITECTURE), out, base)
     whole.export_model(tmp_path / "ck", tmp_path / "model", base)
     other = make(tmp_path / "ck2", {**ARCHITECTURE, "vocab_size": 64})
-    with pytest.raises(UserError, match="another finished merged"):
+    with pytest.raises(UserError, match=r"holds the model of ck \(step \d+\), not that of"):
         whole.export_model(other, tmp_path / "model", base)
 
 

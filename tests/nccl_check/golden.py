@@ -7,8 +7,8 @@ from pathlib import Path
 from clustertune.commands import nccl_checking as program
 from clustertune.commands import nccl_submitting
 from clustertune.config.cluster import load_cluster
+from clustertune.launch.batch import BatchJob
 from clustertune.nccl_check import batch
-from clustertune.nccl_check.batch import CheckJob
 from tests.launch.machines import CLUSTER_FILES, REPO
 
 GOLDEN = REPO / "tests" / "golden"
@@ -25,7 +25,7 @@ def asked(**changes: object) -> program.Asked:
     return program.Asked(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def job(name: str) -> CheckJob:
+def job(name: str) -> BatchJob:
     cluster = load_cluster(name)
     wanted = batch.shape(cluster, None, None, program.GPU_SECONDS)
     return batch.make(wanted, Path("/folder"), nccl_submitting.arguments(asked(cluster=name), cluster))

@@ -20,6 +20,17 @@ from typing import Any
 
 from tests.command import REPO
 
+FSDP2: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
+"""An accelerate file: shards on all ranks."""
+
 
 class Forge:
     """The process that forks ranks, for as many runs as wanted."""

@@ -13,7 +13,7 @@ import pytest
 from clustertune.chain import open_run
 from clustertune.config.resolve import resolve
 from tests.command import REPO, events, run
-from tests.training.forked import Forge
+from tests.training.forked import FSDP2, Forge
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 
@@ -27,15 +27,6 @@ SOME = ["activation_checkpointing.ratio=0.5", "activation_checkpointing.save=[at
 REGIONAL = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}
 """All of the compiler but for the code that it writes at the end, which takes minutes and changes no number that is asked
 for here; INDUCTOR is the backend of a training."""
-FSDP2 = {
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-    },
-}
 DDP = {"distributed_type": "MULTI_GPU"}
 Train = Callable[..., Path]
 

@@ -16,7 +16,7 @@ from clustertune.chain import open_run
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
 from tests.command import REPO, events, run
-from tests.training.forked import Forge
+from tests.training.forked import FSDP2, Forge
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,15 +27,6 @@ SAME = [
 ]  # fmt: skip
 """No dropout, no packing (context parallelism has neither): what is left is the order of sums."""
 FULL = ["lora=null"]
-FSDP2: dict[str, Any] = {
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-    },
-}
 LOSS, NORM = 5e-6, 1e-4
 """Relative. The strategies add the same numbers in another order: a loss of 8 in float32 moves by one or two of its last bits
 (measured: 1e-6 absolute after three steps). A gradient norm moves more, as one thread's float32 ``vector_norm`` is itself off:
