@@ -21,7 +21,6 @@ from clustertune.config.values import Values
 from clustertune.config.yamlfile import read_text
 from clustertune.errors import Problem, UserError
 
-FILE = "model.json"
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What planning, tiny runs and adapter checks cannot do without."""
 _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto_map", "quantization_config"}

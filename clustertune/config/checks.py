@@ -29,7 +29,6 @@ _PATTERNS = {
     "chat_template": "the name of a file in the recipe folder",
     "time": "a Slurm time such as 48:00:00 or 2-00:00:00",
     "language": "a language code such as en",
-    "base": "the name of a file in recipes/_base, without .yaml",
 }
 QUANTIZATION = "quantization_config"
 _SECRET_FIX = "take it out of the file: log in with `hf auth login` or `wandb login`, and renew what was written down"  # noqa: S105

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import NAME
+from clustertune.config.schema import NAME, named_bases
 from clustertune.config.yamlfile import Document, KeyPath, parse_value, read_yaml
 from clustertune.errors import Problem, UserError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """The recipes that come with the project."""
 COMMAND_LINE = "command line"
+DESCRIPTION = "model.json"
+"""A model's architecture, beside the recipe (config/architecture.py)."""
 BESIDE = ("accelerate", "deepspeed")
 """Prefixes of overrides that go over a file beside the recipe: ``accelerate.fsdp_config.fsdp_version=1``."""
 
@@ -150,8 +152,13 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
     if recipe is None:
         return layers, problems
     asking = command_line if "base" in command_line.data else recipe
-    base = asking.data.get("base")
-    if base is not None:
+    try:
+        bases = named_bases(asking.data.get("base", []))
+    except ValueError as error:
+        problems.append(Problem(str(error), file=asking.place(("base",)), key="base"))
+        del asking.data["base"]  # said once: the schema would say it again
+        bases = []
+    for base in bases:
         try:
             layers.layers.append(_read_base(base, asking, folder, shown))
         except UserError as error:
@@ -176,7 +183,7 @@ def same_model(folder: Path, model: object) -> Path | None:
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str):
         return None
-    for file in sorted(base_folder(folder).parent.glob("*/model.json")):
+    for file in sorted(base_folder(folder).parent.glob(f"*/{DESCRIPTION}")):
         recipe = file.parent / "recipe.yaml"
         try:
             found = read_yaml(recipe, str(recipe)).data.get("model") if name in recipe.read_text("utf-8") else None
@@ -187,16 +194,28 @@ def same_model(folder: Path, model: object) -> Path | None:
     return None
 
 
-def _read_base(base: object, asking: Document, folder: Path, shown: str) -> Layer:
+def find_elsewhere(folder: Path, bases: Iterable[str], model: Mapping[str, Any]) -> list[Path]:
+    """What a recipe is made of and lies outside its folder: its bases, a chat template, the description of its model."""
+    shared = base_folder(folder)
+    found = [shared / f"{name}.yaml" for name in bases]
+    template = model.get("chat_template")
+    if template and not (folder / template).is_file():
+        found.append(shared / template)
+    if not (folder / DESCRIPTION).is_file() and (other := same_model(folder, model)) is not None:
+        found += [other / "recipe.yaml", other / DESCRIPTION]
+    return found
+
+
+def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
     where = base_folder(folder)
     known = [entry.stem for entry in where.glob("*.yaml")]
-    if not isinstance(base, str) or base not in known or not re.fullmatch(NAME, base):
+    if base not in known:
         raise UserError(
             Problem(
-                f"there is no base {base!r}" if isinstance(base, str) else "must be the name of a file in recipes/_base",
+                f"there is no base {base!r}",
                 file=asking.place(("base",)),
                 key="base",
-                fix=did_you_mean(str(base), known),
+                fix=did_you_mean(base, known),
             )
         )
     name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where.parent == folder.parent else f"recipes/_base/{base}.yaml"

@@ -11,7 +11,7 @@ from typing import Any
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
 from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, recomputation, strategy
-from clustertune.config.load import COMMAND_LINE, Layer, Layers, base_folder, find_folder, read_layers, same_model
+from clustertune.config.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
 from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, Megatron, Recipe
 from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
@@ -82,10 +82,10 @@ class _Work:
         self.megatron = megatron.read(self.values)
         self._read_distribution(folder, shown)
         try:
-            own = (folder / arch.FILE).is_file()
+            own = (folder / DESCRIPTION).is_file()
             place = None if own else same_model(folder, self.values.get("model"))
-            file = (f"{shown}/{arch.FILE}", folder) if place is None else (f"{place.name}/{arch.FILE}", place)
-            self.architecture = arch.read_architecture(file[1] / arch.FILE, file[0])
+            file = (f"{shown}/{DESCRIPTION}", folder) if place is None else (f"{place.name}/{DESCRIPTION}", place)
+            self.architecture = arch.read_architecture(file[1] / DESCRIPTION, file[0])
         except UserError as error:
             self.problems += error.problems
         model = self.values.get("model")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -186,11 +187,19 @@ class PlanFacts(Section):
     """Matrix products are computed in float8 (torchao, Transformer Engine)."""
 
 
+def named_bases(base: object) -> list[str]:
+    """One name or several, the weakest first. Raises ValueError."""
+    names = base if isinstance(base, list) else [base]
+    if not all(isinstance(name, str) and re.fullmatch(NAME, name) for name in names):
+        raise ValueError("must be the name of a file in recipes/_base without .yaml, or a list of such names")
+    return list(names)
+
+
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
-    base: Annotated[str, Field(pattern=rf"^{NAME}$")] | None = None
-    """A file of ``recipes/_base``, without ``.yaml``; one level, never a chain."""
+    base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
+    """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
     model: Model
     data: Data
     train: dict[str, Any]

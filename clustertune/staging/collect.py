@@ -14,6 +14,7 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.config.cluster_schema import Cluster
+from clustertune.config.load import find_elsewhere
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
@@ -180,15 +181,12 @@ class Collector:
 
     def _recipe(self) -> list[Part]:
         folder = Path(self._resolved.folder)
-        found = Part("recipe", folder.name, f"{parcel.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))
-        base = self._resolved.recipe.base
-        if base is None:
-            return [found]
-        from clustertune.config.load import RECIPES
-
-        beside = folder.parent / "_base"
-        root = beside if beside.is_dir() else RECIPES / "_base"
-        return [found, Part("recipe", base, f"{parcel.RECIPES}/_base", root, [_one(root / f"{base}.yaml")])]
+        found = [Part("recipe", folder.name, f"{parcel.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
+        recipe = self._resolved.recipe
+        for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
+            target = f"{parcel.RECIPES}/{path.parent.name}"
+            found.append(Part("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
+        return found
 
     def _survey(self, root: Path, what: str) -> list[SourceFile]:
         return worker.survey(root, what, self._bounds)

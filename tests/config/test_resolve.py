@@ -239,6 +239,26 @@ def test_a_base_has_no_base(recipes: Path, refused: Refuse) -> None:
     assert problem.key == "base" and problem.file.endswith("_base/sft-lora.yaml:1")
 
 
+def test_of_two_bases_the_last_is_the_stronger(recipes: Path) -> None:
+    for name, rate in (("low", "1.0e-5"), ("high", "3.0e-5")):
+        more = ", weight_decay: 0.3" if name == "low" else ""
+        (recipes / "_base" / f"{name}.yaml").write_text(f"train: {{adam_epsilon: {rate}{more}}}\n")
+    resolved = resolve(recipes / "tiny-oasst2", ["base=[sft-lora,low,high]"])
+    assert resolved.train_args["adam_epsilon"] == 3e-5 and resolved.origins["train.adam_epsilon"] == "base high"
+    assert resolved.train_args["weight_decay"] == 0.3 and resolved.origins["train.weight_decay"] == "base low"
+
+
+@pytest.mark.parametrize("base", ["5", "{a: 1}", "[sft-lora, 5]", "../_base/sft-lora", "[[sft-lora]]"])
+def test_what_is_no_name_of_a_base_is_said_once(refused: Refuse, base: str) -> None:
+    (problem,) = refused("tiny-oasst2", [f"base={base}"])
+    assert problem.key == "base" and "or a list of such names" in problem.message
+
+
+def test_one_wrong_name_among_bases(refused: Refuse) -> None:
+    (problem,) = refused("tiny-oasst2", ["base=[sft-lora,oast2]"])
+    assert problem.message == "there is no base 'oast2'" and problem.fix == "did you mean oasst2?"
+
+
 def test_a_problem_of_the_base_is_named_there(recipes: Path, refused: Refuse) -> None:
     edit(recipes / "_base" / "sft-lora.yaml", "lr_scheduler_type: cosine", "lr_scheduler_type: cosin")
     problem = refused(recipes / "tiny-oasst2")[0]

@@ -134,8 +134,14 @@ def make_hub_recipe(place: Path, model: Path) -> tuple[Path, Path]:
         "{name: tiny-oasst2, input: conversations.jsonl, format: oasst-tree, language: en}",
         f"{{name: {DATASET}, revision: {REVISION}, format: messages}}",
     )
-    (folder / "recipe.yaml").write_text(text)
-    shutil.copy(model / "config.json", folder / "model.json")
+    (folder / "recipe.yaml").write_text(text.replace("base: sft-lora", "base: [sft-lora, calm]"))
+    # The model is described by another recipe that trains it, and there are two bases: both must go along.
+    (folder / "model.json").unlink()
+    described = folder.parent / "described"
+    described.mkdir()
+    (described / "recipe.yaml").write_text(f"model: {{name: {MODEL}, revision: {REVISION}}}\n")
+    shutil.copy(model / "config.json", described / "model.json")
+    (folder.parent / "_base" / "calm.yaml").write_text("train: {adam_epsilon: 1.0e-7}\n")
     (folder / "conversations.jsonl").unlink()
     stand_in = task.read_task_file()
     file = needs.snapshot(home / "hub", "datasets", stand_in.hub.name, stand_in.hub.revision) / stand_in.hub.file

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertune import manifest
+from clustertune.config.load import find_elsewhere
 from clustertune.config.resolve import resolve
 from clustertune.staging import isolate, needs, parcel
 from tests.command import REPO, SHORT
@@ -33,6 +34,25 @@ def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--quiet", parcel.SUMS], cwd=staged, check=True)
     assert manifest.find_problems(staged, parcel.KIND) == []
     assert parcel.model_folder(staged) == model
+    there = {
+        path.relative_to(staged / parcel.RECIPES).as_posix() for path in (staged / parcel.RECIPES).rglob("*") if path.is_file()
+    }
+    assert {"_base/sft-lora.yaml", "_base/calm.yaml", "described/model.json", "described/recipe.yaml"} <= there
+    assert "_base/tulu3.yaml" not in there
+
+
+def test_all_that_a_recipe_is_made_of_is_found(tmp_path: Path) -> None:
+    """Its bases, a shared chat template and the description of its model lie outside its folder."""
+    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
+    mine = tmp_path / "recipes/mine"
+    shutil.copytree(REPO / "recipes/mixtral8x7b-tulu3", mine)
+    (mine / "model.json").unlink()
+    model = resolve(mine).recipe.model.model_dump()
+    found = {path.relative_to(tmp_path / "recipes").as_posix() for path in find_elsewhere(mine, ["tulu3"], model)}
+    other = "mixtral8x7b-tulu3"
+    assert found == {"_base/tulu3.yaml", "_base/mistral.jinja", f"{other}/recipe.yaml", f"{other}/model.json"}
+    (mine / "mistral.jinja").write_text("own")
+    assert len(find_elsewhere(mine, [], model)) == 2
 
 
 @pytest.mark.jobs
