@@ -367,15 +367,6 @@ def _is_final(checkpoint: store.Checkpoint) -> bool:
     return bool(manifest.read_manifest(checkpoint.path).meta.get("final"))
 
 
-def losses(run: RunDir) -> tuple[float | None, float | None]:
-    """Eval loss before training and at the end; the training loss where nothing was evaluated."""
-    from clustertune.report.metrics import read_metrics
-
-    metrics = read_metrics(run.metrics)
-    values = [e.eval_loss for e in metrics.evals] or [s.loss for s in metrics.steps]
-    return (values[0], values[-1]) if values else (None, None)
-
-
 def command_line() -> list[str]:
     """How this process was started."""
     return ["clustertune", *sys.argv[1:]]

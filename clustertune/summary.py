@@ -1,4 +1,4 @@
-"""The table at the end of a run: stages with their seconds, loss before and after, the scores, where everything lies."""
+"""The table at the end of a run: stages with their seconds, the first and the last loss, the scores, where everything lies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from clustertune.ifeval import scores
+from clustertune.report import content
+from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
 
 
 def render(
     run: RunDir,
     stages: Mapping[str, Mapping[str, Any]],
-    losses: tuple[float | None, float | None],
     evaluation: Mapping[str, Any] | None,
     console: Console,
 ) -> None:
@@ -30,8 +31,13 @@ def render(
     table.add_row("total", f"{sum(done):.1f}", "")
     console.print()
     console.print(table)
-    if losses[0] is not None and losses[1] is not None:
-        console.print(f"\neval loss: {losses[0]:.4f} before, {losses[1]:.4f} after", markup=False)
+    metrics = read_metrics(run.metrics)
+    name, found = "eval loss", content.eval_losses(metrics)
+    if found is None:
+        name, found = "training loss", content.train_losses(metrics)
+    if found is not None:
+        when, values = found
+        console.print(f"\n{name}, {when}: {', '.join(f'{value:.4f}' for value in values)}", markup=False)
     if evaluation:
         console.print()
         scores.render(evaluation, console)

@@ -138,8 +138,10 @@ COMMANDS |= {
 
 BENCH = "tests/bench/test_command.py::"
 COMMANDS |= {
-    "clustertune bench tiny-oasst2 --steps 4 --warmup 1 --profile 1": f"{BENCH}test_a_recipe_is_measured_against_trl",
-    "clustertune bench tiny-oasst2 --against trl --steps 4 --warmup 1 --profile 0 --no-ends": (
+    "clustertune bench tiny-oasst2 --steps 4 --warmup 1 --profile 1 --out /tmp/bench": (
+        f"{BENCH}test_a_recipe_is_measured_against_trl"
+    ),
+    "clustertune bench tiny-oasst2 --against trl --steps 4 --warmup 1 --out /tmp/bench-trl": (
         f"{BENCH}test_a_recipe_is_measured_against_trl"
     ),
     "clustertune bench llama405b-oasst2 --synthetic --submit --cluster rno-rtxpro6000 --dry-run": (

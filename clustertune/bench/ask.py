@@ -15,6 +15,7 @@ from clustertune.config.tiny import ranks as tiny_ranks
 from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
+from clustertune.report.source import counted_share
 from clustertune.training.course import Course
 
 HELD_OUT = 0.05
@@ -40,6 +41,8 @@ class Asked:
     run_path: Path
     elsewhere: bool = False
     """It runs in a job, or is only told: the recipe keeps its ranks."""
+    replace: bool = False
+    """Another result of the same name may be written over."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Bench:
 
     @property
     def share(self) -> float:
-        """What of the ranks' tokens counts: ranks of one tensor or context parallel group read the same sequences."""
-        return self.measured.data_parallel_size / self.measured.world_size
+        """What of the ranks' tokens counts."""
+        return counted_share(self.measured.data_parallel_size, self.measured.world_size)
 
     @property
     def lengths(self) -> Lengths | None:

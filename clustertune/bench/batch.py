@@ -89,7 +89,7 @@ def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overr
     words = [str(find_folder(asked.recipe)[0].absolute()), *overrides, "--inside", "--cluster", named]
     words += ["--steps", str(course.steps), "--warmup", str(course.warmup), "--profile", str(course.profiled)]
     words += ["--rounds", str(asked.rounds), *(["--against", against] if against else [])]
-    flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends}
+    flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends, "--replace": asked.replace}
     words += [flag for flag, given in flags.items() if given]
     return [*words, "--run-dir", str(asked.run_path.absolute()), "--out", str(out.absolute())]
 

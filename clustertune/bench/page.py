@@ -9,13 +9,6 @@ from typing import Any
 NONE = "-"
 
 
-def name_of(body: Mapping[str, Any]) -> str:
-    """File name without suffix: recipe, what it ran on, how many ranks."""
-    kind = body["utilisation"].get("gpu") or ("gpu" if body["hardware"]["gpu"] else "cpu")
-    parts = [body["recipe"], "tiny" if body["tiny"] else "", "synthetic" if body["synthetic"] else "", kind]
-    return "-".join(part for part in parts if part) + f"-x{body['hardware']['ranks']}"
-
-
 def number(value: Any, digits: int = 3) -> str:
     """A figure for a table; ``-`` where there is none."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -79,6 +72,8 @@ def _head(body: Mapping[str, Any], recipe_file: str) -> Iterator[str]:
     image = body["image"] or {}
     yield f"- image: {image.get('image', 'none')}" + (f", sha256 {image['sha256']}" if image.get("sha256") else "")
     yield f"- recipe: [{recipe_file}]({recipe_file}), sha256 {body['resolved']['sha256'][:16]}"
+    if changed := body.get("overrides"):
+        yield f"- overrides: `{shlex.join(changed)}`"
     yield f"- distribution: {distribution(body)}"
     if body["command"]:
         yield f"- command: `{shlex.join(map(str, body['command']))}`"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import chain
-from clustertune.bench import figures, project
-from clustertune.bench.ask import Bench
+from clustertune.bench import figures, project, published
+from clustertune.bench.ask import Asked, Bench
 from clustertune.bench.drive import Found
 from clustertune.config.cluster_schema import Cluster
 from clustertune.events import read_events
@@ -45,6 +45,7 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "model": bench.whole.recipe.model.name,
         "dataset": bench.whole.recipe.data.name if not bench.asked.synthetic else "made up",
         "bf16": bool(bench.measured.train_args.get("bf16")),
+        "overrides": changed(bench.asked),
         "tiny": bench.asked.tiny,
         "synthetic": bench.asked.synthetic,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -67,6 +68,12 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     body["notes"] = list(_notes(bench, found, body))
     told: dict[str, Any] = relative(body)
     return told
+
+
+def changed(asked: Asked) -> list[str]:
+    """What the recipe was changed by, with paths as seen from here."""
+    found: list[str] = relative(published.changes(asked.overrides))
+    return found
 
 
 def resolved_recipe(bench: Bench) -> dict[str, Any]:

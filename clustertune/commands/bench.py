@@ -39,6 +39,7 @@ def bench(
         Path | None,
         typer.Option("--out", metavar="DIR", parser=path_argument, help="For the result; without it docs/results/bench."),
     ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Write over another result of the same name.")] = False,
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The run's new folder; else below runs/bench.")
     ] = None,
@@ -70,6 +71,7 @@ def bench(
         synthetic=synthetic,
         run_path=run_dir or new_run_path(recipe),
         elsewhere=submit or inside,
+        replace=replace,
     )
     wanted = Wanted(asked, cluster, out or Path("docs", "results", "bench"), submit, time, inside, dry_run, as_json)
     raise typer.Exit(answer(wanted))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from clustertune import chain, secrets
-from clustertune.bench import ask, batch, page, peer, project
+from clustertune.bench import ask, batch, page, peer, project, published
 from clustertune.config.cluster import load_cluster
+from clustertune.config.hardware import recognise
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.launch.local import accelerate_command, rank_program
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from clustertune.bench.ask import Asked, Bench
     from clustertune.config.cluster_schema import Cluster
 
+TAKEN = "is another result of the same recipe, machine, ranks and overrides: nothing published is written over"
+OTHERWISE = "--out DIR for another place, or --replace"
 _SPARE = 0.9
 """Share of the free memory that random weights may take here."""
 
@@ -58,13 +63,15 @@ def answer(wanted: Wanted) -> int:
     _check_usage(wanted)
     secrets.read_env(secrets.DEFAULT)
     cluster = load_cluster(wanted.cluster)
+    if problems := _folder_problems(wanted):
+        raise UserError(problems)
     if wanted.submit:
         return _submit(wanted, cluster)
     bench = ask.make(wanted.asked)
+    _check_place(bench, wanted)
     if wanted.dry_run:
         _show(bench, wanted, cluster)
         return 0
-    _check_place(bench, wanted)
     return _measure(bench, wanted, cluster)
 
 
@@ -89,18 +96,52 @@ def _check_usage(wanted: Wanted) -> None:
         raise UserError(problems)
 
 
+def _folder_problems(wanted: Wanted) -> list[Problem]:
+    """Folders that cannot be made, or are not this benchmark's own."""
+    found = []
+    for path, key, what in ((wanted.asked.run_path, "--run-dir", "a run needs"), (wanted.out, "--out", "results need")):
+        try:
+            there = next(part for part in (path, *path.absolute().parents) if part.exists())
+            if not there.is_dir():
+                found.append(Problem(f"is a file, {what} a folder", file=str(there), key=key, fix="give a folder"))
+            elif key == "--run-dir" and there == path and any(path.iterdir()):
+                text, fix = "is not empty: each benchmark has a folder of its own", "give a new one, or leave it out"
+                found.append(Problem(text, file=str(path), key=key, fix=fix))
+        except OSError as error:  # a name that is too long, a folder that is closed
+            raise storage_error(error, f"{key} cannot be read", path) from None
+    return found
+
+
 def _check_place(bench: Bench, wanted: Wanted) -> None:
     """Raise UserError for what would only be found out after minutes."""
-    path, problems = wanted.asked.run_path, []
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        problems.append(Problem("is not empty: each benchmark has a folder of its own", file=str(path), key="--run-dir"))
-    if wanted.out.exists() and not wanted.out.is_dir():
-        problems.append(Problem("is a file, results need a folder", file=str(wanted.out), key="--out"))
+    problems = []
+    if (name := _expected_name(bench)) is not None and (wanted.out / f"{name}.json").exists() and not wanted.asked.replace:
+        problems.append(Problem(TAKEN, file=str(wanted.out / f"{name}.json"), key="--out", fix=OTHERWISE))
     if wanted.asked.synthetic and not chain.visible_gpus() and (text := _too_large(bench)):
         fix = "run it where there are GPUs: --submit, or a recipe folder with a smaller model.json"
         problems.append(Problem(text, file=bench.whole.name, key="model", fix=fix))
     if problems:
         raise UserError(problems)
+
+
+def _expected_name(bench: Bench) -> str | None:
+    """What the result will be called, as far as this process can know: the ranks say later what they run on."""
+    from clustertune.bench import result
+
+    kind: str | None = "cpu"
+    if chain.visible_gpus():
+        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        try:
+            told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        names = {line.strip() for line in told.splitlines()}
+        kind = recognise(names.pop()) or "gpu" if len(names) == 1 else None
+    asked, ranks = bench.asked, bench.measured.world_size
+    if kind is None:
+        return None
+    changed, recipe = result.changed(asked), bench.whole.name
+    return published.file_name(recipe, tiny=asked.tiny, synthetic=asked.synthetic, kind=kind, ranks=ranks, changed=changed)
 
 
 def _too_large(bench: Bench) -> str | None:
@@ -133,22 +174,34 @@ def _measure(bench: Bench, wanted: Wanted, cluster: Cluster) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
         found = drive.measure(bench, chain.command_line(), cluster if given else None, given)
         body = result.document(bench, found, cluster)
-    name = page.name_of(body)
-    recipe_file = f"{name}.recipe.json"
-    body["resolved"]["file"] = recipe_file
-    import json
-
-    try:
-        wanted.out.mkdir(parents=True, exist_ok=True)
-        write_durably(wanted.out / recipe_file, result.recipe_text(bench))
-        write_durably(wanted.out / f"{name}.json", json.dumps(body, indent=1) + "\n")
-        write_durably(wanted.out / f"{name}.md", page.render(body, recipe_file))
-    except OSError as error:
-        raise storage_error(error, "cannot hold the result", error.filename or wanted.out) from None
-    _tell(body, wanted.out / name)
+    _keep(bench, wanted, body)
     if wanted.as_json:
         emit_json(body)
     return 0
+
+
+def _keep(bench: Bench, wanted: Wanted, body: dict[str, Any]) -> None:
+    """Write the result, and say what it is; into the run folder, with a UserError, where another one has its place."""
+    from clustertune.bench import result
+
+    name = published.name_of(body)
+    recipe_file = f"{name}.recipe.json"
+    body["resolved"]["file"] = recipe_file
+    texts = {
+        recipe_file: result.recipe_text(bench),
+        f"{name}.json": json.dumps(body, indent=1) + "\n",
+        f"{name}.md": page.render(body, recipe_file),
+    }
+    try:
+        taken = [] if wanted.asked.replace else published.others(wanted.out, texts)
+        folder = wanted.asked.run_path if taken else wanted.out
+        published.write(folder, texts)
+    except OSError as error:
+        raise storage_error(error, "cannot hold the result", error.filename or wanted.out) from None
+    _tell(body, folder / name)
+    if taken:
+        fix = f"copy {folder / name}.* to a place of its own, or measure again with --replace"
+        raise UserError(Problem(TAKEN, file=str(taken[0]), key="--out", fix=fix))
 
 
 def _tell(body: dict[str, Any], path: Path) -> None:

@@ -18,7 +18,7 @@ def add(app: typer.Typer) -> None:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_OR_JSON...", help="Run folders, results of bench, metrics.json of a run or a source."),
+        typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, results of bench, metrics.json files."),
     ],
     out: Annotated[
         Path | None,

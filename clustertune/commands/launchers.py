@@ -154,7 +154,7 @@ def ray_train(
 
 def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
     """What a finished chain says: a table on stderr, or one document on stdout."""
-    from clustertune import chain, summary
+    from clustertune import summary
 
     scores = None
     if (run.eval / "ifeval.json").is_file():
@@ -163,7 +163,7 @@ def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
     if as_json:
         emit_json({"run_dir": str(run.path), "stages": stages, "ifeval": scores["scores"] if scores else None})
         return
-    summary.render(run, stages, chain.losses(run), scores, console.stderr)
+    summary.render(run, stages, scores, console.stderr)
 
 
 def sky(

@@ -10,14 +10,16 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest
-from clustertune.report import content
+from clustertune.report import content, source
 from clustertune.report.format import number
+from clustertune.report.forms import is_number
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _LOCAL = (("data", "input"), ("model", "path"), ("staged",))
 """Keys of a recipe that hold a path: left out of the card, which is for other machines."""
+_TEMPLATE_HERE = "\0chat template\0"
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,60}")
 """The form of the Hub's licence identifiers."""
 
@@ -36,7 +38,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     metrics = read_metrics(run.metrics)
     ifeval = _read_ifeval(run)
     base, on_hub = str(content.get(recipe, "model", "name")), content.get(recipe, "model", "weights") == "hub"
-    revision = content.get(recipe, "model", "revision")
+    revision, template = content.get(recipe, "model", "revision"), content.get(document, "recipe", "chat_template")
     values = {
         "metadata": _metadata(recipe, ifeval, licence, repo),
         "title": repo.partition("/")[2],
@@ -48,6 +50,8 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         "base": base,
         "revision_argument": f', revision="{revision}"' if revision else "",
         "repo": repo,
+        "chat_template": None if template is None else _TEMPLATE_HERE,
+        "fence": _fence(str(template)),
         "recipe": _recipe_text(recipe),
         "versions": [[key, _cell(value)] for key, value in _versions(document)],
         "files": [[name, record.size, record.digest] for name, record in sorted(sealed.files.items())],
@@ -56,7 +60,8 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
-    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+    text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+    return text.replace(_TEMPLATE_HERE, str(template).rstrip("\n"))  # behind the line above: its blank lines are tokens
 
 
 def _metadata(recipe: Mapping[str, Any], ifeval: Mapping[str, Any] | None, licence: str | None, repo: str) -> str:
@@ -86,10 +91,10 @@ def _metadata(recipe: Mapping[str, Any], ifeval: Mapping[str, Any] | None, licen
 
 def _benchmark_scores(ifeval: Mapping[str, Any] | None) -> dict[str, float]:
     """IFEval's scores where it was the benchmark, whole: anything else is no result that others may compare with."""
-    dataset = content.get(ifeval, "dataset") or {}
-    if not dataset.get("is_benchmark") or dataset.get("limited"):
+    whole = content.get(ifeval, "dataset", "is_benchmark") is True and not content.get(ifeval, "dataset", "limited")
+    if ifeval is None or not whole or content.ifeval_content(ifeval) is None:
         return {}
-    return dict(content.get(ifeval, "scores") or {})
+    return dict(ifeval["scores"])
 
 
 def _notes(document: Mapping[str, Any], metrics: Metrics, sealed: Manifest, on_hub: bool) -> list[str]:
@@ -113,30 +118,39 @@ def _origin(recipe: Mapping[str, Any], licence: str | None) -> Iterator[tuple[st
 
 def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed: Manifest) -> Iterator[tuple[str, Any]]:
     """Distribution, hardware, steps, losses, time."""
-    distributed, nodes = document.get("distributed") or {}, content.get(document, "allocation", "nodes")
-    compute = content.get(document, "cluster", "compute") or {}
+    distributed = document.get("distributed") or {}
+    ranks = distributed.get("world_size") or content.get(document, "recipe", "world_size")
     kinds = [str(distributed.get("type") or ""), f"version {v}" if (v := distributed.get("fsdp_version")) else ""]
     yield "distribution", " ".join(kind for kind in kinds if kind)
-    yield "ranks", distributed.get("world_size") or content.get(document, "recipe", "world_size")
-    yield "nodes", len(nodes) if nodes else None
-    yield "GPUs", f"{compute.get('gpus')} x {compute['gpu']} a node" if compute.get("gpu") else None
-    if not compute and (gpus := content.get(document, "host", "gpus")) is not None:
-        yield "GPUs of the machine", gpus or "none: trained on CPUs"
+    yield "ranks", ranks
+    yield "nodes", source.nodes_of(run.path, document)
+    yield "GPUs", _gpus(document, ranks)
     yield "optimizer steps", sealed.meta.get("step")
     yield "trained parameters", sealed.meta.get("parameters")
-    yield "adapter's types", ", ".join(sealed.meta.get("dtypes") or [])
-    losses = [step.loss for step in metrics.steps if step.loss is not None]
-    if losses:
-        yield "training loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}"
-    evals = [found.eval_loss for found in metrics.evals if found.eval_loss is not None]
-    if evals:
-        yield "eval loss, before and after", f"{evals[0]:.4f}, {evals[-1]:.4f}"
-    yield "hours of training", _hours(run)
+    yield "adapter's types", ", ".join(map(str, sealed.meta.get("dtypes") or []))
+    for name, found in (("training loss", content.train_losses(metrics)), ("eval loss", content.eval_losses(metrics))):
+        if found is not None:
+            when, values = found
+            yield f"{name}, {when}", ", ".join(f"{value:.4f}" for value in values)
+    yield "hours of training", _hours(run, metrics)
 
 
-def _hours(run: RunDir) -> str | None:
-    record = run.stage("train")
-    return f"{record['seconds'] / 3600:.2f}" if record and isinstance(record.get("seconds"), int | float) else None
+def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
+    """What the ranks ran on, one GPU each: a node may have more than they took. None: the run does not say."""
+    told = document.get("distributed")
+    if content.get(told, "device") == "cpu":
+        return "none: trained on CPUs"
+    kind = content.get(told, "gpu0") or content.get(document, "cluster", "compute", "gpu")
+    if kind is None and content.get(told, "device") is None:
+        return None
+    return f"{ranks} x {kind or 'GPU'}" if ranks else None
+
+
+def _hours(run: RunDir, metrics: Metrics) -> str | None:
+    """Of all tries that ended: the stage's own record has the last one only."""
+    tries = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)
+    seconds = tries or content.get(run.stage("train"), "seconds")
+    return f"{seconds / 3600:.2f}" if is_number(seconds) else None
 
 
 def _scores(ifeval: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -156,6 +170,11 @@ def _versions(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from (document.get("versions") or {}).items()
     yield "image's SHA-256", content.get(document, "container", "sha256")
     yield "run", content.get(document, "fingerprint")
+
+
+def _fence(text: str) -> str:
+    """Backquotes that end nowhere in a text."""
+    return "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
 
 
 def _recipe_text(recipe: Mapping[str, Any]) -> str:

@@ -16,11 +16,14 @@ from clustertune.config.native_rules import holds_secret
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, hash_file, list_files, read_manifest
 from clustertune.push.card import build_card
+from clustertune.report import forms
+from clustertune.report.content import get
 from clustertune.rundir import RunDir
 
 CARD = "README.md"
 ALLOWED = (*ADAPTER_FILES, CARD)
 """All that a push ever sends."""
+BASE = ("recipe", "recipe", "model", "name")
 HEADER_LIMIT = 100 << 20
 """The safetensors format's own limit of its header, in bytes."""
 _ROOTS = (
@@ -75,6 +78,14 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     that keeps the adapter from being pushed.
     """
     document = run.read()
+    fix = "push from the folder that the training wrote: this file was changed, or is no run's"
+    problems = forms.find_problems(document, forms.RUN, str(run.run_json), fix)
+    if not problems and get(document, *BASE) is None:
+        problems = [
+            Problem("is missing: the card must name the base model", file=str(run.run_json), key=".".join(BASE), fix=fix)
+        ]
+    if problems:
+        raise UserError(problems)
     if problems := _refusals(run, document):
         raise UserError(problems)
     if problems := find_problems(run.adapter, "adapter", allow_extra=True):

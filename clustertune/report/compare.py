@@ -7,22 +7,23 @@ model, other data, other hardware, a run that was killed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.report import forms
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, read_metrics
-from clustertune.report.source import FIELDS, STEADY, describe, steady_step
+from clustertune.report.source import FIELDS, STEADY, describe, nodes_of, steady_step
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA = "clustertune.compare/1"
 BENCH = "clustertune.bench/1"
+GIVE = "give a run folder, a result of clustertune bench, or a metrics.json"
 LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""
 NONE, NO_GPU = "-", "no GPU"
@@ -93,6 +94,7 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "loss": ("Loss, last step", _number),
     "steps": ("Steps", str),
     "recipe": ("Recipe", str),
+    "overrides": ("Overrides", str),
     "model": ("Model", str),
     "dataset": ("Data", str),
     "distribution": ("Distribution", str),
@@ -102,7 +104,7 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "status": ("State", str),
 }
 """Figures of a column: title and form."""
-MUST_AGREE = ("recipe", "model", "dataset", "gpu0", "torch", "bf16")
+MUST_AGREE = ("recipe", "overrides", "model", "dataset", "gpu0", "torch", "bf16")
 """What, where it differs, a reader must know before he compares rates."""
 
 
@@ -165,21 +167,20 @@ def read(path: Path) -> Entry:
     """A run folder, a bench result or a metrics JSON. Raises UserError."""
     if path.is_dir():
         return _run(path)
-    fix = "give a run folder, a result of clustertune bench, or a metrics.json"
     try:
         if path.stat().st_size > LARGEST:
-            raise UserError(Problem(f"is larger than {LARGEST >> 20} MiB", file=str(path), fix=fix))
+            raise UserError(Problem(f"is larger than {LARGEST >> 20} MiB", file=str(path), fix=GIVE))
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(Problem("no such file or folder", file=str(path), fix=fix)) from None
+        raise UserError(Problem("no such file or folder", file=str(path), fix=GIVE)) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable: {str(error).splitlines()[0]}", file=str(path), fix=fix)) from None
+        raise UserError(Problem(f"unreadable: {str(error).splitlines()[0]}", file=str(path), fix=GIVE)) from None
     if get(body, "schema") == BENCH:
         return _bench(path, body)
     if isinstance(body, dict) and all(key in body for key in FIELDS[:4]):
         return _metrics(path, body)
     missing = [key for key in FIELDS[:4] if not isinstance(body, dict) or key not in body]
-    raise UserError(Problem(f"is neither a bench result nor metrics: it lacks {', '.join(missing)}", file=str(path), fix=fix))
+    raise UserError(Problem(f"is neither a bench result nor metrics: it lacks {', '.join(missing)}", file=str(path), fix=GIVE))
 
 
 def _shown(path: Path) -> str:
@@ -191,8 +192,7 @@ def _shown(path: Path) -> str:
 
 
 def _figure(value: Any) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    return float(value) if known else None
+    return float(value) if forms.is_number(value) and value > 0 else None
 
 
 def _metrics(path: Path, body: Mapping[str, Any]) -> Entry:
@@ -223,15 +223,19 @@ def _all_ranks(entry: Entry) -> None:
 def _run(path: Path) -> Entry:
     """A run folder, whole or not."""
     entry = Entry(_shown(path), "run")
+    file = path / "run.json"
     try:
-        run = json.loads((path / "run.json").read_bytes())
-    except (OSError, ValueError) as error:
+        run = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         what = "is no run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
-        fix = "give a run folder, a result of clustertune bench, or a metrics.json"
-        raise UserError(Problem(what, file=str(path), fix=fix)) from None
-    run = run if isinstance(run, dict) else {}
-    metrics = read_metrics(path / "metrics.jsonl")
-    resolved = run.get("recipe") or {}
+        raise UserError(Problem(what, file=str(path), fix=GIVE)) from None
+    if problems := forms.find_problems(run, forms.RUN, str(file), "leave it out: it is damaged, or no run of clustertune"):
+        raise UserError(problems)
+    try:
+        metrics = read_metrics(path / "metrics.jsonl")
+    except OSError as error:
+        raise storage_error(error, "cannot be read", path / "metrics.jsonl") from None
+    resolved, nodes = run.get("recipe") or {}, nodes_of(path, run) or 1
     entry.values = dict(describe(run, metrics) or {})
     entry.values |= {
         "world_size": entry.values.get("world_size") or get(resolved, "world_size"),
@@ -239,8 +243,8 @@ def _run(path: Path) -> Entry:
         "gpu0": _gpu(run.get("distributed")),
         "model": get(resolved, "recipe", "model", "name"),
         "dataset": get(resolved, "recipe", "data", "name"),
-        "nodes": len(get(run, "allocation", "nodes") or ()) or 1,
-        "interconnect": _interconnect(run),
+        "nodes": nodes,
+        "interconnect": _interconnect(run, nodes),
         "distribution": _distribution(run.get("distributed")),
         "status": _state(metrics),
     }
@@ -278,11 +282,10 @@ def _state(metrics: Metrics) -> str:
     return "finished" if code == ExitCode.OK else f"stopped, exit {code}"
 
 
-def _interconnect(run: Mapping[str, Any]) -> str | None:
+def _interconnect(run: Mapping[str, Any], nodes: int) -> str | None:
     """What joins GPUs, of the cluster file: inside a node, and between nodes where there are several."""
     inside, between = get(run, "cluster", "compute", "interconnect"), get(run, "cluster", "network", "kind")
-    several = len(get(run, "allocation", "nodes") or ()) > 1
-    parts = [str(part) for part in (inside, between if several else None) if part]
+    parts = [str(part) for part in (inside, between if nodes > 1 else None) if part]
     return ", ".join(parts) or None
 
 
@@ -300,8 +303,15 @@ def _distribution(told: Any) -> str | None:
     return f"{kind}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
 
 
+def _overrides(given: Any) -> str | None:
+    """What a result's recipe was changed by; None: it is of a time when that was not written down."""
+    return None if given is None else ", ".join(map(str, given)) or "none"
+
+
 def _bench(path: Path, body: Mapping[str, Any]) -> Entry:
     """A result of ``clustertune bench``: its rates are steady by themselves."""
+    if problems := forms.find_problems(body, forms.BENCH, str(path), "leave it out, or measure again"):
+        raise UserError(problems)
     entry = Entry(_shown(path), "bench")
     ours = body.get("ours") or {}
     steps, warm = get(ours, "step_s", "n"), get(ours, "warmup_s") or []
@@ -312,6 +322,7 @@ def _bench(path: Path, body: Mapping[str, Any]) -> Entry:
         "world_size": get(body, "hardware", "ranks"),
         "nodes": get(body, "hardware", "nodes"),
         "recipe": body.get("recipe"),
+        "overrides": _overrides(body.get("overrides")),
         "gpu0": get(body, "hardware", "gpu") or NO_GPU,
         "wall_time_s": wall,
         "approx_tokens_per_rank": tokens,

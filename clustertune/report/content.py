@@ -106,6 +106,29 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], ifeval: Any
     return found
 
 
+def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
+    """The first and the last eval loss, behind when they were taken; None where nothing was evaluated.
+
+    Few recipes evaluate before the first step (``eval_on_start``): without that the first one is no loss before training.
+    """
+    found = [(record.step, record.eval_loss) for record in metrics.evals if record.eval_loss is not None]
+    return _between(found) if found else None
+
+
+def train_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
+    """The same of the training loss, which is logged behind a step."""
+    found = [(record.step, record.loss) for record in metrics.steps if record.loss is not None]
+    return _between(found) if found else None
+
+
+def _between(found: list[tuple[int, float]]) -> tuple[str, list[float]]:
+    (first, before), (last, after) = found[0], found[-1]
+    if len(found) == 1:
+        return ("before training" if first == 0 else f"after step {first}"), [before]
+    when = f"before training and after step {last}" if first == 0 else f"after steps {first} and {last}"
+    return when, [before, after]
+
+
 def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], ifeval: Any, trained: Any) -> list[Row]:
     """The recipe's ``expect`` beside what the run reached; ``trained`` is the number of trainable parameters."""
     last_step = metrics.steps[-1] if metrics.steps else None

@@ -151,7 +151,7 @@ class _Reader:
             handle = getattr(self, f"_on_{name}", None) if isinstance(name, str) else None
             if handle is not None:
                 handle(event)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self.unreadable += 1
 
     def result(self) -> Metrics:

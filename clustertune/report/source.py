@@ -7,6 +7,7 @@ that of the median step behind the first :data:`clustertune.report.content.WARM_
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -51,11 +52,37 @@ def steady_step(steps: list[StepRecord]) -> float | None:
     return statistics.median(times) if times else None
 
 
+def counted_share(data_parallel_size: int | None, world_size: int | None) -> float:
+    """What of the ranks' tokens counts: ranks of one tensor, context or pipeline parallel group work on the same sequences.
+
+    1 where a document does not say how many ranks read different ones.
+    """
+    return data_parallel_size / world_size if data_parallel_size and world_size else 1.0
+
+
 def tokens_per_step(resolved: Mapping[str, Any]) -> float:
-    """Tokens of one step on one rank as the source counts them: every sequence is as long as it may be."""
+    """A rank's part of the tokens of one step, as the source counts them: every sequence is as long as it may be.
+
+    The world size times it is what all ranks get through; a group that shares its sequences shares their tokens.
+    """
     args = get(resolved, "train_args") or {}
     rows = int(args.get("per_device_train_batch_size") or 8) * int(args.get("gradient_accumulation_steps") or 1)
-    return float(rows * int(args.get("max_length") or 1024))
+    share = counted_share(resolved.get("data_parallel_size"), resolved.get("world_size"))
+    return share * rows * int(args.get("max_length") or 1024)
+
+
+def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
+    """Nodes that the newest attempt at training had; None where nothing says.
+
+    ``allocation`` in run.json is that of the last job of all, which for a submitted chain is the report's, of one node.
+    """
+    attempts = (path for path in folder.glob("attempts/*/plan.json") if path.parent.name.isdecimal())
+    for path in sorted(attempts, key=lambda path: int(path.parent.name), reverse=True):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            nodes = get(json.loads(path.read_bytes()), "nodes")
+            if isinstance(nodes, list) and nodes:
+                return len(nodes)
+    return len(get(run, "allocation", "nodes") or ()) or None
 
 
 def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
@@ -67,7 +94,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
     per_step = tokens_per_step(resolved)
     wall, count = math.fsum(n * s for n, s in timed), sum(n for n, _ in timed)
     steady = steady_step(metrics.steps)
-    told = run.get("distributed") or {}
+    told = run.get("distributed")
     worlds = [a.world_size for a in metrics.attempts if a.world_size]
     tokens = per_step * count
     return {
@@ -75,11 +102,11 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "approx_tokens_per_rank": round(tokens),
         "approx_tokens_per_s_per_rank": round(tokens / wall, 2),
         "world_size": worlds[-1] if worlds else get(resolved, "world_size"),
-        "gpu0": told.get("gpu0"),
-        "torch": told.get("torch") or get(run, "versions", "torch"),
+        "gpu0": get(told, "gpu0"),
+        "torch": get(told, "torch") or get(run, "versions", "torch"),
         "model": get(resolved, "recipe", "model", "name"),
         "dataset": get(resolved, "recipe", "data", "name"),
-        "fsdp": told.get("type") == "FSDP",
+        "fsdp": get(told, "type") == "FSDP",
         "bf16": bool(get(resolved, "train_args", "bf16")),
         STEADY: round(per_step / steady, 2) if steady else None,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.bench import batch
+from clustertune.bench import batch, published
 from clustertune.cluster.cluster import Cluster
 from tests.command import REPO, run
 from tests.nccl_check.test_submit import cluster_file
@@ -114,10 +114,12 @@ def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     found = done.json
-    name = f"tiny-oasst2-cpu-x{found['hardware']['ranks']}" if found["hardware"]["gpu"] is None else None
-    if name is not None:
-        assert sorted(p.name for p in out.iterdir()) == [f"{name}.json", f"{name}.md", f"{name}.recipe.json"]
-        assert json.loads((out / f"{name}.json").read_text()) == found
+    name = published.name_of(found)
+    assert sorted(p.name for p in out.iterdir()) == [f"{name}.json", f"{name}.md", f"{name}.recipe.json"]
+    assert json.loads((out / f"{name}.json").read_text()) == found
+    assert "-max_length-64-packing-false-" in name and found["overrides"] == sorted(
+        [*SMALL, "train.per_device_train_batch_size=2"]
+    )
     ours, theirs = found["ours"], found["against"]["measured"]
     for one in (ours, theirs):
         assert one["step_s"]["n"] == 4 and one["tokens_per_s_per_gpu"]["mean"] > 0 and one["tokens_per_step"] > 0
@@ -127,7 +129,7 @@ def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
     assert found["projection"]["hours"] > 0 and found["distributed"]["type"] == "FSDP"
     assert found["startup_s"].get("total", 0) > 0
     assert not (folder / "checkpoints").exists() and (folder / "run.json").exists()
-    again = run("compare", folder, next(out.glob("*-x?.json")), "--json")
+    again = run("compare", folder, out / f"{name}.json", "--json")
     assert again.code == 0 and [entry["kind"] for entry in again.json["runs"]] == ["run", "bench"]
 
 
@@ -154,7 +156,8 @@ def test_on_two_nodes_of_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  
     done = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO)
     slurm.wait(int(json.loads(done.stdout)["job"]), timeout=1500)
     log = "".join(path.read_text() for path in (tmp_path / "run.job").glob("bench-*.log"))
-    found = json.loads((out / "tiny-oasst2-synthetic-cpu-x2.json").read_text())
+    (file,) = (path for path in out.glob("tiny-oasst2-synthetic-cpu-x2-*.json") if not path.name.endswith(".recipe.json"))
+    found = json.loads(file.read_text())
     assert found["hardware"]["nodes"] == 2 and found["against"]["failed"] is None, log
     assert found["against"]["measured"]["step_s"]["n"] == 2 and found["distributed"]["mesh"] == {"dp_shard": 2}
     records = [json.loads(path.read_text()) for path in (tmp_path / "run" / "attempts" / "0001").glob("node-*.json")]

@@ -21,7 +21,10 @@ def test_a_page_holds_what_was_measured_and_on_what() -> None:
         "| tokens/s per rank | 8,000 | 4,000 | 2 |", "- a note", "| one checkpoint | 2 s, 1.5 GB |",
     ):  # fmt: skip
         assert part in text, part
-    assert "absent" not in text
+    assert "absent" not in text and "overrides" not in text
+    assert "- overrides: `train.packing=false 'a=b c'`" in page.render(
+        document(overrides=["train.packing=false", "a=b c"]), "x.recipe.json"
+    )
 
 
 def test_what_is_not_known_is_said() -> None:
@@ -39,15 +42,6 @@ def test_what_is_not_known_is_said() -> None:
         "No plan: no GPU here" in text and "TRL: no result. TRL: out of memory" in text and "Not known: no step count." in text
     )
     assert "## Communication" not in text and "- commit: unknown" in text and "None" not in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [({}, "llama8b-synthetic-h100-sxm-x2"), ({"tiny": True, "synthetic": False}, "llama8b-tiny-h100-sxm-x2")],
-)
-def test_the_name_says_what_ran_where(changes: dict[str, bool], name: str) -> None:
-    """Results of two machines must not write over each other."""
-    assert page.name_of(document(**changes)) == name
 
 
 @pytest.mark.parametrize("word", ["", "TRL", "nothing.py", "tests", "README.md"])

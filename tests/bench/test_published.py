@@ -1,0 +1,200 @@
+"""What a result is called, and that none is written over: a padded baseline beside the packed recipe."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.bench import ask, batch, published
+from clustertune.bench.ask import Asked
+from clustertune.commands import benching
+from clustertune.config.cluster import load_cluster
+from clustertune.errors import UserError
+from clustertune.training.course import Course
+from tests import tree
+from tests.bench.documents import document
+from tests.command import REPO, run
+
+COMMITTED = REPO / "docs" / "results" / "bench"
+
+
+def asked(path: Path, *overrides: str, again: bool = False) -> Asked:
+    return Asked("tiny-oasst2", overrides, False, None, Course(1, 3), False, 1, None, False, path, replace=again)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "llama8b-synthetic-h100-sxm-x2"),
+        ({"tiny": True, "synthetic": False}, "llama8b-tiny-h100-sxm-x2"),
+        ({"overrides": []}, "llama8b-synthetic-h100-sxm-x2"),
+        ({"overrides": ["train.packing=false"]}, "llama8b-synthetic-h100-sxm-x2-packing-false-a9ee3c"),
+    ],
+)
+def test_the_name_says_what_ran_where(changes: dict[str, Any], name: str) -> None:
+    """Results of two machines, or of two forms of a recipe, must not write over each other."""
+    assert published.name_of(document(**changes)) == name
+
+
+def test_committed_results_keep_their_names() -> None:
+    """A result that cannot be found by its name is measured again; and the page shows a name that is made so."""
+    found = [path for path in COMMITTED.glob("*.json") if not path.name.endswith(".recipe.json")]
+    assert {path.stem for path in found} >= {"tiny-oasst2-cpu-x2"}
+    assert [path.stem for path in found] == [published.name_of(json.loads(path.read_text())) for path in found]
+    (shown,) = re.findall(r"`(qwen2.5-14b[^`]*)`", tree.texts()["docs/bench.md"])
+    changed = ["train.packing=false"]
+    name = published.file_name("qwen2.5-14b-tulu3", tiny=False, synthetic=False, kind="h100-sxm", ranks=64, changed=changed)
+    assert shown == name
+
+
+def names(*given: list[str]) -> list[str]:
+    """The names of one recipe with different overrides."""
+    return [
+        published.file_name("r", tiny=False, synthetic=False, kind="cpu", ranks=2, changed=published.changes(overrides))
+        for overrides in given
+    ]
+
+
+def test_names_differ_where_recipes_do() -> None:
+    """Another value, another key of the same last part, long ones that begin alike; not the order, nor how false is spelt."""
+    long = [f"lora.target_modules=[{', '.join('abcdefghijklmnop')}, {last}]" for last in "xy"]
+    found = names(
+        [], ["train.packing=false"], ["train.packing=true"], ["data.packing=false"], [long[0]], [long[1]], ["a.b=1", "a.c=2"]
+    )
+    assert len(set(found)) == len(found) and all(len(name) < 70 for name in found)
+    one, *same = names(
+        ["a.b=false", "a.c=2"], ["a.c=2", "a.b=False"], ["a.b=1", "a.c=2", "a.b=false"], ["slurm.nodes=4", "a.b=false", "a.c=2"]
+    )
+    assert set(same) == {one} and re.fullmatch(r"r-cpu-x2-b-false-c-2-[0-9a-f]{6}", one)
+
+
+def test_a_name_holds_no_place_and_no_strange_character() -> None:
+    """It is published: a path on this machine has nothing to do in it, nor has a slash or a blank."""
+    found = names(
+        ["data.input=/lustre/ann/secret/rows.jsonl"], ["model.path=/lustre/llama 8b/"], ["a.b={x: ["], ["a.b=\N{BULLET}"]
+    )
+    assert found[0].startswith("r-cpu-x2-input-rows.jsonl-") and found[1].startswith("r-cpu-x2-path-llama-8b-")
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in found)
+
+
+@pytest.fixture
+def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> benching.Wanted:
+    """The command of a small recipe on CPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    made = asked(tmp_path / "run")
+    return benching.Wanted(made, None, tmp_path / "out", False, None, False, False, False)
+
+
+def body(seconds: float, overrides: list[str]) -> dict[str, Any]:
+    found = document(seconds, recipe="tiny-oasst2", tiny=False, synthetic=False, overrides=overrides)
+    found["hardware"]["gpu"], found["utilisation"] = None, {"mfu": None, "hfu": None, "why": "no GPU"}
+    return found
+
+
+def keep(wanted: benching.Wanted, seconds: float, *overrides: str, again: bool = False) -> None:
+    given = replace(wanted.asked, overrides=overrides, replace=again)
+    benching._keep(ask.make(given), replace(wanted, asked=given), body(seconds, list(overrides)))
+
+
+def test_a_padded_baseline_lies_beside_the_recipe(wanted: benching.Wanted, tmp_path: Path) -> None:
+    """Both are kept, and compare puts them side by side and says by what they differ."""
+    keep(wanted, 0.5)
+    keep(wanted, 1.0, "train.packing=false")
+    files = [wanted.out / f"{name}.json" for name in ("tiny-oasst2-cpu-x2", "tiny-oasst2-cpu-x2-packing-false-a9ee3c")]
+    assert len(list(wanted.out.iterdir())) == 6
+    done = run("compare", *files, "--json")
+    assert done.code == 0 and [entry["name"] for entry in done.json["runs"]] == [path.stem for path in files]
+    assert [entry["overrides"] for entry in done.json["runs"]] == ["none", "train.packing=false"]
+    assert any(note.startswith("Overrides differs (none in ") for note in done.json["notes"])
+
+
+def test_another_result_is_not_written_over(wanted: benching.Wanted, tmp_path: Path) -> None:
+    """Not one byte of it; the new figures lie in the run folder, and --replace is the word."""
+    keep(wanted, 0.5)
+    before = {path.name: path.read_bytes() for path in wanted.out.iterdir()}
+    keep(wanted, 0.5)  # the same again is no other
+    with pytest.raises(UserError) as caught:
+        keep(wanted, 1.0)
+    (told,) = caught.value.problems
+    assert told.key == "--out" and "--replace" in str(told.fix) and "is another result" in told.message
+    assert {path.name: path.read_bytes() for path in wanted.out.iterdir()} == before
+    kept = json.loads((tmp_path / "run" / "tiny-oasst2-cpu-x2.json").read_text())
+    assert kept["ours"]["step_s"]["median"] == 1.0
+    keep(wanted, 1.0, again=True)
+    assert json.loads((wanted.out / "tiny-oasst2-cpu-x2.json").read_text()) == kept
+
+
+def test_it_is_refused_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is known on CPUs: nobody waits for a result that has no place. With other overrides it has one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["bench", "tiny-oasst2", "--run-dir", tmp_path / "run", "--dry-run", "--json"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tiny-oasst2-cpu-x2.json").write_text("{}")
+    done = run(*words, "--out", tmp_path / "out")
+    assert done.code == 2 and done.json["problems"][0]["file"].endswith("out/tiny-oasst2-cpu-x2.json")
+    for more in (["--replace"], ["train.packing=false"], ["--ranks", "1"]):
+        assert run(*words, *more, "--out", tmp_path / "out").code == 0, more
+
+
+def test_the_name_on_gpus_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kind of GPU is known before the ranks are started; several, or a driver that says nothing, are not."""
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    made = ask.make(asked(tmp_path / "run"))
+    for told, name in (
+        ("NVIDIA H200\nNVIDIA H200", "tiny-oasst2-h200-sxm-x2"),
+        ("Some GPU", "tiny-oasst2-gpu-x2"),
+        ("NVIDIA H200\nNVIDIA A30", None),
+        ("", None),
+    ):
+        tool.write_text(f"#!/bin/sh\nprintf '{told}'\n")
+        tool.chmod(0o755)
+        assert benching._expected_name(made) == name
+    tool.unlink()
+    assert benching._expected_name(made) is None
+
+
+@pytest.mark.parametrize("where", [[], ["--submit", "--cluster", "rno-rtxpro6000"]])
+@pytest.mark.parametrize("key", ["--run-dir", "--out"])
+def test_a_dry_run_looks_at_the_folders(key: str, where: list[str], tmp_path: Path) -> None:
+    """What the run would refuse, the dry run refuses: a file, and a folder below one."""
+    (tmp_path / "file").write_text("")
+    other = ["--out", tmp_path / "out"] if key == "--run-dir" else []
+    for path in ("file", "file/x"):
+        done = run("bench", "tiny-oasst2", key, tmp_path / path, *other, *where, "--dry-run", "--json")
+        assert done.code == 2, (path, done.err)
+        (told,) = done.json["problems"]
+        assert told["key"] == key and "is a file" in told["message"] and told["file"] == str(tmp_path / "file") and told["fix"]
+
+
+def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is closed is told without a traceback."""
+    (tmp_path / "run").mkdir()
+    words = ["bench", "tiny-oasst2", "--run-dir", tmp_path / "run", "--out", tmp_path / "out", "--dry-run", "--json"]
+    assert run(*words).code == 0
+    (tmp_path / "run" / "run.json").write_text("{}")
+    done = run(*words)
+    assert done.code == 2 and "is not empty" in done.json["problems"][0]["message"]
+
+    def closed(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    wanted = benching.Wanted(asked(tmp_path / "run"), None, tmp_path / "out", False, None, False, True, False)
+    with pytest.raises(UserError) as caught:
+        benching._folder_problems(wanted)
+    assert "--run-dir cannot be read: Permission denied" in str(caught.value.problems[0])
+
+
+def test_a_job_is_told_to_replace(tmp_path: Path) -> None:
+    """The word is said on the login node and needed in the job."""
+    cluster = load_cluster("rno-rtxpro6000")
+    for again in (False, True):
+        words = batch.arguments(asked(tmp_path / "run", again=again), cluster, None, tmp_path, ())
+        assert ("--replace" in words) is again

@@ -1,0 +1,156 @@
+"""The model card, branch by branch: what it says of GPUs, nodes, losses, hours and the chat template is what the run was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.errors import UserError
+from clustertune.push.parcel import pack
+from clustertune.report import forms
+from clustertune.rundir import RunDir
+from tests.push.conftest import change
+from tests.report.test_forms import WRONG, put
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def card(run: RunDir, act: Callable[[dict[str, Any]], Any] | None = None) -> str:
+    if act is not None:
+        change(run, act)
+    return pack(run, "me/adapter", None).card
+
+
+def rows(text: str) -> dict[str, str]:
+    """The tables' rows of two cells."""
+    return {line.split(" | ")[0].strip("| "): line.split(" | ")[1].rstrip(" |") for line in text.splitlines() if " | " in line}
+
+
+@pytest.mark.parametrize(
+    ("distributed", "cluster", "says"),
+    [
+        ({"device": "cuda:0", "gpu0": H100, "world_size": 1}, {"gpus": 8, "gpu": "h100"}, f"1 x {H100}"),
+        ({"device": "cuda:0", "gpu0": H100, "world_size": 16}, None, f"16 x {H100}"),
+        ({"device": None, "world_size": 16}, {"gpus": 8, "gpu": "h200"}, "16 x h200"),
+        ({"device": "cuda:0", "world_size": 4}, None, "4 x GPU"),
+        ({"device": "cpu", "world_size": 2}, {"gpus": 8, "gpu": "h200"}, "none: trained on CPUs"),
+        ({"device": None, "world_size": 2}, None, "-"),
+        ({}, None, "-"),
+    ],
+)
+def test_gpus_are_those_that_were_used(
+    distributed: dict[str, Any], cluster: dict[str, Any] | None, says: str, trained: RunDir
+) -> None:
+    """One GPU of a node of eight is one; the cluster file tells what a node has."""
+
+    def act(document: dict[str, Any]) -> None:
+        document["distributed"] = distributed
+        document["cluster"] = None if cluster is None else {"compute": cluster}
+
+    found = rows(card(trained, act))
+    assert found["GPUs"] == says and found["ranks"] == str(distributed.get("world_size") or 2)
+    assert "GPUs of the machine" not in found
+
+
+def test_nodes_are_those_of_the_training(trained: RunDir) -> None:
+    """The last job of a submitted chain has one node, whatever the training had."""
+    folder = trained.attempt(1)
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps({"nodes": [{"name": "a"}, {"name": "b"}]}))
+    assert rows(card(trained, lambda document: document.update(allocation={"nodes": ["a"]})))["nodes"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("steps", "label", "value"),
+    [
+        ([0, 6], "eval loss, before training and after step 6", "8.0000, 8.6000"),
+        ([2, 4], "eval loss, after steps 2 and 4", "8.2000, 8.4000"),
+        ([6], "eval loss, after step 6", "8.6000"),
+        ([], None, None),
+    ],
+)
+def test_losses_say_when_they_were_taken(steps: list[int], label: str | None, value: str | None, trained: RunDir) -> None:
+    """405B is evaluated first after two steps: that is no loss before training."""
+    kept = [line for line in trained.metrics.read_text().splitlines() if '"event":"eval"' not in line]
+    kept += [json.dumps({"event": "eval", "attempt": 3, "step": step, "eval_loss": 8 + step / 10}) for step in steps]
+    trained.metrics.write_text("\n".join(kept) + "\n")
+    found = {key: told for key, told in rows(card(trained)).items() if "loss" in key}
+    assert found.pop("training loss, after steps 1 and 8")
+    assert found == ({label: value} if label else {})
+
+
+def test_hours_are_of_all_tries(trained: RunDir) -> None:
+    """The recorded training was interrupted twice: 30.5 + 26.4 + 20.7 seconds, and its record has the last."""
+    scaled = trained.metrics.read_text().replace('"seconds":30.545', '"seconds":3654.5')
+    trained.metrics.write_text(scaled)
+    assert rows(card(trained))["hours of training"] == f"{(3654.5 + 26.399 + 20.682) / 3600:.2f}"
+    trained.metrics.write_text("")
+    record = trained.path / "stages" / "train.json"
+    assert rows(card(trained))["hours of training"] == "0.01"
+    record.write_text("[]")
+    assert rows(card(trained))["hours of training"] == "-"
+
+
+@pytest.mark.parametrize("template", ["{{ a }}\n\n\n\n{{ b }}", "```\nx\n````\n"])
+def test_a_template_of_the_recipe_is_in_the_card(template: str, trained: RunDir) -> None:
+    """The base model's own is then the wrong one; every blank line of it is a token."""
+    assert "The tokenizer and the chat template are the base model's." in card(trained)
+    text = card(trained, lambda document: document["recipe"].update(chat_template=template))
+    assert "chat template are the base model's" not in text and "\0" not in text
+    fence = "```" if "`" not in template else "`````"
+    assert f"\n{fence}jinja\n{template.rstrip()}\n{fence}\n" in text
+
+
+def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
+    """No scores, no commit, no image, no revision, no checkpoint's name; and never the word None."""
+    (trained.eval / "ifeval.json").unlink()
+
+    def act(document: dict[str, Any]) -> None:
+        document["git"], document["recipe"]["recipe"]["model"]["revision"] = None, None
+        document.pop("versions")
+
+    text = card(trained, act)
+    assert "No IFEval scores of this adapter are known." in text and "| standard error |" not in text
+    assert "None" not in text and "clustertune commit" not in text and ", revision=" not in text
+
+
+@pytest.mark.parametrize("scores", [[1], {"a": "x"}, None, 5])
+@pytest.mark.parametrize("dataset", [{"is_benchmark": True, "limited": False}, "google/IFEval", None])
+def test_scores_of_no_known_form_are_none(scores: Any, dataset: Any, trained: RunDir) -> None:
+    """A file that somebody else's program wrote, or that was cut."""
+    (trained.eval / "ifeval.json").write_text(json.dumps({"scores": scores, "dataset": dataset}))
+    text = card(trained)
+    assert "model-index" not in yaml.safe_load(text.split("---\n")[1]) and "No IFEval scores" in text
+
+
+@pytest.mark.parametrize("key", forms.RUN)
+def test_a_damaged_run_is_told(key: str, trained: RunDir) -> None:
+    """Each key that the card is made of, with its file; ``{"recipe": 5}`` was a traceback."""
+    body = trained.read()
+    for value in WRONG[forms.RUN[key]]:
+        trained.run_json.write_text(json.dumps(put(body, key, value)))
+        with pytest.raises(UserError) as caught:
+            card(trained)
+        (told,) = caught.value.problems
+        assert (told.file, told.key) == (str(trained.run_json), key) and told.fix
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("[]", "where an object belongs"),
+        ("5", "where an object belongs"),
+        ('{"recipe": 5}', "recipe: is 5, where an object belongs"),
+        ("{}", "recipe.recipe.model.name: is missing"),
+        ('{"recipe": {"recipe": {"model": null}}}', "recipe.recipe.model.name: is missing"),
+    ],
+)
+def test_a_run_that_is_none_is_told(body: str, says: str, trained: RunDir) -> None:
+    """No object, or one without what the card is about: ``None`` is no base model."""
+    trained.run_json.write_text(body)
+    with pytest.raises(UserError, match=says):
+        card(trained)
