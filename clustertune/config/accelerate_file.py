@@ -20,7 +20,12 @@ from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
+PRECISIONS = ("no", "bf16")
+_NO_PRECISION = {
+    "fp16": ("train.fp16 is not carried, and the trainer follows train", "leave it out"),
+    # transformers 5.23, training_args.py:1614: what train says is written over it.
+    "fp8": ("has no effect: the trainer computes in what train says", "leave it out; Megatron-Bridge has megatron.fp8"),
+}
 
 _MACHINE = (
     "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu",
@@ -95,9 +100,8 @@ def _words(name: str) -> list[str]:
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A true-or-false key of ``fsdp_config``, with or without its ``fsdp_`` prefix."""
-    value = config.get(f"fsdp_{key}", config.get(key))
-    return str(value).lower() in {"true", "1", "yes"}
+    """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
+    return str(config.get(f"fsdp_{key}")).lower() in {"true", "1", "yes"}
 
 
 def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -135,9 +139,7 @@ def find_problems(document: Document, folder: Path, kind: str | None) -> list[Pr
     if kind_of not in DISTRIBUTED_TYPES:
         message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
         add(("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None)
-    precision = body.get("mixed_precision", "no")
-    if precision is not False and precision not in PRECISIONS:  # YAML 1.1 reads `no` as false, as accelerate does
-        add(("mixed_precision",), f"{show_value(precision)} is not one of {', '.join(PRECISIONS)}", "leave it out")
+    _check_precision(body, add)
     for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
         if body.get(name) is not None and not isinstance(body[name], dict):
             add((name,), "must hold keys and values", None)
@@ -151,6 +153,17 @@ def find_problems(document: Document, folder: Path, kind: str | None) -> list[Pr
     if kind_of == "DEEPSPEED":
         _check_deepspeed(section(body, "deepspeed_config"), body.get("mixed_precision"), folder, add)
     return problems
+
+
+def _check_precision(body: Mapping[str, Any], add: Add) -> None:
+    precision = body.get("mixed_precision", "no")
+    if isinstance(precision, str) and precision in _NO_PRECISION:
+        text, fix = _NO_PRECISION[precision]
+        add(("mixed_precision",), f"{precision}: {text}", fix)
+    elif precision is not False and precision not in PRECISIONS:  # YAML 1.1 reads `no` as false, as accelerate does
+        add(("mixed_precision",), f"{show_value(precision)} is not one of {', '.join(PRECISIONS)}", "leave it out")
+    if section(body, "fp8_config"):
+        add(("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out")
 
 
 def _check_sections(body: Mapping[str, Any], add: Add) -> None:
@@ -175,9 +188,11 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], add: Add
         full = key if key.startswith("fsdp") else f"fsdp_{key}"
         if full not in known:
             add(("fsdp_config", key), "accelerate has no such FSDP key and would ignore it", did_you_mean(full, known))
-        else:
-            values[full] = (key, value)
-    version = str(config.get("fsdp_version", config.get("version", "")))
+            continue
+        values[full] = (key, value)
+        if key != full:  # accelerate launch adds the prefix; all others that read the file do not
+            add(("fsdp_config", key), "is only known with its prefix", f"write {full}")
+    version = str(values.get("fsdp_version", ("", ""))[1])
     if version not in {"1", "2"}:
         text = f"{show_value(version)} is not 1 or 2" if version else "missing; accelerate would take 1"
         add(("fsdp_config", "fsdp_version"), text, "write fsdp_version: 2")

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from clustertune.config import native, native_rules, quantization
 from clustertune.config.load import did_you_mean, nearest
-from clustertune.config.modeling import module_names
 from clustertune.config.native import NativeField
 from clustertune.config.native_rules import Range, holds_secret, names_secret, show_value
+from clustertune.config.parameters import adapter_modules, head_names, matches
 from clustertune.config.schema import Recipe
 from clustertune.config.yamlfile import KeyPath
 from clustertune.errors import Problem
@@ -224,8 +224,10 @@ def find_train_problems(train: Mapping[str, Any], place: Place) -> list[Problem]
     def add(key: str, message: str, fix: str | None = None) -> None:
         problems.append(_problem(place, ("train", key), message, fix))
 
-    if train.get("fp16") and train.get("bf16"):
-        add("fp16", "true, and bf16 too", "choose one")
+    if train.get("fp16"):
+        # Its scale starts at 65536 and comes down by overflows: gradients that are not finite, which end a run here.
+        text = "true: its loss scale makes steps that are not finite and leaves them out, which ends a run here"
+        add("fp16", text, "leave it out: bf16 is the default; float32, where a GPU has no bf16, is train.bf16=false")
     if train.get("lr_scheduler_type") in {"reduce_lr_on_plateau", "greedy"} and train.get("eval_strategy", "no") == "no":
         add("lr_scheduler_type", f"{train['lr_scheduler_type']} needs an eval_strategy", "write eval_strategy: steps")
     if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
@@ -320,22 +322,18 @@ def find_lora_problems(lora: Mapping[str, Any], architecture: Mapping[str, Any] 
 def _check_targets(
     lora: Mapping[str, Any], architecture: Mapping[str, Any], add: Callable[[str, str, str | None], None]
 ) -> None:
-    """PEFT's rule: a list matches the end of a module's name, a text is a regular expression for the whole name."""
-    kind = str(architecture["model_type"])
-    modules = module_names(kind, str(architecture["architectures"][0]))
+    kind, target = str(architecture["model_type"]), lora["target_modules"]
+    modules = adapter_modules(architecture)
+    if not _is_pattern(target):
+        add("target_modules", f"{show_value(target)} is no regular expression", None)
+        return
+    _check_head(lora, architecture, add)
     if not modules:
         return
     last = {name.split(".")[-1] for name in modules}
-    target = lora["target_modules"]
     if isinstance(target, str):
-        if target != "all-linear":
-            try:
-                matched = any(re.fullmatch(target, name) for name in modules)
-            except re.error as error:
-                add("target_modules", f"{show_value(target)} is no regular expression: {error}", None)
-            else:
-                if not matched:
-                    add("target_modules", f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last))
+        if target.lower() != "all-linear" and not any(matches(target, name) for name in modules):
+            add("target_modules", f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last))
     else:
         _check_names("target_modules", target, modules, kind, add)
     for key in ("modules_to_save", "exclude_modules"):
@@ -347,10 +345,29 @@ def _check_targets(
             add("layers_to_transform", f"{index} is not a layer: the model has {layers}, counted from 0", None)
 
 
+def _is_pattern(target: str | list[str]) -> bool:
+    try:
+        re.compile(target if isinstance(target, str) else "")
+    except re.error:
+        return False
+    return True
+
+
+def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any], add: Callable[[str, str, str | None], None]) -> None:
+    """TRL multiplies by the output projection's weight itself and refuses an adapter on it (sft_trainer.py:1066)."""
+    target, chosen, excluded = lora["target_modules"], lora.get("layers_to_transform"), lora.get("exclude_modules")
+    if chosen not in (None, []) or (isinstance(target, str) and target.lower() == "all-linear"):
+        return  # PEFT takes layers alone, and leaves the head out of all-linear
+    for head in head_names(architecture):
+        if matches(target, head) and not (excluded and _is_pattern(excluded) and matches(excluded, head)):
+            text = f"{show_value(target)} takes in {head}, of which TRL reads the weight alone: an adapter would not be trained"
+            add("target_modules", text, f"leave {head} out")
+
+
 def _check_names(
-    key: str, names: list[str], modules: Mapping[str, str], kind: str, add: Callable[[str, str, str | None], None]
+    key: str, names: list[str], modules: list[str], kind: str, add: Callable[[str, str, str | None], None]
 ) -> None:
     last = {name.split(".")[-1] for name in modules}
     for name in names:
-        if not any(module == name or module.endswith(f".{name}") for module in modules):
+        if not any(matches([name], module) for module in modules):
             add(key, f"{kind} has no module {show_value(name)}", did_you_mean(name, last))

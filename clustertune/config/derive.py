@@ -42,10 +42,9 @@ def shard_size(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[De
     accelerate would take 1 and refuse: the product of its sizes must be the number of ranks (parallelism_config.py:372), and
     something must be left to shard over (parallelism_config.py:381).
     """
-    sizes = acc.parallel_sizes(accelerate)
-    given = acc.section(accelerate, "parallelism_config").get(SHARD_SIZE)
+    sizes, section = acc.parallel_sizes(accelerate), acc.section(accelerate, "parallelism_config")
     others = math.prod(sizes.get(axis, 1) for axis in ("dp_replicate", "tp", "cp", "sp"))
-    if accelerate.get("distributed_type") != "FSDP" or given is not None or others == 1:
+    if accelerate.get("distributed_type") != "FSDP" or not section or section.get(SHARD_SIZE) is not None or world == 1:
         return None, []
     if world % others:
         if world % (others // sizes.get("dp_replicate", 1)):
@@ -57,7 +56,8 @@ def shard_size(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[De
         text = f"its sizes take all {world} ranks: FSDP has none left to shard over"
         return None, [Problem(text, file=file, key="parallelism_config", fix="use smaller sizes or more ranks")]
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    return Derived(f"accelerate.parallelism_config.{SHARD_SIZE}", left, f"{world} ranks / ({shown})"), []
+    reason = f"{world} ranks" + (f" / ({shown})" if shown else "")
+    return Derived(f"accelerate.parallelism_config.{SHARD_SIZE}", left, reason), []
 
 
 def megatron_parallel(m: Megatron, world: int) -> tuple[int, Derived]:
@@ -77,20 +77,35 @@ def data_parallel(accelerate: Mapping[str, Any], world: int, file: str) -> tuple
     """The ranks that read different sequences: all, but for those that share a sequence or a layer (tp, cp, sp)."""
     sizes = acc.parallel_sizes(accelerate)
     shared = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
-    stated = SHARD_SIZE in acc.section(accelerate, "parallelism_config")
-    derived = accelerate.get("distributed_type") == "FSDP" and not stated
-    replicas = 1 if derived else sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    fsdp = accelerate.get("distributed_type") == "FSDP"
+    stated = fsdp and acc.section(accelerate, "parallelism_config").get(SHARD_SIZE) is not None
+    replicas = 1 if fsdp and not stated else sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     problems = []
     if world % shared:
         text = f"tp x cp x sp is {shared}, which does not divide {world} ranks"
         problems.append(Problem(text, file=file, key="parallelism_config", fix=f"use a multiple of {shared} ranks"))
-    elif replicas > 1 and replicas * shared != world:
+    elif (replicas > 1 or stated) and replicas * shared != world:
         text = f"its sizes make {replicas * shared} ranks; there are {world}"
-        fix = "let dp_replicate x dp_shard x tp x cp x sp be the number of ranks"
+        fix = f"let dp_replicate x dp_shard x tp x cp x sp be the number of ranks, or leave {SHARD_SIZE} out: it is derived"
         problems.append(Problem(text, file=file, key="parallelism_config", fix=fix))
+    elif stated and world > 1 and "dp_shard" not in sizes and ("cp" not in sizes or "dp_replicate" in sizes):
+        # accelerate 1.15, parallelism_config.py:325 and 381: a KeyError or a ValueError of every rank.
+        text = f"{SHARD_SIZE} is 1: FSDP has no ranks to shard over"
+        problems.append(
+            Problem(text, file=file, key="parallelism_config", fix=f"use smaller sizes, and leave {SHARD_SIZE} out")
+        )
     size = max(1, world // shared)
     reason = f"{world} ranks" + (f" / {shared} (tp x cp x sp)" if shared > 1 else "")
     return size, Derived("data_parallel_size", size, reason), problems
+
+
+def alone(accelerate: Mapping[str, Any], world: int, file: str) -> list[Problem]:
+    """``distributed_type: NO`` with several ranks: each would train a model of its own, on all of the data."""
+    if accelerate.get("distributed_type") != "NO" or world == 1:
+        return []
+    text = f"NO starts one process; there are {world} ranks"
+    fix = "write MULTI_GPU (the whole model on every rank) or FSDP, or use slurm.nodes=1 slurm.gpus_per_node=1"
+    return [Problem(text, file=file, key="distributed_type", fix=fix)]
 
 
 def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) -> tuple[Derived | None, list[Problem]]:
@@ -152,11 +167,11 @@ def checkpointing(
 
 
 def precision_problems(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> list[Problem]:
-    """``mixed_precision`` of the accelerate file must be what ``bf16`` and ``fp16`` say: the trainer follows those."""
+    """``mixed_precision`` of the accelerate file must be what ``bf16`` says: the trainer follows that."""
     named = accelerate.get("mixed_precision", None)
-    if named is None or named not in ("no", "fp16", "bf16", False):
+    if named is None or named not in ("no", "bf16", False):
         return []
-    wanted = "fp16" if train.get("fp16") else "no" if train.get("bf16") is False else "bf16"
+    wanted = "no" if train.get("bf16") is False else "bf16"
     if (named or "no") == wanted:
         return []
     text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"

@@ -12,9 +12,14 @@ from clustertune.config.schema import Megatron
 from clustertune.errors import Problem, UserError
 
 NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 Add = Callable[[str, str, str | None], None]
+
+
+def experts(architecture: Mapping[str, Any]) -> int:
+    """The experts of a mixture, which families name in three ways; 0: none."""
+    return next((int(architecture[key]) for key in EXPERTS if architecture.get(key)), 0)
 
 
 def read(values: Mapping[str, Any]) -> Megatron | None:
@@ -84,12 +89,12 @@ def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None
     inner = architecture.get("intermediate_size")
     if isinstance(inner, int) and inner % tp:
         add("tensor_model_parallel_size", f"{tp} does not divide the model's intermediate_size {inner}", fix)
-    experts = next((int(architecture[key]) for key in _EXPERTS if architecture.get(key)), 0)
-    if ep > 1 and not experts:
+    number = experts(architecture)
+    if ep > 1 and not number:
         add("expert_model_parallel_size", f"{ep}, and the model has no experts", "leave it out")
-    elif experts % ep:
-        add("expert_model_parallel_size", f"{ep} does not divide the model's {experts} experts", fix)
-    if experts and tp > 1 and not m.sequence_parallel:
+    elif number % ep:
+        add("expert_model_parallel_size", f"{ep} does not divide the model's {number} experts", fix)
+    if number and tp > 1 and not m.sequence_parallel:
         text = "false: Megatron-Core wants it for experts with tensor parallelism"
         add("sequence_parallel", text, "write sequence_parallel: true")
 

@@ -16,7 +16,8 @@ _FOLDERS = {"gemma3_text": "gemma3", "llama4_text": "llama4"}
 models/auto/auto_mappings.py."""
 
 
-def _file(kind: str, part: str) -> ast.Module:
+def read_source(kind: str, part: str) -> ast.Module:
+    """The ``modeling`` or ``configuration`` file of a model type."""
     folder = _FOLDERS.get(kind, kind)
     return parse_module("transformers", f"models/{folder}/{part}_{folder}.py")
 
@@ -31,7 +32,7 @@ def model_types() -> frozenset[str]:
 
 def _config_classes(kind: str) -> tuple[ast.ClassDef, ...]:
     """The class of a model type, or all of its file where none says that it is the one."""
-    found = classes(_file(kind, "configuration"))
+    found = classes(read_source(kind, "configuration"))
     own = [node for node in found.values() if _constants(node).get("model_type") == kind]
     return tuple(own or found.values())
 
@@ -48,7 +49,7 @@ def _config_fields(kind: str) -> list[str]:
     for node in _config_classes(kind):
         names |= {ast.unparse(item.target) for item in annotated(node)} | _taken_from_kwargs(node)
     # Some keys of published files are no fields: Qwen3-MoE's head_dim is only read, by getattr(config, "head_dim", ...).
-    for call in ast.walk(_file(kind, "modeling")):
+    for call in ast.walk(read_source(kind, "modeling")):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "getattr" and ast.unparse(call.args[0]).endswith("config"):
             names |= {str(call.args[1].value)} if isinstance(call.args[1], ast.Constant) else set()
     base = classes(parse_module("transformers", "configuration_utils.py"))["PreTrainedConfig"]
@@ -127,7 +128,7 @@ def _modeling_classes(kind: str) -> list[str]:
 
 
 def _modeling(kind: str) -> dict[str, ast.ClassDef]:
-    return classes(_file(kind, "modeling"))
+    return classes(read_source(kind, "modeling"))
 
 
 @cache
@@ -147,36 +148,23 @@ def _layer_classes(kind: str) -> list[str]:
 
 
 @remembered
-def module_names(kind: str, top: str) -> dict[str, str]:
-    """The modules of one model class that LoRA can replace, by their full name, with layer 0 for all layers; and their class.
+def carries_state(kind: str) -> bool:
+    """Whether layers of a model type hand a state from token to token: state spaces, linear attention, convolutions.
 
-    Empty where the modeling file builds its modules in a way that its source does not show.
+    transformers says so of most (``_is_stateful``, for its generation); MiniMax and LFM2 show it by what they are made of.
     """
-    found: dict[str, str] = {}
-    _walk(_modeling(kind), top, "", found, 0)
-    return found
+    module = read_source(kind, "modeling")
+    stated = any(_constants(node).get("_is_stateful") is True for node in classes(module).values())
+    words = {node.value for node in ast.walk(module) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+    return stated or "linear_attention" in words or any(name.startswith("causal_conv1d") for name in names)
 
 
-def _walk(known: dict[str, ast.ClassDef], name: str, prefix: str, found: dict[str, str], depth: int) -> None:
-    if name not in known or depth > 8:
-        return
-    for item in ast.walk(known[name]):
-        if not (isinstance(item, ast.Assign) and isinstance(item.value, ast.Call)):
-            continue
-        for target in item.targets:
-            if not (isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"):
-                continue
-            made, path = ast.unparse(item.value.func).split(".")[-1], f"{prefix}{target.attr}"
-            if made == "ModuleList":
-                inner = [ast.unparse(c.func) for c in ast.walk(item.value) if isinstance(c, ast.Call)]
-                for child in inner:
-                    _walk(known, child, f"{path}.0.", found, depth + 1)
-            elif made in {"Linear", "Conv1D", "Embedding"}:
-                found[path] = made
-            elif made in known and any(ast.unparse(base).endswith("Linear") for base in known[made].bases):
-                found[path] = "Linear"
-            else:
-                _walk(known, made, f"{path}.", found, depth + 1)
+@remembered
+def has_sdpa(kind: str) -> bool:
+    """Whether torch's scaled_dot_product_attention computes a model type's attention; without it transformers takes eager."""
+    found = classes(read_source(kind, "modeling")).values()
+    return any(_constants(node).get("_supports_sdpa") is True for node in found)
 
 
 @cache

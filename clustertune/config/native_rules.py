@@ -129,6 +129,8 @@ TRAIN_OWNED = {
     "do_train": "the command decides it",
     "do_eval": "eval_strategy decides it",
     "do_predict": "the command decides it",
+    # transformers 5.23 (trainer.py:2354) divides what it gathered by tp x cp: ungathered, the loss is tp x cp times it.
+    "average_tokens_across_devices": "the loss is the mean over the tokens of all ranks",
     "disable_tqdm": "a bar is shown where there is a terminal",
 }
 """Fields of ``SFTConfig`` that a recipe may not set, each with the reason."""

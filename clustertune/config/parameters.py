@@ -12,7 +12,8 @@ from typing import Any
 
 from clustertune.config.counted import Attention, Counted, LayerKind, Linear
 from clustertune.config.families import FAMILIES, Names
-from clustertune.config.values import Values
+from clustertune.config.modules import module_names
+from clustertune.config.values import Values, window
 
 KNOWN: tuple[str, ...] = tuple(sorted(FAMILIES))
 """Model types that are counted; tests/config/test_parameters.py compares each with the installed transformers."""
@@ -111,7 +112,7 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
     layers, names = layers_of(architecture), FAMILIES[kind].names
     if isinstance(target, str) and target.lower() == "all-linear":
         target = "all-linear"
-    elif any(_matches(target, name) for name in _others(layers, names)):
+    elif any(matches(target, name) for name in _others(layers, names)):
         return None  # embeddings, the head, or a module that holds the linears: another count, or refused by PEFT
     if kind in _CONVERTED:
         return _converted(layers, names, target, rank, lora, _CONVERTED[kind])
@@ -119,6 +120,34 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
         rank * (linear.inputs + linear.outputs) for name, linear in _named(layers, names) if _chosen(target, name, linear)
     )
     return trained or None
+
+
+def adapter_modules(architecture: Mapping[str, Any]) -> list[str]:
+    """The full names of all modules that LoRA can replace; empty where the source of the model does not show them."""
+    kind = str(architecture["model_type"])
+    if is_counted(architecture):
+        names = FAMILIES[kind].names
+        return [*names.outside, *(name for name, linear in _named(layers_of(architecture), names) if not linear.bare)]
+    found, layers = module_names(kind, str(architecture["architectures"][0])), range(int(architecture["num_hidden_layers"]))
+    return list(dict.fromkeys(name.replace(".0.", f".{layer}.", 1) for layer in layers for name in found))
+
+
+def head_names(architecture: Mapping[str, Any]) -> list[str]:
+    """The output projection's name: what a causal model has beside its decoder."""
+    return [name for name in adapter_modules(architecture) if "." not in name] or ["lm_head"]
+
+
+def narrowest(architecture: Mapping[str, Any]) -> int | None:
+    """The tokens that a token sees in the layer that sees the fewest; None: all before it, in every layer.
+
+    Defaults of the installed transformers count. Of a family whose layers are not known here, a window is every layer's.
+    """
+    values = Values(architecture)
+    if values.kind in FAMILIES or values.get("layer_types"):
+        seen = [window(values, layer) for layer in range(values.layers)]
+    else:
+        seen = [values.get("sliding_window") if values.is_windowed else None, values.get("attention_chunk_size")]
+    return min((int(size) for size in seen if size), default=None)
 
 
 def _named(layers: list[LayerKind], names: Names) -> Iterator[tuple[str, Linear]]:
@@ -140,7 +169,7 @@ def _others(layers: list[LayerKind], names: Names) -> set[str]:
 
 
 def _chosen(target: str | list[str], name: str, linear: Linear) -> bool:
-    return not linear.bare and (target == "all-linear" or _matches(target, name))
+    return not linear.bare and (target == "all-linear" or matches(target, name))
 
 
 def _converted(
@@ -161,7 +190,7 @@ def _converted(
         ends = {name.split(".")[-1] for name, linear in named if _chosen(target, name, linear)}
         if target == "all-linear":
             ends |= set(renamed)
-        elif any(_matches(target, old) for name, linear in named if linear.bare for old in _old_names(name, renamed)):
+        elif any(matches(target, old) for name, linear in named if linear.bare for old in _old_names(name, renamed)):
             return None
     else:
         ends = set(target)
@@ -174,7 +203,7 @@ def _converted(
     for name, linear in named:
         width = linear.inputs + linear.outputs
         if not linear.bare:
-            trained += rank * width if _matches(plain, name) else 0
+            trained += rank * width if matches(plain, name) else 0
         elif (last := name.split(".")[-1]) in onto:
             trained += (2 if last == "gate_up_proj" else 1) * rank * linear.copies * width
     return trained or None
@@ -186,7 +215,8 @@ def _old_names(name: str, renamed: Mapping[str, str]) -> list[str]:
     return [name, f"{name}.weight", *(f"{parent}.{old}" for old, new in renamed.items() if new == last)]
 
 
-def _matches(target: str | list[str], name: str) -> bool:
+def matches(target: str | list[str], name: str) -> bool:
+    """PEFT's rule: a list matches the end of a module's name, a text is a regular expression for the whole name."""
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(name == end or name.endswith(f".{end}") for end in target)
@@ -198,10 +228,14 @@ __all__ = [
     "Counted",
     "LayerKind",
     "Linear",
+    "adapter_modules",
     "count",
+    "head_names",
     "is_counted",
     "layers_of",
     "lora_parameter_count",
+    "matches",
+    "narrowest",
     "parameter_count",
     "uncounted",
 ]

@@ -64,6 +64,15 @@ def method(config: Mapping[str, Any]) -> str:
     return str(named)
 
 
+def is_sharded(config: Mapping[str, Any]) -> bool:
+    """Whether FSDP takes such weights apart and brings them together again as they were: bitsandbytes' 4 bits alone.
+
+    Its kernels find the scales beside the bytes. Of all others FSDP2 casts what is a floating type, float8 included, to the
+    type that it computes in, without the scales (torch 2.13, _fsdp_param.py), and whole integers it does not split.
+    """
+    return method(config) == "bitsandbytes" and bool(config.get("load_in_4bit"))
+
+
 def find_problems(config: object) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
     """Key path below ``quantization_config``, what is wrong, and what to do."""
     if not isinstance(config, dict):

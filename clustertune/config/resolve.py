@@ -160,6 +160,8 @@ class _Work:
         self.dp, derived, problems = derive.data_parallel(distribution, self.world, file)
         self.derived.append(derived)
         shards, more = derive.shard_size(distribution, self.world, file)
+        if self.accelerate is not None:
+            more += derive.alone(distribution, self.world, self.accelerate.place(("distributed_type",)))
         self.problems += problems + more
         if shards is not None and self.accelerate is not None:
             self.derived.append(shards)
@@ -207,11 +209,6 @@ class _Work:
         problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
         problems += checks.find_quantization_problems(self.train, self.values.get("lora"), distribution, self.place)
         problems += kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown, self.place)
-        if self.train.get("packing") and acc.parallel_sizes(distribution).get("cp", 1) > 1 and self.megatron is None:
-            # trl/trainer/sft_trainer.py:1150: the mask that keeps packed conversations apart is dropped.
-            text = "true, while context parallelism drops what keeps packed conversations apart"
-            path = ("train", "packing")
-            problems.append(Problem(text, file=self.place(path), key="train.packing", fix="train.packing=false, or cp size 1"))
         if self.megatron is None:
             lora = self.values.get("lora")
             problems += strategy.find_problems(self.train, lora, distribution, self.architecture, accelerate_shown, self.place)
@@ -336,8 +333,7 @@ def _warnings(resolved: Resolved) -> list[str]:
     path = resolved.input_path
     if path is not None and not is_there(path):
         found.append(f"data.input {resolved.recipe.data.input} is not there on this machine")
-    kind = resolved.accelerate.get("distributed_type")
-    if kind in {"NO", "MULTI_GPU"} and resolved.world_size > 1:
-        found.append(f"{resolved.accelerate_file}: distributed_type {kind} keeps the whole model on every rank")
+    if resolved.accelerate.get("distributed_type") == "MULTI_GPU" and resolved.world_size > 1:
+        found.append(f"{resolved.accelerate_file}: distributed_type MULTI_GPU keeps the whole model on every rank")
     found += kernels.warnings(resolved.train_args, resolved.accelerate)
     return found

@@ -12,8 +12,10 @@ from typing import Any
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.config.checks import Place
-from clustertune.config.modeling import parallel_plans
+from clustertune.config.modeling import carries_state, has_sdpa, parallel_plans
+from clustertune.config.native import train_fields
 from clustertune.config.native_rules import show_value
+from clustertune.config.parameters import narrowest
 from clustertune.errors import Problem
 
 TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
@@ -64,8 +66,8 @@ def find_problems(
 
 def _axes(look: _Look) -> None:
     """Axes that the distributed type does not read, or reads otherwise."""
-    if look.kind == "FSDP" and "sp" in look.sizes:
-        text = f"{look.sizes['sp']}: accelerate's sequence parallelism is DeepSpeed's Ulysses, which FSDP does not run"
+    if "sp" in look.sizes:
+        text = f"{look.sizes['sp']}: accelerate's sequence parallelism is DeepSpeed's Ulysses, which is not carried here"
         look.mesh("sp", text, "write parallelism_config_cp_size: context parallelism splits sequences under FSDP2")
     for axis in ("dp_shard", "tp", "cp"):
         if look.kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in look.sizes:
@@ -84,6 +86,14 @@ def _quantized(look: _Look) -> None:
         # accelerate/utils/fsdp_utils.py:800: such weights are left out of the sharding, whole on every rank.
         text = f"bnb_4bit_quant_storage is {storage}: FSDP2 would keep the whole base on every rank"
         look.of((*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16")
+    if not quantization.is_sharded(config) and quantization.method(config) in quantization.METHODS:
+        stored = "8 bits of bitsandbytes" if config.get("load_in_8bit") else quantization.method(config)
+        # torch 2.13 casts what it gathers to param_dtype; transformers 5.23's FP8Linear then multiplies without the scale.
+        text = (
+            f"{stored}: FSDP would gather such weights without their scales, or not split them; it does 4 bits of bitsandbytes"
+        )
+        fix = "write {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_quant_storage: bfloat16}, or leave it out"
+        look.of(path, text, fix)
     if "tp" in look.sizes:
         look.of(path, "quantised weights are not split over tp", "leave parallelism_config_tp_size out: FSDP2 shards them")
 
@@ -94,9 +104,9 @@ def _tensor(look: _Look, lora: Mapping[str, Any] | None, architecture: Mapping[s
         if lora and lora.get(key):
             look.of(("lora", key), "whole modules are not trained beside an adapter under tensor parallelism", "leave it out")
     targets = (lora or {}).get("target_modules")
-    for name in targets if isinstance(targets, list) else []:
-        if name in ("embed_tokens", "lm_head"):
-            look.of(("lora", "target_modules"), f"{name} takes no adapter under tensor parallelism", f"leave {name} out")
+    if isinstance(targets, list) and "embed_tokens" in targets:
+        text = "embed_tokens takes no adapter under tensor parallelism"
+        look.of(("lora", "target_modules"), text, "leave embed_tokens out")
     if look.train.get("torch_compile"):
         text = "true: the compiled layers were not proved together with tensor parallelism"
         look.of(("train", "torch_compile"), text, "train.torch_compile=false, or tp size 1")
@@ -129,19 +139,32 @@ def _context(look: _Look, architecture: Mapping[str, Any] | None) -> None:
     if attention not in _CP_ATTENTION:
         text = f"{show_value(attention)}: context parallelism has an attention of its own, on torch's kernels"
         look.of(path, text, "leave it out")
+    apart = "context parallelism drops what keeps packed conversations apart"  # trl/trainer/sft_trainer.py:1150
     for key, what in {
+        "packing": apart,
+        "eval_packing": apart,
         "padding_free": "it joins the sequences of a batch, which context parallelism would not keep apart",
         "label_smoothing_factor": "TRL smooths unshifted labels, a part of a sequence has shifted ones",
     }.items():
         if look.train.get(key):
-            look.of(("train", key), f"{look.train[key]}: {what}", "leave it out, or use cp size 1")
-    window = (architecture or {}).get("sliding_window")
-    used = (architecture or {}).get("use_sliding_window", True)
-    length = look.train.get("max_length")
-    if window and used and length and window < length:
-        text = f"{look.sizes['cp']}, while the model attends to {window} tokens back and max_length is {length}"
-        look.mesh("cp", text, f"train.max_length={window} at most, or cp size 1")
-    kinds = set((architecture or {}).get("layer_types") or ())
-    if kinds - {"full_attention"} and not (window and length and window >= length):
-        text = f"the model has layers of {', '.join(sorted(kinds - {'full_attention'}))}: only causal attention is split"
-        look.mesh("cp", text, "use cp size 1")
+            fix = f"train.{key}=false, or cp size 1" if "packing" in key else "leave it out, or use cp size 1"
+            look.of(("train", key), f"{show_value(look.train[key])}: {what}", fix)
+    if architecture is not None:
+        _split_attention(look, architecture)
+
+
+def _split_attention(look: _Look, architecture: Mapping[str, Any]) -> None:
+    """Layers of which a part of a sequence is not computed from the others: torch's context parallelism is causal attention."""
+    kind, other = str(architecture["model_type"]), "use cp size 1"
+    if carries_state(kind):
+        look.mesh("cp", f"layers of {kind} hand on a state, which does not go from one part of a sequence to the next", other)
+    elif not has_sdpa(kind):
+        look.mesh("cp", f"{kind} computes its attention without scaled_dot_product_attention, the one that is split", other)
+    kinds = set(architecture.get("layer_types") or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if kinds:
+        look.mesh("cp", f"the model has layers of {', '.join(sorted(kinds))}: only causal attention is split", other)
+    length = look.train.get("max_length", train_fields()["max_length"].default)
+    seen = narrowest(architecture)
+    if seen is not None and (length is None or seen < length):
+        text = f"{look.sizes['cp']}, while the model attends to {seen} tokens back and max_length is {length}"
+        look.mesh("cp", text, f"train.max_length={seen} at most, or cp size 1")

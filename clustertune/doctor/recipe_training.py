@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
 from clustertune.config.hardware import load_hardware
+from clustertune.config.modeling import carries_state
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context
 from clustertune.health import FAIL, WARN, Finding, Rule, finding
@@ -15,19 +16,6 @@ from clustertune.health import FAIL, WARN, Finding, Rule, finding
 LORA_RATES, FULL_RATES = (1e-5, 1e-3), (1e-7, 1e-4)
 """Learning rates outside of which a fine-tuning rarely gets anywhere: TRL's guide has 2e-5 for all parameters and ten times
 that for LoRA (https://huggingface.co/docs/trl/peft_integration); a factor of 20 to 50 around it."""
-RECURRENT = (
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "rwkv",
-    "zamba2",
-)
-"""Model types of transformers with state-space layers whose ``layer_types`` do not say so."""
 LONG_WARMUP = 0.5
 """Share of all steps."""
 
@@ -93,13 +81,13 @@ SLOW_PRODUCTS = Rule(
 )
 NO_BF16 = Rule(
     "no-bfloat16",
-    "bfloat16 on GPUs that have it",
+    "no bfloat16 on GPUs without it",
     "without tensor cores for it bfloat16 is emulated, slower than float32",
     "https://developer.nvidia.com/cuda-gpus",
 )
 FLOAT32 = Rule(
     "no-mixed-precision",
-    "bfloat16 or float16 on GPUs",
+    "bfloat16 on GPUs that have it",
     "float32 products use no tensor cores, or a quarter of them (TF32), and weights take twice the memory",
     "https://huggingface.co/docs/transformers/en/mixed_precision_training",
 )
@@ -218,14 +206,15 @@ def _quantised(context: Context) -> Iterator[Finding]:
 
 
 def _precision(context: Context) -> Iterator[Finding]:
-    gpu = load_hardware().get(context.cluster.compute.gpu or "")
-    if gpu is not None and gpu.bf16_tflops is None and context.resolved.train_args.get("bf16") and context.cluster.compute.gpus:
-        text = f"train.bf16 on {context.cluster.compute.gpu}, which has no bfloat16"
-        yield finding(NO_BF16, FAIL, text, "train.bf16=false train.fp16=true", where=context.name)
-
-    args = context.resolved.train_args
-    if context.is_real and context.cluster.compute.gpus and not args.get("bf16", True) and not args.get("fp16"):
-        yield finding(FLOAT32, WARN, "train.bf16 and fp16 are false", "train.bf16=true", where=context.name)
+    compute, mixed = context.cluster.compute, context.resolved.train_args.get("bf16", True)
+    gpu = load_hardware().get(compute.gpu or "")
+    without = gpu is not None and gpu.bf16_tflops is None
+    if without and context.resolved.train_args.get("bf16") and compute.gpus:
+        text = f"train.bf16 on {compute.gpu}, which has no bfloat16"
+        fix = "train.bf16=false train.model_init_kwargs.dtype=float32, or newer GPUs"
+        yield finding(NO_BF16, FAIL, text, fix, where=context.name)
+    if context.is_real and compute.gpus and not mixed and not without:
+        yield finding(FLOAT32, WARN, "train.bf16 is false", "train.bf16=true", where=context.name)
 
 
 def _packed(context: Context) -> Iterator[Finding]:
@@ -233,7 +222,7 @@ def _packed(context: Context) -> Iterator[Finding]:
     listed = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     states = sorted(kind for kind in listed if "attention" not in kind or "linear" in kind)
     model = str(context.resolved.architecture.get("model_type"))
-    if context.resolved.train_args.get("packing") and (states or model in RECURRENT):
+    if context.resolved.train_args.get("packing") and (states or carries_state(model)):
         text = f"train.packing, and {model} has layers with a state" + (f" ({', '.join(states)})" if states else "")
         yield finding(PACKED_STATE, WARN, text, "train.packing=false", where=context.name)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clustertune.config.megatron import experts
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Megatron
 from clustertune.errors import Problem
@@ -116,8 +117,8 @@ def _lora_problems(resolved: Resolved) -> list[Problem]:
             if unknown := [name for name in names if name not in TARGETS]:
                 fix = f"of {', '.join(TARGETS)}"
                 found.append(Problem(f"{', '.join(unknown)}: Megatron-Bridge's LoRA has no such layer", fix=fix, **where))
-    if (experts := resolved.architecture.get("num_local_experts")) and resolved.recipe.lora is not None:
-        text = f"on a model of {experts} experts: how its adapter is exported was not checked here"
+    if (number := experts(resolved.architecture)) and resolved.recipe.lora is not None:
+        text = f"on a model of {number} experts: how its adapter is exported was not checked here"
         found.append(Problem(text, file=resolved.name, key="lora", fix="train all parameters, or take a dense model"))
     return found
 

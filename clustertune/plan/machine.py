@@ -119,7 +119,7 @@ def _domain(cluster: Cluster) -> int:
 
 def _notes(name: str, gpu: Gpu, measured: Measured | None) -> Iterator[str]:
     if gpu.bf16_tflops is None:
-        yield f"{name} has no bfloat16: the figures are those of fp16, and the recipe must say fp16: true"
+        yield f"{name} has no bfloat16: the figures are fp16's; what is trained in, float32 (train.bf16=false), is slower"
     if measured and measured.backend != "nccl":
         yield f"{measured.source} measured {measured.backend}, which does not move data between GPUs as NCCL does"
 

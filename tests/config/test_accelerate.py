@@ -43,8 +43,12 @@ def test_both_versions_are_accepted(base: dict[str, Any]) -> None:
     assert problems(fsdp(base)) == {}
 
 
-def test_keys_without_the_prefix_are_accelerates_too() -> None:
-    assert problems({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "offload_params": "false"}}) == {}
+@pytest.mark.parametrize("key", ["version", "offload_params", "cpu_ram_efficient_loading"])
+def test_keys_have_their_prefix(key: str) -> None:
+    """accelerate launch adds it; what plans, loads and checks the sharding reads the whole name."""
+    found = problems(fsdp({"fsdp_version": 2}, **{key: 2}) if key == "version" else fsdp(**{key: True}))
+    assert f"write fsdp_{key}" in found[f"fsdp_config.{key}"]
+    assert "write fsdp_version" in problems(fsdp({"version": 2}))["fsdp_config.version"]
 
 
 @pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
@@ -127,6 +131,9 @@ def test_the_reference_plugin_is_what_the_source_says(repo: Path, file: str, mon
         (fsdp() | {"use_cpu": True}, "use_cpu", "derived"),
         (fsdp() | {"mixed_precison": "bf16"}, "mixed_precison", "did you mean mixed_precision"),
         (fsdp() | {"mixed_precision": "bf17"}, "mixed_precision", "bf16"),
+        (fsdp() | {"mixed_precision": "fp8"}, "mixed_precision", "has no effect"),
+        (fsdp() | {"mixed_precision": "fp16"}, "mixed_precision", "train.fp16 is not carried"),
+        (fsdp() | {"fp8_config": {"fp8_backend": "TE"}}, "fp8_config", "has no effect"),
         (fsdp() | {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment", "LOCAL_MACHINE"),
         (fsdp() | {"fsdp_config": [1]}, "fsdp_config", "keys and values"),
         ({"fsdp_config": FSDP2}, "distributed_type", "missing"),

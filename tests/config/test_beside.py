@@ -65,6 +65,8 @@ def test_the_file_is_still_chosen_by_name() -> None:
         (f"{PARALLEL}_tp_size=3", "parallelism_config", "does not divide"),
         (f"{PARALLEL}_dp_replicate_size=3", "parallelism_config", "does not divide"),
         (f"{PARALLEL}_dp_replicate_size=16", "parallelism_config", "none left to shard over"),
+        (f"{PARALLEL}_dp_shard_size=1", "parallelism_config", "its sizes make 1 ranks; there are 16"),
+        (f"{PARALLEL}_dp_shard_size=8", "parallelism_config", "its sizes make 8 ranks; there are 16"),
         ("deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.stage", "no DeepSpeed file"),
     ],
 )
@@ -75,10 +77,40 @@ def test_they_are_checked_like_the_file(refused: Refuse, override: str, key: str
     assert found.file == "command line" and says in str(found)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "says"),
+    [
+        ("llama70b-tp-fsdp2", {"dp_shard": 1}, "its sizes make 8 ranks; there are 64"),
+        ("llama70b-tp-fsdp2", {"dp_shard": 4}, "its sizes make 32 ranks; there are 64"),
+        ("llama405b-oasst2", {"dp_shard": 1, "tp": 16}, "FSDP has no ranks to shard over"),
+        ("llama405b-oasst2", {"dp_shard": 1, "dp_replicate": 16}, "FSDP has no ranks to shard over"),
+        ("llama8b-longcontext-32k", {"dp_shard": 1, "dp_replicate": 2}, "FSDP has no ranks to shard over"),
+    ],
+)
+def test_a_stated_mesh_is_that_of_the_ranks(refused: Refuse, recipe: str, sizes: dict[str, int], says: str) -> None:
+    """What accelerate says of it, it says on the nodes, once the base is loaded (parallelism_config.py:325, 372 and 381)."""
+    problems = refused(recipe, [f"{PARALLEL}_{axis}_size={size}" for axis, size in sizes.items()])
+    assert any(says in problem.message for problem in problems), problems
+
+
+def test_context_parallelism_alone_is_sharded_over() -> None:
+    """FSDP splits over dp_shard x cp; and one rank needs no mesh."""
+    resolved = resolve("llama8b-longcontext-32k", [f"{PARALLEL}_cp_size=8", f"{PARALLEL}_dp_shard_size=1"], ranks=8)
+    assert resolved.data_parallel_size == 1
+    assert resolve("tiny-oasst2", [f"{PARALLEL}_dp_shard_size=1"], ranks=1).world_size == 1
+
+
+def test_sizes_of_1_leave_all_ranks_to_shard_over() -> None:
+    """accelerate would make replicas of all ranks, and FSDP2 would have none (parallelism_config.py:358)."""
+    resolved = resolve("llama405b-oasst2", [f"{PARALLEL}_tp_size=1"])
+    assert resolved.accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 16
+    assert show.as_json(resolved)["values"][f"{PARALLEL}_dp_shard_size"]["origin"] == "derived: 16 ranks"
+
+
 def test_what_stands_in_the_file_keeps_its_line(refused: Refuse) -> None:
     """Another distribution leaves FSDP's section in the file without a reader."""
     found = refused("llama405b-oasst2", ["accelerate.distributed_type=MULTI_GPU"])[0]
-    assert (found.file or "").endswith("accelerate.yaml:4") and "accelerate.fsdp_config=null" in str(found)
+    assert (found.file or "").endswith("accelerate.yaml:3") and "accelerate.fsdp_config=null" in str(found)
 
 
 def test_ranks_left_to_shard_over_are_derived() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config import accelerate_file, modeling, native, remembered, source
+from clustertune.config import accelerate_file, modeling, modules, native, remembered, source
 
 FACTS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     (native._fields, ("trl", "trainer/sft_config.py", "SFTConfig")),
@@ -26,7 +26,9 @@ FACTS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     (modeling.config_aliases, ("gpt2",)),
     (modeling._modeling_classes, ("llama",)),
     (modeling._layer_classes, ("llama4_text",)),
-    (modeling.module_names, ("llama", "LlamaForCausalLM")),
+    (modeling.carries_state, ("mamba2",)),
+    (modeling.has_sdpa, ("llama",)),
+    (modules.module_names, ("llama", "LlamaForCausalLM")),
 ]
 
 

@@ -18,6 +18,11 @@ TINY = REPO / "recipes" / "tiny-oasst2"
 TP = "accelerate.parallelism_config.parallelism_config_tp_size=2"
 CP = "accelerate.parallelism_config.parallelism_config_cp_size=2"
 NOT_PACKED = "train.packing=false"
+SP = "accelerate.parallelism_config.parallelism_config_sp_size=2"
+WITHOUT = "accelerate.fsdp_config=null"
+DDP = "accelerate.distributed_type=MULTI_GPU"
+ZERO = ("accelerate.distributed_type=DEEPSPEED", WITHOUT, "accelerate.deepspeed_config.zero_stage=2")
+QUANTIZED = "train.model_init_kwargs.quantization_config"
 BASE_4BIT = "train.model_init_kwargs.quantization_config.load_in_4bit=true"
 
 
@@ -36,21 +41,28 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["accelerate.parallelism_config.parallelism_config_sp_size=2"], "Ulysses, which FSDP does not run"),
+        ([SP], "Ulysses, which is not carried here"),
+        ([SP, DDP, WITHOUT], "Ulysses, which is not carried here"),
+        ([SP, *ZERO], "Ulysses, which is not carried here"),
         (
-            [TP, "accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"],
+            [TP, DDP, WITHOUT],
             "only FSDP2 is combined with it here",
         ),
         ([TP, BASE_4BIT], "quantised weights are not split over tp"),
         ([BASE_4BIT], "FSDP2 would keep the whole base on every rank"),
         ([TP, "lora.modules_to_save=[norm]"], "whole modules are not trained beside an adapter"),
-        ([TP, "lora.target_modules=[q_proj, lm_head]"], "lm_head takes no adapter"),
+        ([TP, "lora.target_modules=[q_proj, embed_tokens]"], "embed_tokens takes no adapter"),
         ([TP, "train.torch_compile=true"], "not proved together with tensor parallelism"),
         ([TP.replace("=2", "=4")], "4 does not divide num_key_value_heads, 2"),
         ([CP, NOT_PACKED, "train.model_init_kwargs.attn_implementation=eager"], "has an attention of its own"),
         ([CP, NOT_PACKED, "train.label_smoothing_factor=0.1"], "smooths unshifted labels"),
         ([CP, NOT_PACKED, "train.padding_free=true"], "joins the sequences of a batch"),
         ([CP], "drops what keeps packed conversations apart"),
+        ([CP, NOT_PACKED, "train.eval_packing=true"], "drops what keeps packed conversations apart"),
+        ([WITHOUT, "accelerate.distributed_type=NO"], "NO starts one process; there are 4 ranks"),
+        (["train.fp16=true"], "its loss scale makes steps that are not finite"),
+        (["train.fp16=true", "train.bf16=false"], "its loss scale makes steps that are not finite"),
+        ([TP, "train.average_tokens_across_devices=false"], "the mean over the tokens of all ranks"),
     ],
 )
 def test_what_it_does_not_carry_is_refused(given: list[str], said: str) -> None:
@@ -58,11 +70,39 @@ def test_what_it_does_not_carry_is_refused(given: list[str], said: str) -> None:
     assert said in refused(*given)
 
 
-def look(architecture: dict[str, Any], **sizes: int) -> list[str]:
+@pytest.mark.parametrize("words", ["quant_method: fp8", "quant_method: fbgemm_fp8", "quant_method: mxfp4", "load_in_8bit: true",
+                                   "quant_method: gptq", "quant_method: awq", "quant_method: torchao"])  # fmt: skip
+@pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
+def test_fsdp_shards_no_quantisation_but_4_bits(words: str, file: str) -> None:
+    """float8 is a floating type: FSDP2 casts it as it gathers, and the layer multiplies what has lost its scales."""
+    said = refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}")
+    assert QUANTIZED in said
+    assert "FSDP would gather such weights without their scales" in said
+    assert "FSDP would gather" not in refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}", "accelerate.no_such=1", DDP)
+
+
+def test_what_fsdp_shards_is_taken() -> None:
+    """The positive list."""
+    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"
+    assert resolve(TINY, [four, "train.model_init_kwargs.dtype=bfloat16"], ranks=4).world_size == 4
+
+
+def test_one_process_is_one_rank() -> None:
+    """NO is what one GPU wants."""
+    given = ["accelerate.distributed_type=NO", WITHOUT, "accelerate.parallelism_config=null"]
+    assert resolve(TINY, given, ranks=1).world_size == 1
+
+
+STATES = ("qwen3_next", "falcon_h1", "bamba", "mamba2", "jamba", "lfm2", "minimax", "recurrent_gemma", "rwkv")
+
+
+def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> list[str]:
     accelerate = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
     for axis, size in sizes.items():
         accelerate["parallelism_config"][f"parallelism_config_{axis}_size"] = size  # type: ignore[index]
-    found = strategy.find_problems({"max_length": 64}, None, accelerate, architecture, "accelerate.yaml", ".".join)
+    found = strategy.find_problems(
+        {} if length is ... else {"max_length": length}, None, accelerate, architecture, "accelerate.yaml", ".".join
+    )
     return [problem.message for problem in found]
 
 
@@ -73,8 +113,12 @@ def look(architecture: dict[str, Any], **sizes: int) -> list[str]:
         ({"model_type": "deepseek_v2"}, {"tp": 2}, "which is not carried out here"),
         ({"model_type": "mixtral", "num_local_experts": 3}, {"tp": 2}, "2 does not divide num_local_experts, 3"),
         ({"intermediate_size": 33}, {"tp": 2}, "2 does not divide intermediate_size, 33"),
-        ({"sliding_window": 32}, {"cp": 2}, "attends to 32 tokens back and max_length is 64"),
+        ({"model_type": "mistral", "sliding_window": 32}, {"cp": 2}, "attends to 32 tokens back and max_length is 64"),
         ({"layer_types": ["full_attention", "linear_attention"]}, {"cp": 2}, "layers of linear_attention"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 32}, {"cp": 2}, "attends to 32 tokens back"),
+        ({"model_type": "olmo3", "sliding_window": 32}, {"cp": 2}, "attends to 32 tokens back"),
+        ({"model_type": "gpt_oss", "num_local_experts": 2}, {"cp": 2}, "without scaled_dot_product_attention"),
+        *(({"model_type": kind}, {"cp": 2}, f"layers of {kind} hand on a state") for kind in STATES),
     ],
 )
 def test_the_model_decides_too(changes: dict[str, Any], sizes: dict[str, int], said: str) -> None:
@@ -83,7 +127,31 @@ def test_the_model_decides_too(changes: dict[str, Any], sizes: dict[str, int], s
     assert any(said in message for message in look({**TINY_LLAMA, **changes}, **sizes))
 
 
-@pytest.mark.parametrize("change", [{"sliding_window": 64}, {"sliding_window": 32, "use_sliding_window": False}])
+@pytest.mark.parametrize("kind", ["gemma3_text", "mistral", "cohere2", "olmo3", "exaone4"])
+def test_a_window_that_the_description_leaves_out_counts(kind: str) -> None:
+    """The configuration class has one: 4096 tokens. A description needs not say it."""
+    long = look({**TINY_LLAMA, "model_type": kind}, length=8192, cp=2)
+    assert any("attends to 4096 tokens back and max_length is 8192" in message for message in long)
+    assert look({**TINY_LLAMA, "model_type": kind}, length=4096, cp=2) == []
+
+
+def test_a_length_that_is_not_said_is_the_trainers() -> None:
+    """1024; and without any cut no window is wide enough."""
+    mistral = {**TINY_LLAMA, "model_type": "mistral"}
+    assert look({**mistral, "sliding_window": 1024}, length=..., cp=2) == []
+    assert "max_length is 1024" in look({**mistral, "sliding_window": 1023}, length=..., cp=2)[0]
+    assert "max_length is None" in look(mistral, length=None, cp=2)[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mistral", "sliding_window": 64},
+        {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False},
+        {"model_type": "llama4_text", "attention_chunk_size": 64},
+        {"model_type": "gemma3_text", "sliding_window": 32, "layer_types": ["full_attention", "full_attention"]},
+    ],
+)
 def test_a_window_that_no_sequence_leaves_is_no_obstacle(change: dict[str, Any]) -> None:
     """Mistral's window of 4096 with sequences of 2048 is causal attention."""
     assert look({**TINY_LLAMA, **change}, cp=2) == []

@@ -13,7 +13,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.config.resolved import Resolved
-from clustertune.doctor import recipe_context, recipe_plan, recipe_refused
+from clustertune.doctor import recipe_context, recipe_plan, recipe_refused, recipe_training
 from clustertune.errors import Problem, UserError
 from clustertune.health import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.host.facts import Mount
@@ -467,8 +467,8 @@ NEAR: list[tuple[str, str | None, Spoil]] = [
     ("nccl-hang-arm", None, versions(nvidia_nccl_cu13="2.28.9")),
     ("every-rank-loads-all", None, versions(transformers="5.5.4")),
     ("packed-see-each-other", None, both(versions(transformers="4.53.0"), override("train.packing=false"))),
-    ("no-bfloat16", None, both(cluster(compute__gpu="v100-sxm-32", compute__interconnect="nvlink2"), override(
-        "train.bf16=false", "train.fp16=true", "train.model_init_kwargs.dtype=float16"))),
+    *((rule, None, both(cluster(compute__gpu="v100-sxm-32", compute__interconnect="nvlink2"), override(
+        "train.bf16=false", "train.model_init_kwargs.dtype=float32"))) for rule in ("no-bfloat16", "no-mixed-precision")),
 ]  # fmt: skip
 
 
@@ -478,6 +478,16 @@ def test_what_is_nearly_the_fault(rule: str, status: str | None, spoil: Spoil, t
     case = make(tmp_path)
     spoil(case)
     assert [item.status for item in case.findings() if item.rule == rule] == ([status] if status else [])
+
+
+def test_a_model_type_says_that_its_layers_carry_a_state(tmp_path: Path) -> None:
+    """Bamba's description needs no layer_types for it: transformers' source says so."""
+    case = make(tmp_path)
+    resolved = case.context().resolved
+    named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
+    found = list(recipe_training._packed(replace(case.context(), resolved=named)))
+    assert [item.rule for item in found] == ["packed-state"] and "bamba has layers with a state" in found[0].found
+    assert not list(recipe_training._packed(case.context()))
 
 
 def test_memory_that_is_nearly_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clustertune.config.megatron import EXPERTS
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.megatron import settings
@@ -99,7 +100,7 @@ def test_what_is_not_known_yet_is_null() -> None:
         (["train.per_device_train_batch_size=2"], "train.per_device_train_batch_size"),
         (["train.bf16=false"], "train.bf16"),
         (["lora.use_rslora=true"], "lora.use_rslora"),
-        (["lora.target_modules=[q_proj, lm_head]"], "lora.target_modules"),
+        (["lora.target_modules=[q_proj, embed_tokens]"], "lora.target_modules"),
         (["lora.init_lora_weights=gaussian"], "lora.init_lora_weights"),
     ],
 )
@@ -107,6 +108,16 @@ def test_what_is_not_carried_is_refused(words: list[str], key: str) -> None:
     """A setting that has no effect is a training that nobody asked for."""
     problems = settings.find_problems(resolve(LORA[0], [*LORA[1:], *words]))
     assert [problem.key for problem in problems] == [key] and all(problem.fix for problem in problems)
+
+
+@pytest.mark.parametrize("key", EXPERTS)
+def test_adapters_on_experts_are_refused(key: str) -> None:
+    """By each name that families have for the number of experts: Mixtral's, Qwen's, DeepSeek's."""
+    resolved = resolve(LORA[0], list(LORA[1:]))
+    assert settings.find_problems(resolved) == []
+    changed: Resolved = replace(resolved, architecture={**resolved.architecture, key: 8})
+    (problem,) = settings.find_problems(changed)
+    assert problem.key == "lora" and "8 experts" in problem.message
 
 
 def test_interleaved_stages_want_whole_rounds() -> None:

@@ -130,7 +130,7 @@ def test_a_gpu_without_bfloat16_is_said() -> None:
     """Its peak is that of fp16."""
     found = machine(cluster(gpu="v100-sxm-32", interconnect="nvlink2"))
     assert found.peak_flops == 125e12 and found.peak_flops_fp8 is None
-    assert "no bfloat16" in found.notes[0]
+    assert "no bfloat16" in found.notes[0] and "train.bf16=false" in found.notes[0]
 
 
 def test_gloo_is_told_from_nccl() -> None:

@@ -39,9 +39,8 @@ def check(found: Strategy, **wanted: Any) -> None:
 
 
 def refused(*overrides: str, recipe: str | Path = RECIPE) -> list[str]:
-    resolved = resolve(recipe, overrides)
     with pytest.raises(UserError) as caught:
-        strategy(resolved)
+        strategy(resolve(recipe, overrides))
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -167,15 +166,31 @@ def test_fsdp_offload_takes_everything() -> None:
     [
         (f"{NF4}, bnb_4bit_quant_storage: bfloat16", 0.5625, 0.5, 0.0625),
         (f"{NF4}, bnb_4bit_use_double_quant: true, bnb_4bit_quant_storage: bfloat16", 0.5159, 0.5, 0.0159),
-        ("quant_method: fp8", 1.0002, 1.0, 0.0),
-        ("quant_method: fbgemm_fp8", 1.0002, 1.0, 0.0),
-        ("quant_method: torchao, quant_type: int4_weight_only", 0.5195, 0.5, 0.0),
     ],
 )
 def test_a_quantised_base(words: str, weight: float, gather: float, whole: float) -> None:
     """Block scales count; bitsandbytes' stay whole on every rank. FSDP2 splits no uint8: config/strategy.py refuses that."""
     found = read(quantized(words))
     assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, whole), abs=1e-4)
+    check(found, gather_bytes=gather, other_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "weight", "gather"),
+    [
+        ({"quant_method": "fp8"}, 1.0002, 1.0),
+        ({"quant_method": "fbgemm_fp8"}, 1.0002, 1.0),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, 0.5195, 0.5),
+    ],
+)
+def test_a_base_of_another_program_is_counted(config: dict[str, Any], weight: float, gather: float) -> None:
+    """FSDP would train on other weights: no recipe starts with it. What another program did is planned all the same."""
+    with pytest.raises(UserError, match="FSDP would gather such weights without their scales"):
+        resolve(RECIPE, [quantized(", ".join(f"{key}: {value}" for key, value in config.items()))])
+    resolved = resolve(RECIPE)
+    resolved.train_args["model_init_kwargs"] = {**resolved.train_args["model_init_kwargs"], "quantization_config": config}
+    found = strategy(resolved)
+    assert (found.weight_bytes, found.whole_bytes) == pytest.approx((weight, 0.0), abs=1e-4)
     check(found, gather_bytes=gather, other_bytes=2)
 
 
