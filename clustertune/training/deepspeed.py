@@ -40,6 +40,13 @@ def is_asked(accelerate: Mapping[str, Any]) -> bool:
     return accelerate.get("distributed_type") == "DEEPSPEED"
 
 
+def asked_stage(resolved: Resolved) -> int:
+    """The ZeRO stage that a recipe of DeepSpeed's asks for, in DeepSpeed's file or in accelerate's keys."""
+    if resolved.deepspeed is not None:
+        return int((ds.get(resolved.deepspeed, ds.ZERO) or {}).get("stage", 0))
+    return int(acc.section(resolved.accelerate, "deepspeed_config").get("zero_stage", 2))
+
+
 def set_environment(resolved: Resolved, run_id: str, *, cuda: bool) -> list[str]:
     """Set what DeepSpeed and accelerate read from the environment. Returns a note for what is otherwise than on a cluster.
 
@@ -270,7 +277,7 @@ def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
     zero = ds.get(resolved.deepspeed or {}, ds.ZERO) or {}
     keys = acc.section(resolved.accelerate, "deepspeed_config")
     asked = {
-        "stage": int(zero.get("stage", 0) if resolved.deepspeed is not None else keys.get("zero_stage", 2)),
+        "stage": asked_stage(resolved),
         "offload_param": _device(zero, keys, "offload_param"),
         "offload_optimizer": _device(zero, keys, "offload_optimizer"),
         "train_batch_size": int(resolved.recipe.train["global_batch_size"]),

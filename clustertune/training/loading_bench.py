@@ -8,10 +8,12 @@ same accelerate configuration (``fsdp_cpu_ram_efficient_loading: true``), ``whol
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import importlib
+import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,9 +22,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from clustertune.process import die_with_parent
+
 WAYS = ("rows", "stock", "whole")
 SECONDS = 1800
-"""After which a rank that hangs is ended."""
+"""After which a rank that hangs is ended, by default; it says where it was."""
+POLL = 0.05
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,22 @@ def _read_calls() -> int:
     return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
 
 
-def load(folder: Path, way: str, ranks: int, replicas: int) -> Measured:
-    """Load and prepare the model in this rank, as the training does, with LoRA on its queries; then one forward pass."""
+def _join(store: Path, ranks: int) -> None:
+    """Make the process group by a file of this bench's own: a port that was free may be another program's by then."""
     import torch
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+
+
+def load(folder: Path, way: str, ranks: int, replicas: int, store: Path) -> Measured:
+    """Load and prepare the model in this rank, as the training does, with LoRA on its queries; then one forward pass.
+
+    ``store``: a path at which the ranks meet.
+    """
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401 - else it is read while the time is taken
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -85,6 +103,8 @@ def load(folder: Path, way: str, ranks: int, replicas: int) -> Measured:
     from clustertune.training.loading import Loading
     from clustertune.training.startup import Startup
 
+    if importlib.util.find_spec("deepspeed"):
+        importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are no weights
     flag = way != "whole"
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
     if not torch.cuda.is_available():
@@ -94,6 +114,7 @@ def load(folder: Path, way: str, ranks: int, replicas: int) -> Measured:
         fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
     )  # fmt: skip
+    _join(store, ranks)
     mesh = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=ranks // replicas) if replicas > 1 else None
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, parallelism_config=mesh)
     native = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "rows"}}
@@ -115,15 +136,19 @@ def load(folder: Path, way: str, ranks: int, replicas: int) -> Measured:
     return Measured(seconds, calls, peak, kept, loss)
 
 
-def _forked(work: Callable[[int], object], count: int) -> None:
-    """Run ``work(number)`` in ``count`` children. Raises RuntimeError where one fails: its trace is on stderr."""
+def _forked(work: Callable[[int], object], count: int, seconds: int = SECONDS) -> None:
+    """Run ``work(number)`` in ``count`` children. Raises RuntimeError where one fails: its trace is on stderr.
+
+    The others are ended then: they would wait half an hour for it in a collective.
+    """
     children = []
     for number in range(count):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                signal.alarm(SECONDS)
+                die_with_parent(signal.SIGKILL)
+                faulthandler.dump_traceback_later(seconds, exit=True)
                 work(number)
                 code = 0
             except BaseException:
@@ -132,25 +157,36 @@ def _forked(work: Callable[[int], object], count: int) -> None:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = _wait(children)
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}")
 
 
-def measure(folder: Path, way: str, ranks: int, replicas: int = 1) -> list[Measured]:
+def _wait(children: list[int]) -> list[int]:
+    """The children's exit codes, in their order; once one has failed, the others are killed."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                codes[child] = os.waitstatus_to_exitcode(ended[1])
+                if codes[child]:
+                    for other in set(children) - set(codes):
+                        os.kill(other, signal.SIGKILL)
+        time.sleep(POLL)
+    return [codes[child] for child in children]
+
+
+def measure(folder: Path, way: str, ranks: int, replicas: int = 1, seconds: int = SECONDS) -> list[Measured]:
     """Every rank's figures, in rank order. To be called in a process with one thread that has imported the stack."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as left:
 
         def one(rank: int) -> None:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             os.environ.update({key: str(value) for key, value in place.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            Path(left, str(rank)).write_text(json.dumps(asdict(load(folder, way, ranks, replicas))))
+            found = load(folder, way, ranks, replicas, Path(left, "store"))
+            Path(left, str(rank)).write_text(json.dumps(asdict(found)))
 
-        _forked(one, ranks)
+        _forked(one, ranks, seconds)
         return [Measured(**json.loads(Path(left, str(rank)).read_text())) for rank in range(ranks)]
 
 
@@ -161,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the shards: HSDP (default: %(default)s)")
     parser.add_argument("--ways", default=",".join(WAYS), help="which of %(default)s")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="end a rank that takes longer (default: %(default)s)")
     given = parser.parse_args(arguments)
 
     import torch
@@ -174,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         _forked(lambda _: make_model(path, given.gb), 1)  # here, its freed memory would hide what the ranks allocate
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         for way in given.ways.split(","):
-            found = measure(path, way, given.ranks, given.replicas)
+            found = measure(path, way, given.ranks, given.replicas, given.seconds)
             line = {"way": way, "model_bytes": size, "replicas": given.replicas, "ranks": [asdict(one) for one in found]}
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()

@@ -10,18 +10,15 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from trl import SFTTrainer
-
 from clustertune.training import context, tensor
+from clustertune.training.evaluation import TokenMeanTrainer
 
 
 def _as_they_are(*args: Any) -> tuple[Any, ...]:
     return args
 
 
-class MeshTrainer(SFTTrainer):  # type: ignore[misc]
+class MeshTrainer(TokenMeanTrainer):
     """TRL's trainer on every axis of accelerate's mesh."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,28 +44,10 @@ class MeshTrainer(SFTTrainer):  # type: ignore[misc]
             return 0, 1
         return self.accelerator.torch_device_mesh["cp"].get_local_rank(), int(sizes.cp_size)
 
-    def _my_share(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         rank, size = self._context
-        return context.share_of(inputs, rank, size, int(self.processing_class.pad_token_id))
+        return inputs if size == 1 else context.share_of(inputs, rank, size, int(self.processing_class.pad_token_id))
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Replaces the Trainer's, which cuts with torch's CUDA-only context."""
-        return contextlib.nullcontext, inputs if self._context[1] == 1 else self._my_share(inputs)
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """As TRL's; under context parallelism on this rank's part, whose loss is the whole batch's on every rank.
-
-        Without the count of all labels, each rank would divide by those of its own part.
-        """
-        size = self._context[1]
-        if size == 1:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self._prepare_inputs(inputs)
-        labels = int(inputs["labels"][:, 1:].ne(-100).sum())
-        scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
-        count = torch.tensor(labels * scale / size, device=self.args.device)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._my_share(inputs), num_items_in_batch=count)
-        # The Trainer keeps the losses of the first ranks only where the last batch is not full.
-        dist.all_reduce(loss, group=self.accelerator.torch_device_mesh["cp"].get_group())
-        return loss / size, None, None
+        return contextlib.nullcontext, self.my_inputs(inputs)

@@ -18,7 +18,7 @@ from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.plan import Plan
-from clustertune.training import build, deepspeed, kernels, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, deepspeed, kernels, packing, recompute, sharding, tracker
 from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
@@ -152,6 +152,7 @@ class Session:
         report: Callable[[Mapping[str, Any]], None],
     ) -> Trainer:
         recipe = self.resolved.recipe
+        base_model.check(*source, self.resolved)
         with self.startup.part("data"):
             tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
             train, held_out = build.load_conversations(data)

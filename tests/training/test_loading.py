@@ -185,21 +185,47 @@ def test_a_file_that_was_cut_ends_the_run_before_anything_is_read(benches: Bench
         assert told[0]["file"] == str(file) and "truncated" in told[0]["message"] and told[0]["fix"]
 
 
+@pytest.mark.parametrize("config", [SLICES, WHOLE])
+def test_a_base_that_is_quantised_already_is_refused_at_the_start(benches: Benches, config: dict[str, Any]) -> None:
+    """FSDP2 would cast its float8 and leave the scales out: every rank ends before it reads a weight, however it would."""
+    bench = benches("llama")
+    path = bench.make("fp8", 2, fsdp(config))
+    file = next((path / "model").glob("*/config.json"))
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": fp8}))
+    next((path / "model").glob("*/*.safetensors")).unlink()
+    assert bench.forge.run(path, 2) == [2, 2], said(path)
+    for rank in (0, 1):
+        told = json.loads((path / "attempts" / "0001" / f"rank-{rank}.json").read_text())["problems"]
+        assert told[0]["file"] == str(file) and told[0]["message"].startswith("fp8 weights: FSDP")
+
+
 def measured(gb: float, ranks: int, replicas: int, ways: str, folder: Path) -> dict[str, dict[str, Any]]:
     """What the loading bench says of each way."""
     program = [sys.executable, "-m", "clustertune.training.loading_bench", "--gb", str(gb), "--ranks", str(ranks)]
     done = subprocess.run(
-        [*program, "--replicas", str(replicas), "--ways", ways],
+        [*program, "--replicas", str(replicas), "--ways", ways, "--seconds", "300"],
         cwd=REPO,
         env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["way"]: line for line in lines}
+
+
+def test_a_rank_of_the_bench_that_fails_ends_the_others_and_one_that_hangs_says_where() -> None:
+    """Otherwise they wait for it in a collective, for half an hour and without a word."""
+    begin = "import time; from clustertune.training import loading_bench as bench; "
+    for work, words in (("1 / 0 if number else time.sleep(100)", "[-9, 1]"), ("time.sleep(100)", "<lambda>")):
+        program = f"{begin}bench._forked(lambda number: {work}, 2, 3)"
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
 @pytest.mark.jobs

@@ -24,8 +24,11 @@ STEPS = 3
 SAME = [
     f"train.max_steps={STEPS}", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
     "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
+    "data.eval_fraction=0.08", "train.per_device_eval_batch_size=2",
 ]  # fmt: skip
-"""No dropout, no packing (context parallelism has neither): what is left is the order of sums."""
+"""No dropout, no packing (context parallelism has neither): what is left is the order of sums.
+
+Seven rows are evaluated, two a rank and step: ranks have different ones, and the last batch is not full on any mesh."""
 FULL = ["lora=null"]
 LOSS, NORM = 5e-6, 1e-4
 """Relative. The strategies add the same numbers in another order: a loss of 8 in float32 moves by one or two of its last bits
@@ -131,8 +134,10 @@ def compare(path: Path, other: Path) -> None:
     """The same loss and gradient norm at each step, and the same evaluation."""
     for key, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
         assert [e[key] for e in events(path, "step")] == pytest.approx([e[key] for e in events(other, "step")], rel=tolerance)
-    expected = [e["eval_loss"] for e in events(other, "eval")]
-    assert len(expected) == 1 and [e["eval_loss"] for e in events(path, "eval")] == pytest.approx(expected, rel=LOSS)
+    [found], [expected] = events(path, "eval"), events(other, "eval")
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=LOSS)
+    # One of some 380 tokens may be predicted otherwise by another order of sums.
+    assert found["eval_token_accuracy"] == pytest.approx(expected["eval_token_accuracy"], abs=3e-3)
     assert [e["step"] for e in events(path, "step")] == list(range(1, STEPS + 1))
 
 

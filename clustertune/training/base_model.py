@@ -1,0 +1,107 @@
+"""A base that is quantised: which strategy can train over it, told before a byte of its weights is read.
+
+FSDP2 casts every floating parameter to the compute dtype as it gathers it, float8 too (torch 2.13, ``_fsdp_param.py``), and
+tensor parallelism splits weights without their scales: both would train on other weights, in silence. transformers takes the
+quantisation of the checkpoint's own ``config.json``, of which the recipe need not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config import quantization
+from clustertune.config.resolved import Resolved
+from clustertune.errors import Problem, UserError
+from clustertune.training import deepspeed
+
+CONFIG = "config.json"
+RECIPE_KEY = "train.model_init_kwargs.quantization_config"
+FIX = (
+    "take the weights of this model that are not quantised; 4 bits by bitsandbytes, of LoRA's base, are the recipe's to ask "
+    f"for ({RECIPE_KEY}: load_in_4bit: true)"
+)
+
+
+def check(source: str, revision: str | None, resolved: Resolved) -> None:
+    """Raise UserError where the base, or what the recipe makes of it, is quantised in a way that the run cannot train over.
+
+    ``source``: the model's folder or Hub id.
+    """
+    file = _config_file(source, revision)
+    stored, asked = _stored(file), quantization.of(resolved.train_args)
+    reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
+    if reason is None:
+        return
+    if stored is None:
+        raise UserError(Problem(reason, key=RECIPE_KEY, fix=FIX))
+    raise UserError(Problem(reason, file=str(file), key="quantization_config", fix=FIX))
+
+
+def parted_by(resolved: Resolved) -> str | None:
+    """What parts the weights over ranks; None where each rank has them whole."""
+    if acc.parallel_sizes(resolved.accelerate).get("tp", 1) > 1:
+        return "tensor parallelism"
+    if deepspeed.is_asked(resolved.accelerate):
+        return "DeepSpeed ZeRO-3" if deepspeed.asked_stage(resolved) == 3 else None
+    return "FSDP" if resolved.accelerate.get("distributed_type") == "FSDP" else None
+
+
+def why_not(stored: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, parted: str | None, *, lora: bool) -> str | None:
+    """Why a base is not trained over; None where it is. ``stored``, ``asked``: config.json's quantisation, and the recipe's."""
+    config = stored or asked
+    if config is None:
+        return None
+    name = quantization.method(config)
+    if stored and asked:
+        return f"the weights are quantised already ({name}), the recipe asks for {quantization.method(asked)}: not both"
+    if parted is not None and (name != "bitsandbytes" or not config.get("load_in_4bit") or parted == "tensor parallelism"):
+        return f"{name} weights: {parted} casts or splits them without their scales and would train on other weights"
+    if stored is None:  # what else the recipe asks for was looked at when it was resolved
+        return None
+    storage = str(stored.get("bnb_4bit_quant_storage", "uint8"))
+    if parted == "FSDP" and "float" not in storage:
+        return f"bnb_4bit_quant_storage is {storage}: FSDP would keep the whole base on every rank"
+    return _untrainable(stored, name) if lora else f"{name} weights are not trained themselves, and there is no lora section"
+
+
+def _untrainable(stored: Mapping[str, Any], name: str) -> str | None:
+    """What transformers says of adapters over such weights."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        trainable = AutoHfQuantizer.from_config(dict(stored), pre_quantized=True).is_trainable
+        if callable(trainable):  # fp_quant's is no property (transformers 5.23)
+            trainable = trainable()
+    except (ImportError, ValueError, TypeError, AttributeError) as error:  # no such method, no such package, other fields
+        return f"transformers does not load {name} weights here ({str(error).splitlines()[0]})"
+    return None if trainable else f"transformers does not train over {name} weights"
+
+
+def _config_file(source: str, revision: str | None) -> Path | None:
+    """The base's config.json; None where it cannot be had, which transformers tells when it loads the model."""
+    if Path(source).is_dir():
+        return Path(source, CONFIG)
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(source, CONFIG, revision=revision)
+    except (OSError, ValueError):
+        return None
+    return Path(found) if found else None
+
+
+def _stored(file: Path | None) -> dict[str, Any] | None:
+    """The checkpoint's own quantisation, of the model or of its text part."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        body = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    parts = [body, body.get("text_config")] if isinstance(body, dict) else []
+    found = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+    return next((dict(config) for config in found if isinstance(config, dict) and config), None)

@@ -1,0 +1,96 @@
+"""An evaluation that says the same on every mesh: the mean over the labelled tokens of the eval split, each row once.
+
+transformers 5.23 takes the mean of the batches' means over ranks, and cuts the last, padded batch by counting ranks as rows:
+under tp or cp, whose ranks share their rows, full batches then weigh more than the last one. Here the split is filled with
+rows without labels until it divides, and each rank sums what its labels cost: whatever is counted twice is so in both sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+from trl import SFTTrainer
+
+IGNORED_LABEL = -100
+"""What a label is where no loss is taken."""
+PER_BATCH = ("mean_token_accuracy", "entropy", "aux_loss")
+"""What TRL keeps a value of for each batch, over all ranks; it takes their mean, whatever the batches hold."""
+
+
+def filled(rows: Any, multiple: int) -> Any:
+    """The rows with as many behind them as divide by ``multiple``: copies of the first one, without a label.
+
+    accelerate 1.15 would repeat the first rows, labels and all. What is no ``datasets.Dataset`` with labels is left alone.
+    """
+    lacking = -len(rows) % multiple if isinstance(rows, datasets.Dataset) and "labels" in rows.column_names else 0
+    if not lacking:
+        return rows
+    plain = rows.with_format(None)
+    first = plain[0]
+    blank = {**first, "labels": [IGNORED_LABEL] * len(first["labels"])}
+    columns = {name: [value] * lacking for name, value in blank.items()}
+    return datasets.concatenate_datasets([plain, datasets.Dataset.from_dict(columns, features=rows.features)])
+
+
+def labels_of(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """How many tokens of a batch the loss is taken of; labels are moved by one where the model does not do it."""
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+    count: torch.Tensor = labels.ne(IGNORED_LABEL).sum()
+    return count
+
+
+class TokenMeanTrainer(SFTTrainer):  # type: ignore[misc]
+    """TRL's trainer; its ``eval_loss``, token accuracy and entropy are means over tokens, the same on all ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._batches: list[torch.Tensor] = []
+        super().__init__(*args, **kwargs)
+
+    def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank computes of a batch that it is given."""
+        return inputs
+
+    @property
+    def _rows_at_a_time(self) -> int:
+        """Rows that all ranks together evaluate in one step."""
+        sizes = self.accelerator.parallelism_config
+        sharing = int(sizes.tp_size * sizes.cp_size) if sizes is not None else 1
+        return int(self.args.eval_batch_size) * int(self.accelerator.num_processes) // sharing
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """As the Trainer's; where there are several ranks, of rows that divide over them."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.accelerator.num_processes > 1:
+            rows = filled(rows, self._rows_at_a_time)
+        return super().get_eval_dataloader(rows)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:  # noqa: ARG002
+        """Keeps the sum of this rank's part of the batch, and gives the Trainer nothing to gather."""
+        inputs = self.my_inputs(self._prepare_inputs(inputs))
+        count = labels_of(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            mean = self.compute_loss(model, inputs).detach().double()
+        # Without a label the mean is 0 or, with label smoothing, no number.
+        self._batches.append(torch.stack([torch.where(count > 0, mean * count, 0.0), count.double()]))
+        return None, None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As the Trainer's, with the loss over all tokens; no number where there is no label at all."""
+        self._batches = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if not self._batches:
+            return output
+        sums = torch.stack(self._batches)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        loss, count = sums.sum(0).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / count if count else float("nan")
+        weights = sums[:, 1].tolist()
+        for values in (self._metrics["eval"].get(key, ()) for key in PER_BATCH):
+            if count and len(values) == len(weights):
+                values[:] = [sum(value * weight for value, weight in zip(values, weights, strict=True)) / count]
+        return output

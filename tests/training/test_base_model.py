@@ -1,0 +1,116 @@
+"""A base that is quantised already is refused where the strategy would part it, before its weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clustertune.errors import ExitCode, UserError
+from clustertune.training import base_model
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FLOATING = {**FOUR, "bnb_4bit_quant_storage": "bfloat16"}
+EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+FSDP1 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}
+TP = {**FSDP2, "parallelism_config": {"parallelism_config_tp_size": 2}}
+DDP, ALONE = {"distributed_type": "MULTI_GPU"}, {"distributed_type": "NO"}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+
+
+def check(
+    folder: Path, stored: Any, accelerate: dict[str, Any], asked: Any = None, *, lora: bool = True, part: str | None = None
+) -> None:
+    """As a rank does it, of a base whose config.json holds ``stored`` (in its section ``part``)."""
+    body = {"model_type": "llama", "quantization_config": stored}
+    (folder / "config.json").write_text(json.dumps({"model_type": "outer", part: body} if part else body))
+    train = {"model_init_kwargs": {"quantization_config": asked}} if asked else {}
+    recipe = SimpleNamespace(lora={"r": 4} if lora else None)
+    resolved: Any = SimpleNamespace(accelerate=accelerate, deepspeed=None, train_args=train, recipe=recipe)
+    base_model.check(str(folder), None, resolved)
+
+
+@pytest.mark.parametrize(
+    ("stored", "accelerate"),
+    [
+        (None, FSDP2), (None, TP), (None, ALONE), (FLOATING, FSDP2), (FOUR, DDP), (FOUR, zero(3)), (FP8, DDP), (FP8, ALONE),
+        (FP8, zero(2)),
+    ],
+)  # fmt: skip
+def test_what_every_rank_has_whole_or_fsdp_can_part_is_taken(tmp_path: Path, stored: Any, accelerate: dict[str, Any]) -> None:
+    """transformers trains adapters over FP8 (its quantiser says so) where nobody casts or splits it."""
+    check(tmp_path, stored, accelerate)
+
+
+@pytest.mark.parametrize(
+    ("stored", "accelerate", "message"),
+    [
+        (FP8, FSDP2, "fp8 weights: FSDP casts or splits them without their scales"),
+        (FP8, FSDP1, "fp8 weights: FSDP casts"),
+        (FP8, TP, "fp8 weights: tensor parallelism casts"),
+        (FP8, zero(3), "fp8 weights: DeepSpeed ZeRO-3 casts"),
+        (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts"),
+        (FLOATING, TP, "bitsandbytes weights: tensor parallelism casts"),
+        (FOUR, FSDP2, "bnb_4bit_quant_storage is uint8"),
+        ({"quant_method": "mxfp4"}, DDP, "transformers does not train over mxfp4 weights"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALONE, "does not load modelopt weights"),
+    ],
+)
+def test_others_are_refused_by_the_file_that_says_so(
+    tmp_path: Path, stored: Any, accelerate: dict[str, Any], message: str
+) -> None:
+    """Qwen/Qwen3-8B-FP8 and its like; what transformers does not know it would load as it is, without the scales."""
+    with pytest.raises(UserError, match=message) as caught:
+        check(tmp_path, stored, accelerate)
+    [problem] = caught.value.problems
+    assert (problem.file, problem.key) == (str(tmp_path / "config.json"), "quantization_config")
+    assert caught.value.code is ExitCode.CONFIG and "not quantised" in (problem.fix or "")
+
+
+def test_neither_twice_nor_without_an_adapter_nor_in_a_part_of_the_model(tmp_path: Path) -> None:
+    """transformers ends with a traceback about classes for the first, and late for the second."""
+    with pytest.raises(UserError, match=r"quantised already \(fp8\), the recipe asks for bitsandbytes"):
+        check(tmp_path, FP8, ALONE, FLOATING)
+    with pytest.raises(UserError, match="there is no lora section"):
+        check(tmp_path, FP8, ALONE, lora=False)
+    with pytest.raises(UserError, match="fp8 weights: FSDP casts"):
+        check(tmp_path, FP8, FSDP2, part="text_config")
+
+
+def test_what_an_older_run_folder_asks_for_is_refused_too(tmp_path: Path) -> None:
+    """The recipe's own quantisation, of a base that is not quantised."""
+    check(tmp_path, None, FSDP2, FLOATING)
+    with pytest.raises(UserError, match=r"quantization_config: fp8 weights: FSDP casts") as caught:
+        check(tmp_path, None, FSDP2, {"quant_method": "fp8"})
+    assert caught.value.problems[0].file is None
+
+
+def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By revision; one that cannot be had is left to transformers, which says why."""
+    from transformers import utils
+
+    file, calls = tmp_path / "config.json", []
+    file.write_text(json.dumps({"quantization_config": FP8}))
+
+    def cached(source: str, name: str, revision: str | None) -> str:
+        calls.append((source, name, revision))
+        if source == "org/gone":
+            raise OSError("no such model")
+        return str(file)
+
+    monkeypatch.setattr(utils, "cached_file", cached)
+    train: dict[str, Any] = {}
+    recipe = SimpleNamespace(lora={})
+    resolved: Any = SimpleNamespace(accelerate=FSDP2, deepspeed=None, train_args=train, recipe=recipe)
+    base_model.check("org/gone", "abc", resolved)
+    with pytest.raises(UserError, match="fp8 weights: FSDP"):
+        base_model.check("org/there", "abc", resolved)
+    assert calls == [("org/gone", "config.json", "abc"), ("org/there", "config.json", "abc")]

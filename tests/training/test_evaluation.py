@@ -1,0 +1,137 @@
+"""The loss of an evaluation is the mean over its labelled tokens, however they are cut into batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clustertune.training.evaluation import IGNORED_LABEL, filled
+
+LENGTHS = (3, 17, 5, 9, 12)
+"""Tokens of each row; the first two of each carry no label, and none of the third does."""
+
+
+def make_rows() -> Any:
+    import datasets
+
+    tokens = [[(7 * row + 3 * place) % 50 for place in range(length)] for row, length in enumerate(LENGTHS)]
+    labels = [[-100, -100, *row[2:]] for row in tokens]
+    labels[2] = [-100] * LENGTHS[2]
+    return datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels, "seq_lengths": [[n] for n in LENGTHS]})
+
+
+def make_trainer(folder: Path, **values: Any) -> Any:
+    """The trainer on a model of one layer, in evaluation."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import SFTConfig
+
+    from clustertune.training.evaluation import TokenMeanTrainer
+    from tests.plan.tracked import make_tokenizer
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64, initializer_range=1.0,
+    )  # fmt: skip
+    asked = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
+    rows = make_rows()
+    return TokenMeanTrainer(
+        model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **asked, **values),
+        train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(),
+    )  # fmt: skip
+
+
+def expected(model: Any) -> tuple[float, float]:
+    """Loss and entropy over all labelled tokens, row by row."""
+    import torch
+    import torch.nn.functional as F
+
+    cost = entropy = count = 0.0
+    model.eval()
+    for row in make_rows():
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].double()
+        labels = torch.tensor(row["labels"][1:])
+        logits, labels = logits[labels != IGNORED_LABEL], labels[labels != IGNORED_LABEL]
+        cost += float(F.cross_entropy(logits, labels, reduction="sum"))
+        entropy += float(torch.distributions.Categorical(logits=logits).entropy().sum())
+        count += len(labels)
+    return cost / count, entropy / count
+
+
+@pytest.mark.parametrize("values", [{}, {"padding_free": True, "max_length": None}], ids=["padded", "flat"])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_each_token_counts_once_and_the_same(tmp_path: Path, batch: int, values: dict[str, Any]) -> None:
+    """The mean of the batches' means, which the Trainer takes, is another number for each size of the batch."""
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=batch, **values)
+    loss, entropy = expected(trainer.model)
+    found = trainer.evaluate()
+    assert found["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    logged = trainer.state.log_history[-1]
+    assert logged["eval_entropy"] == pytest.approx(entropy, rel=1e-5) and "eval_mean_token_accuracy" in logged
+
+
+def test_a_row_without_labels_costs_nothing(tmp_path: Path) -> None:
+    """Label smoothing divides by the labels of the batch: 0 / 0, in a batch of that row alone."""
+    found = make_trainer(tmp_path, per_device_eval_batch_size=1, label_smoothing_factor=0.1).evaluate()
+    whole = make_trainer(tmp_path, per_device_eval_batch_size=5, label_smoothing_factor=0.1).evaluate()
+    assert found["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
+
+
+def test_a_split_without_any_label_has_no_loss(tmp_path: Path) -> None:
+    """No number, which the run refuses, and not 0."""
+    trainer = make_trainer(tmp_path)
+    trainer.eval_dataset = make_rows().select([2])
+    assert trainer.evaluate()["eval_loss"] != trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("multiple", "more"), [(1, 0), (2, 1), (4, 3), (5, 0), (8, 3)])
+def test_rows_are_filled_until_they_divide_without_a_label(multiple: int, more: int) -> None:
+    """accelerate repeats rows with their labels: what it repeats would count twice."""
+    rows = make_rows()
+    found = filled(rows, multiple)
+    assert len(found) == len(rows) + more and found.features == rows.features
+    assert found.select(range(len(rows))).to_dict() == rows.to_dict()
+    for row in list(found)[len(rows) :]:
+        assert set(row["labels"]) == {IGNORED_LABEL} and len(row["labels"]) == len(row["input_ids"]) == sum(row["seq_lengths"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "rows"), [(1, None, 5), (2, None, 8), (4, (1, 1), 8), (4, (2, 1), 8), (4, (2, 2), 6), (8, (1, 4), 8)]
+)
+def test_the_split_is_filled_for_the_ranks_that_share_it_out(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, sizes: tuple[int, int] | None, rows: int
+) -> None:
+    """Those of one tp or cp group have the same rows: five, two at a time, and nothing is added for one process."""
+    from trl import SFTTrainer
+
+    from clustertune.training.evaluation import TokenMeanTrainer
+
+    monkeypatch.setattr(SFTTrainer, "get_eval_dataloader", lambda _, found: found)
+    trainer: Any = object.__new__(TokenMeanTrainer)
+    mesh = SimpleNamespace(tp_size=sizes[0], cp_size=sizes[1]) if sizes else None
+    trainer.accelerator = SimpleNamespace(num_processes=ranks, parallelism_config=mesh)
+    trainer.args, trainer.eval_dataset = SimpleNamespace(eval_batch_size=2), make_rows()
+    assert len(trainer.get_eval_dataloader()) == len(trainer.get_eval_dataloader(make_rows())) == rows
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 2), (4, 2), (4, 3)])
+def test_accelerate_parts_filled_rows_without_a_repetition(ranks: int, batch: int) -> None:
+    """All ranks take the same number of steps, and every row that has labels is in one batch of one rank."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    rows = filled(make_rows(), ranks * batch)
+    sampler = BatchSampler(SequentialSampler(rows), batch, drop_last=False)
+    shares = [list(BatchSamplerShard(sampler, ranks, rank)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(row for share in shares for part in share for row in part) == list(range(len(rows)))
+
+
+def test_what_has_no_labels_is_left_as_it_is() -> None:
+    rows = make_rows().remove_columns("labels")
+    assert filled(rows, 4) is rows and filled("eval", 4) == "eval"
