@@ -81,6 +81,14 @@ RUNS = {
     **{name: _fsdp(name) for name in (f"qwen2.5-{size}-tulu3" for size in ("14b", "32b", "72b"))},
     "mistral7b-alpaca": _fsdp("mistral7b-alpaca"),
     "mixtral8x7b-tulu3": _fsdp("mixtral8x7b-tulu3"),
+    "mixtral8x7b-tulu3-ep": Wanted(
+        "mixtral8x7b-tulu3",
+        "FSDP",
+        {"dp_shard": 2, "tp": 2},
+        frozenset(f"{JOINT}, tp: {how}" for how in ("shard 0", "shard 1", "replicate")),
+        ("accelerate=accelerate-ep.yaml",),
+        ranks=4,
+    ),
 }
 """Every recipe that our own program trains, with each of its distribution files."""
 
