@@ -324,7 +324,7 @@ def _check_targets(
 ) -> None:
     kind, target = str(architecture["model_type"]), lora["target_modules"]
     modules = adapter_modules(architecture)
-    if not _is_pattern(target):
+    if not is_pattern(target):
         add("target_modules", f"{show_value(target)} is no regular expression", None)
         return
     _check_head(lora, architecture, add)
@@ -345,7 +345,8 @@ def _check_targets(
             add("layers_to_transform", f"{index} is not a layer: the model has {layers}, counted from 0", None)
 
 
-def _is_pattern(target: str | list[str]) -> bool:
+def is_pattern(target: str | list[str]) -> bool:
+    """Whether PEFT can match with it: names, or a text that is a regular expression."""
     try:
         re.compile(target if isinstance(target, str) else "")
     except re.error:
@@ -359,7 +360,7 @@ def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any], add: C
     if chosen not in (None, []) or (isinstance(target, str) and target.lower() == "all-linear"):
         return  # PEFT takes layers alone, and leaves the head out of all-linear
     for head in head_names(architecture):
-        if matches(target, head) and not (excluded and _is_pattern(excluded) and matches(excluded, head)):
+        if matches(target, head) and not (excluded and is_pattern(excluded) and matches(excluded, head)):
             text = f"{show_value(target)} takes in {head}, of which TRL reads the weight alone: an adapter would not be trained"
             add("target_modules", text, f"leave {head} out")
 

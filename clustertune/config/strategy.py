@@ -11,13 +11,15 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
-from clustertune.config.checks import Place
+from clustertune.config.checks import Place, is_pattern
 from clustertune.config.modeling import carries_state, has_sdpa, parallel_plans
 from clustertune.config.native import train_fields
 from clustertune.config.native_rules import show_value
-from clustertune.config.parameters import narrowest
+from clustertune.config.parameters import matches, narrowest
 from clustertune.errors import Problem
 
+_EMBEDDING = "model.embed_tokens"
+"""The name of the input embedding in every family that has a tensor-parallel plan."""
 TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
 """The styles of a dense plan that ``clustertune/training/tensor.py`` carries out."""
 EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})
@@ -104,7 +106,7 @@ def _tensor(look: _Look, lora: Mapping[str, Any] | None, architecture: Mapping[s
         if lora and lora.get(key):
             look.of(("lora", key), "whole modules are not trained beside an adapter under tensor parallelism", "leave it out")
     targets = (lora or {}).get("target_modules")
-    if isinstance(targets, list) and "embed_tokens" in targets:
+    if isinstance(targets, str | list) and is_pattern(targets) and matches(targets, _EMBEDDING):
         text = "embed_tokens takes no adapter under tensor parallelism"
         look.of(("lora", "target_modules"), text, "leave embed_tokens out")
     if look.train.get("torch_compile"):
@@ -160,6 +162,8 @@ def _split_attention(look: _Look, architecture: Mapping[str, Any]) -> None:
         look.mesh("cp", f"layers of {kind} hand on a state, which does not go from one part of a sequence to the next", other)
     elif not has_sdpa(kind):
         look.mesh("cp", f"{kind} computes its attention without scaled_dot_product_attention, the one that is split", other)
+    if architecture.get("alibi"):  # falcon's attention bias for the distance of two tokens is given as a mask
+        look.mesh("cp", "alibi: true, a mask, of which the attention that is split takes none", other)
     kinds = set(architecture.get("layer_types") or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
     if kinds:
         look.mesh("cp", f"the model has layers of {', '.join(sorted(kinds))}: only causal attention is split", other)

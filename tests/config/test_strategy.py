@@ -52,6 +52,8 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
         ([BASE_4BIT], "FSDP2 would keep the whole base on every rank"),
         ([TP, "lora.modules_to_save=[norm]"], "whole modules are not trained beside an adapter"),
         ([TP, "lora.target_modules=[q_proj, embed_tokens]"], "embed_tokens takes no adapter"),
+        ([TP, "lora.target_modules='.*(q_proj|embed_tokens)'"], "embed_tokens takes no adapter"),
+        ([TP, "lora.target_modules='(q_proj'"], "is no regular expression"),
         ([TP, "train.torch_compile=true"], "not proved together with tensor parallelism"),
         ([TP.replace("=2", "=4")], "4 does not divide num_key_value_heads, 2"),
         ([CP, NOT_PACKED, "train.model_init_kwargs.attn_implementation=eager"], "has an attention of its own"),
@@ -118,6 +120,7 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
         ({"model_type": "llama4_text", "attention_chunk_size": 32}, {"cp": 2}, "attends to 32 tokens back"),
         ({"model_type": "olmo3", "sliding_window": 32}, {"cp": 2}, "attends to 32 tokens back"),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, {"cp": 2}, "without scaled_dot_product_attention"),
+        ({"model_type": "falcon", "alibi": True}, {"cp": 2}, "alibi: true, a mask"),
         *(({"model_type": kind}, {"cp": 2}, f"layers of {kind} hand on a state") for kind in STATES),
     ],
 )
