@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
@@ -26,6 +26,25 @@ def held(path: Path, doing: str, *, shown: Path, fix: str) -> Iterator[None]:
     """
     fd = _take(path, doing, shown, fix)
     try:
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def in_turn(path: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the file ``path``, made where it is absent; where another process has it, call ``wait`` once and wait for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         yield
     finally:
         os.close(fd)

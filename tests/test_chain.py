@@ -170,6 +170,7 @@ def test_weights_that_are_not_finite_stop_before_the_first_step(tmp_path: Path) 
     assert events(folder, "stop")[-1]["exit_code"] == 93
 
 
+@pytest.mark.jobs
 def test_the_reference_recipe_runs_tiny(tmp_path: Path) -> None:
     """Its own model class, its own distribution file, bf16 mixed precision; 16 ranks become 2."""
     folder = tmp_path / "run"

@@ -8,13 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from clustertune import lock
 from clustertune.errors import ExitCode, UserError
-from clustertune.lock import held
+from clustertune.lock import held, in_turn
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -38,7 +39,7 @@ def test_the_second_is_told_who_has_it(tmp_path: Path) -> None:
 
 def test_a_killed_holder_holds_nobody_off(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    program = "import sys, time; from pathlib import Path; from clustertune.lock import held\n"
+    program = "import sys, time; from pathlib import Path; from clustertune.lock import held, in_turn\n"
     program += "with held(Path(sys.argv[1]), '', shown=Path(), fix=''): print('held', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPO)}) as other:
@@ -98,3 +99,21 @@ def test_a_failing_disk_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         take(tmp_path / "lock")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_second_waits_its_turn(tmp_path: Path) -> None:
+    """What is gathered for every build is gathered by one at a time; the next one says that it waits, once."""
+    path, order = tmp_path / "work" / "lock", []
+    waits = threading.Event()
+
+    def second() -> None:
+        with in_turn(path, lambda: (order.append("waits"), waits.set())):
+            order.append("second")
+
+    with in_turn(path, lambda: order.append("never")):
+        other = threading.Thread(target=second)
+        other.start()
+        assert waits.wait(30)
+        order.append("first ends")
+    other.join(30)
+    assert order == ["waits", "first ends", "second"]

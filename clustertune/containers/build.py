@@ -19,6 +19,7 @@ from clustertune.containers import lockfile, pins, standin, wheelhouse
 from clustertune.containers.lockfile import Lock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import Problem, UserError
+from clustertune.lock import in_turn
 
 Say = Callable[[str], None]
 WORK = pins.REPO / "build" / "containers"
@@ -159,6 +160,14 @@ def look_for_registry(base: Base, say: Say) -> None:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if not isinstance(reason, ssl.SSLError):
             say(f"note: {host} does not answer ({reason}): without a mirror of it the build fails at its base -> BASE=standin")
+
+
+def gather(what: Asked, lock: Lock | None, say: Say) -> tuple[Base, Path | None, list[Wheel]]:
+    """The base, and the lock's wheelhouse with its wheels: one build at a time, for both are kept for the next one."""
+    with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
+        base = base_of(what, lock.python if lock else "3.12", say)
+        look_for_registry(base, say)
+        return (base, *wheels_of(what, lock, say)) if lock else (base, None, [])
 
 
 def wheels_of(what: Asked, lock: Lock, say: Say) -> tuple[Path, list[Wheel]]:

@@ -23,11 +23,10 @@ from clustertune.containers.build import (
     Say,
     base_of,
     environ,
+    gather,
     labels,
     lay_out,
     locked,
-    look_for_registry,
-    wheels_of,
 )  # fmt: skip
 from clustertune.containers.lockfile import Lock
 from clustertune.containers.pins import FOLDER, REPO
@@ -143,12 +142,10 @@ def build_sif(what: Asked, say: Say) -> dict[str, Any]:
     started = time.monotonic()
     program, lock = find_apptainer(), locked(what)
     out = (what.out or REPO / f"{what.definition}.sif").absolute()
-    base = base_of(what, lock.python if lock else "3.12", say)
     if what.dry_run:
-        return _plan(what, lock, base, program, str(out))
-    look_for_registry(base, say)
-    folder, wheels = wheels_of(what, lock, say) if lock else (None, [])
+        return _plan(what, lock, base_of(what, lock.python if lock else "3.12", say), program, str(out))
     try:
+        base, folder, wheels = gather(what, lock, say)
         WORK.mkdir(parents=True, exist_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=WORK, prefix="sif-") as scratch:
@@ -214,12 +211,11 @@ def build_image(what: Asked, say: Say) -> dict[str, Any]:
     engine, lock = find_engine(), locked(what)
     assert lock, "only train has a Dockerfile"
     tag = what.tag or f"clustertune/{what.definition}:{what.variant}"
-    base = base_of(what, lock.python, say)
     if what.dry_run:
-        return _plan(what, lock, base, engine, tag)
-    look_for_registry(base, say)
-    folder, wheels = wheels_of(what, lock, say)
+        return _plan(what, lock, base_of(what, lock.python, say), engine, tag)
     try:
+        base, folder, wheels = gather(what, lock, say)
+        assert folder, "there is a lock"
         WORK.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=WORK, prefix="oci-") as scratch:
             context = Path(scratch)

@@ -65,7 +65,9 @@ def fill(lock: Lock, folder: Path, tools: Path, say: Callable[[str], None]) -> l
             )
         wheels = [here[name] for name in sorted(wanted)]
         lines = (Entry(wheel.entry.name, wheel.entry.version, (wheel.digest,)).text() for wheel in wheels)
-        (folder / REQUIREMENTS).write_text("".join(lines))
+        text, file = "".join(lines), folder / REQUIREMENTS
+        if not file.exists() or file.read_text() != text:  # another build may be reading it
+            file.write_text(text)
     except OSError as error:
         raise storage_error(error, "gather the wheels", folder) from error
     return wheels

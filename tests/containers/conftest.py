@@ -1,9 +1,11 @@
-"""The CPU variant as a SIF, built once for all tests that want one."""
+"""The CPU variant as a SIF and as an OCI image, built once for all tests that want one, and both at the same time."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sif", type=Path, metavar="FILE", help="the CPU variant as it was built before, with its sum and bill")
 
 
+TAG = "clustertune/test:cpu"
+Started = Callable[[str], "Future[dict[str, Any]]"]
+
+
 @pytest.fixture(scope="session")
-def cpu_sif(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What ``make build-sif VARIANT=cpu BASE=standin`` said of it."""
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """Begins the builds that this session's tests want, once; a build keeps one core busy for most of its time."""
+    from tests.containers.test_images import build
+
+    out = tmp_path_factory.mktemp("sif") / "train-cpu.sif"
+    options = {"build-sif": ["--out", out], "build-image": ["--tag", TAG]}
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    running: dict[str, Future[dict[str, Any]]] = {}
+    with ThreadPoolExecutor(2) as pool:
+
+        def start(kind: str) -> Future[dict[str, Any]]:
+            if kind not in running:
+                running[kind] = pool.submit(build, kind, "--variant", "cpu", "--base", "standin", *options[kind])
+            return running[kind]
+
+        if wanted & {"oci", "image"} and has(engines.find_engine) is None:
+            start("build-image")
+        yield start
+    shutil.rmtree(out.parent)
+
+
+def has(find: Callable[[], str]) -> str | None:
+    """Why a program is not here; None where it is."""
     try:
-        engines.find_apptainer()
+        find()
     except UserError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="session")
+def cpu_sif(request: pytest.FixtureRequest, started: Started) -> dict[str, Any]:
+    """What ``make build-sif VARIANT=cpu BASE=standin`` said of it."""
+    if (reason := has(engines.find_apptainer)) is not None:
+        pytest.skip(reason)
     # Where pytest was not started on this folder it never heard of the option.
     if given := request.config.getoption("--sif", default=None):
         file = given.absolute()
         digest = wheelhouse.file_digest(file)
-        yield {"file": str(file), "sha256": digest, "bytes": file.stat().st_size, "sbom": f"{file}.cdx.json"}
-        return
-    from tests.containers.test_images import build
+        return {"file": str(file), "sha256": digest, "bytes": file.stat().st_size, "sbom": f"{file}.cdx.json"}
+    return started("build-sif").result()
 
-    out = tmp_path_factory.mktemp("sif") / "train-cpu.sif"
-    yield build("build-sif", "--variant", "cpu", "--base", "standin", "--out", out)
-    shutil.rmtree(out.parent)
+
+@pytest.fixture(scope="session")
+def cpu_oci(started: Started) -> Iterator[dict[str, Any]]:
+    """What ``make build-image VARIANT=cpu BASE=standin`` said of it."""
+    if (reason := has(engines.find_engine)) is not None:
+        pytest.skip(reason)
+    told = started("build-image").result()
+    yield told
+    subprocess.run([engines.find_engine(), "rmi", "--force", TAG], capture_output=True, timeout=300, check=False)
+    Path(told["sbom"]).unlink()

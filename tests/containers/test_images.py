@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import pytest
 
 from clustertune.containers import engines, lockfile, pins
 from clustertune.containers.wheelhouse import text_digest
-from clustertune.errors import UserError
 from tests import tree
+from tests.containers.conftest import TAG
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 
@@ -76,17 +76,10 @@ def sif(cpu_sif: dict[str, Any]) -> Image:
 
 
 @pytest.fixture(scope="module")
-def oci(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+def oci(cpu_oci: dict[str, Any]) -> Image:
     """``make build-image VARIANT=cpu BASE=standin``."""
-    try:
-        engine = engines.find_engine()
-    except UserError as error:
-        pytest.skip(str(error))
-    tag = "clustertune/test:cpu"
-    told = build("build-image", "--variant", "cpu", "--base", "standin", "--tag", tag)
-    yield Image(told, [engine, "run", "--rm", "--interactive", "--network", "none", *engines._limits(engine), tag])
-    subprocess.run([engine, "rmi", "--force", tag], capture_output=True, timeout=300, check=False)
-    Path(told["sbom"]).unlink()
+    engine = engines.find_engine()
+    return Image(cpu_oci, [engine, "run", "--rm", "--interactive", "--network", "none", *engines._limits(engine), TAG])
 
 
 @pytest.fixture(params=["sif", "oci"])
