@@ -170,7 +170,7 @@ def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | Non
     shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
     if architecture:
         (recipe / "model.json").write_text(json.dumps(architecture))
-        (recipe / "accelerate.yaml").write_text(json.dumps({"distributed_type": "NO"}))
+        (recipe / "accelerate.yaml").write_text(json.dumps({"distributed_type": "MULTI_GPU"}))
         text = (recipe / "recipe.yaml").read_text()
         (recipe / "recipe.yaml").write_text(text.replace(", gate_proj, up_proj, down_proj", ""))  # experts are no Linear
     done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
