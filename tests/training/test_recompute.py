@@ -184,6 +184,7 @@ def test_a_model_without_such_layers_is_told() -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.jobs  # 34 s; tests/launch/test_recipes_slurm.py has recipes that do
 def test_ranks_read_what_the_command_line_says(tmp_path: Path) -> None:
     """The run's own accelerate file, the ratio, and the bytes that the plan counts with are those of the real ranks."""
     words = [*SMALL, "train.max_steps=2", OFF, "activation_checkpointing.ratio=0.5", "train.bf16=true"]
