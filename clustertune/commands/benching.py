@@ -9,7 +9,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ import typer
 from clustertune import chain, secrets
 from clustertune.bench import ask, batch, page, peer, project, published
 from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_look import gpu_names
 from clustertune.config.hardware import recognise
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, storage_error
@@ -130,12 +130,7 @@ def _expected_name(bench: Bench) -> str | None:
 
     kind: str | None = "cpu"
     if chain.visible_gpus():
-        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        try:
-            told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        names = {line.strip() for line in told.splitlines()}
+        names = gpu_names()
         kind = recognise(names.pop()) or "gpu" if len(names) == 1 else None
     asked, ranks = bench.asked, bench.measured.world_size
     if kind is None:

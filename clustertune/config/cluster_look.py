@@ -324,6 +324,11 @@ def _groups(seen: Seen, gpus: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(gpu for gpu in range(gpus) if seen.gpu_numa[gpu] == node) for node in sorted(seen.numa_cpus))
 
 
+def gpu_names() -> set[str]:
+    """The kinds of GPU of this machine, as the driver calls them; empty where it says nothing."""
+    return {name for _, name, _ in _gpu_rows(_ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")[0])}
+
+
 def _gpu_rows(text: str) -> list[tuple[int, str, str]]:
     """Index, name and PCI address of each GPU."""
     rows = []

@@ -19,7 +19,7 @@ from clustertune.config.parameters import matches, narrowest
 from clustertune.errors import Problem
 
 _EMBEDDING = "model.embed_tokens"
-"""The name of the input embedding in every family that has a tensor-parallel plan."""
+"""The input embedding, as Llama's kin and most others name it; GPT-NeoX's embed_in is not looked for."""
 TP_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
 """The styles of a dense plan that ``clustertune/training/tensor.py`` carries out."""
 EP_STYLES = frozenset({"ep_dispatch_experts", "grouped_gemm"})

@@ -153,7 +153,8 @@ def test_the_name_on_gpus_is_asked_of_the_driver(tmp_path: Path, monkeypatch: py
         ("NVIDIA H200\nNVIDIA A30", None),
         ("", None),
     ):
-        tool.write_text(f"#!/bin/sh\nprintf '{told}'\n")
+        rows = "".join(f"{n}, {kind}, 00000000:0{n}:00.0, 1 MiB\n" for n, kind in enumerate(told.splitlines()))
+        tool.write_text(f"#!/bin/sh\ncat <<'END'\n{rows}END\n")
         tool.chmod(0o755)
         assert benching._expected_name(made) == name
     tool.unlink()
