@@ -282,9 +282,8 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
         notes.append(f"{resolved.accelerate_file} was applied here: the ranks were not started by accelerate launch")
     import torch
 
-    from clustertune.training import axes, build, cpu_fsdp, deepspeed
+    from clustertune.training import build, cpu_fsdp, deepspeed
 
-    notes += axes.set_environment(resolved.accelerate)
     notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
     if not torch.cuda.is_available() and not deepspeed.is_asked(resolved.accelerate):
         fsdp = resolved.accelerate.get("fsdp_config") or {}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from clustertune import lock
 from tests.command import SHORT, Done, run
 
 # Machines are shared: how long an example takes says nothing about the code.
@@ -55,9 +59,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    """A run of the short chain from nothing, in a network namespace with loopback only. Read only."""
-    folder = tmp_path_factory.mktemp("runs") / "reference"
-    done = run("run", "recipes/tiny-oasst2", "--run-dir", folder, "--json", *SHORT, network=False)
+    """A run of the short chain from nothing, in a network namespace with loopback only. Read only, and one for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    home = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder, told = home / "runs" / "reference", home / "runs" / "reference.json"
+    with lock.in_turn(home / "runs" / "reference.lock", lambda: None):
+        if not told.exists():
+            done = run("run", "recipes/tiny-oasst2", "--run-dir", folder, "--json", *SHORT, network=False)
+            told.write_text(json.dumps(asdict(done)))
+    done = Done(**json.loads(told.read_text()))
     assert done.code == 0, done.err
     return folder, done
 
@@ -73,8 +83,10 @@ def signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-LONG_FILES = ("tests/test_chain.py", "tests/training/test_ranks.py", "tests/test_readme.py", "tests/cluster/test_cluster.py")
-"""Files that take minutes each: begun last they would keep one worker while the others have nothing left to do."""
+LONG_FILES = ("tests/test_chain.py", "tests/training/test_ranks.py", "tests/cluster/test_cluster.py")
+"""Files that take minutes each: begun last they would keep one worker while the others have nothing left to do.
+
+Not tests/test_readme.py: it would wait for the run (:func:`finished`) that tests/test_chain.py makes at the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,6 +59,7 @@ REFERENCE = read_pins(tree.texts()[HOME], "REF")
 """The stack of the document that the reference recipe follows: other versions of the same packages."""
 
 
+@cache
 def without_comments(path: str, text: str) -> str:
     """The text without its comments and docstrings, lines kept: a comment may tell which version has a fault."""
     lines = text.split("\n")
@@ -75,21 +76,25 @@ def without_comments(path: str, text: str) -> str:
     return "\n".join(lines)
 
 
+def flat(text: str) -> str:
+    """A text in which a package has one spelling. Plain search in it is a hundred times faster than a pattern of all names."""
+    return text.lower().replace("_", "-").replace(".", "-")
+
+
 def second_homes(path: str, text: str, pins: dict[str, str]) -> Iterator[str]:
     """Lines that fix a pinned package to a number, or that give the pinned number beside the package's name."""
     if path == HOME or EVIDENCE.match(path):
         return
-    spelt = {name: rf"(?<![\w-]){name.replace('-', '[-_.]')}(?![\w-])" for name in pins}
-    candidate = re.compile("|".join(spelt.values()), re.IGNORECASE)
-    if not candidate.search(text):
+    names = [name for name in pins if name in flat(text)]
+    if not names:
         return
     for number, line in enumerate(without_comments(path, text).split("\n"), 1):
-        if not candidate.search(line):
-            continue
-        for name, version in pins.items():
-            fixed = re.search(rf"(?i){spelt[name]}(\[[\w,]*\])?[\"']?\s*(===?|~=|>=|<=|<|>|@)\s*v?\d", line)
-            beside = re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.]*\d)", line)
-            if fixed or (beside and re.search(rf"(?i){spelt[name]}", line)):
+        flattened = flat(line)
+        for name in (name for name in names if name in flattened):
+            spelt = rf"(?i)(?<![\w-]){name.replace('-', '[-_.]')}(?![\w-])"
+            fixed = re.search(rf"{spelt}(\[[\w,]*\])?[\"']?\s*(===?|~=|>=|<=|<|>|@)\s*v?\d", line)
+            beside = re.search(rf"(?<![\d.]){re.escape(pins[name])}(?![\d.]*\d)", line)
+            if fixed or (beside and re.search(spelt, line)):
                 yield f"{path}:{number}: {name} has its version in {HOME}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,7 +191,8 @@ def missing_paths(text: str, name: str) -> list[str]:
     """Linked files, and paths between backquotes below a folder of the tree, that are not there."""
     root, here = tree.REPO, (tree.REPO / name).parent
     linked = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    tops = {entry.name for entry in root.iterdir() if entry.is_dir()} - {"runs", ".venv"}
+    # Of the repository, not of what lies there: builds and runs leave folders that a fresh clone has not.
+    tops = {file.split("/")[0] for file in tree.files() if "/" in file}
     told = [word.rstrip("/") for word in re.findall(r"`([\w./-]+)`", text) if "/" in word and word.split("/")[0] in tops]
     return [path for path in linked if path and not (here / path).exists()] + [
         path for path in told if "NAME" not in path and not (root / path).exists() and not (here / path).exists()
@@ -318,21 +320,28 @@ def test_a_run_that_is_only_told(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_commands_on_a_run(finished: tuple[Path, Done]) -> None:
+@pytest.fixture
+def finished_copy(finished: tuple[Path, Done], tmp_path: Path) -> Path:
+    """The finished run for this test alone: another worker's tests may hold the lock of the shared one."""
+    return Path(shutil.copytree(finished[0], tmp_path / "run"))
+
+
+def test_the_commands_on_a_run(finished_copy: Path) -> None:
     """``checkpoint verify`` and ``report`` as they are told."""
+    (finished_copy / "report.html").unlink()
     for start in ("checkpoint verify", "report"):
-        done = run(*told(start, {"runs/tiny-oasst2/ID": finished[0]}))
+        done = run(*told(start, {"runs/tiny-oasst2/ID": finished_copy}))
         assert done.code == 0, done.err
-    assert (finished[0] / "report.html").is_file()
+    assert (finished_copy / "report.html").is_file()
 
 
-def test_the_commands_on_models(finished: tuple[Path, Done], tmp_path: Path) -> None:
+def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
     """``export``, ``merge`` and ``eval`` as they are told, each with what the one before made."""
     adapter, merged, prompts = tmp_path / "adapter", tmp_path / "merged", tmp_path / "prompts.jsonl"
     prompts.write_text(tree.texts()["eval/ifeval/prompts.jsonl"].partition("\n")[0] + "\n")
-    (base,) = (finished[0] / "model").iterdir()
+    (base,) = (finished_copy / "model").iterdir()
     for step in (
-        told("export", {"runs/tiny-oasst2/ID": finished[0], "/tmp/adapter": adapter}),
+        told("export", {"runs/tiny-oasst2/ID": finished_copy, "/tmp/adapter": adapter}),
         told("merge", {"BASE": base, "ADAPTER": adapter, "OUT": merged}),
         [*told("eval", {"MODEL": merged, "prompts.jsonl": prompts}), "--out", str(tmp_path / "eval"), "--max-gen-toks", "4"],
     ):

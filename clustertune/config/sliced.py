@@ -26,10 +26,8 @@ def _is_parted(quantized: Mapping[str, Any]) -> bool:
     return bool(quantized.get("load_in_4bit")) and "float" in storage
 
 
-def why_not(accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None) -> str | None:
+def why_not(quantized: Mapping[str, Any] | None) -> str | None:
     """Why a recipe that asks for it cannot have it; None where it can. ``quantized``: the ``quantization_config``, if any."""
-    if acc.parallel_sizes(accelerate).get("tp", 1) > 1:
-        return "tensor parallelism splits layers that are there"
     if quantized and not _is_parted(quantized):
         return "its quantisation is none of 4 bits in a floating point bnb_4bit_quant_storage"
     return None

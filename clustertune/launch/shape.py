@@ -246,7 +246,7 @@ def fit_problems(resolved: Resolved, cluster: Cluster, nodes: int, ranks: int) -
     if (need := fit.total(loading)) > node_bytes and cluster.compute.gpus:
         text = f"loading needs {need / 1e9:.1f} GB of host memory on a node, it has {node_bytes / 1e9:.1f} GB"
         text += f" ({', '.join(map(str, loading))})"
-        fix = "fsdp_cpu_ram_efficient_loading: true loads on rank 0 alone"
+        fix = "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true: each rank reads its rows"
         problems.append(Problem(text, file=f"{resolved.name}/{resolved.accelerate_file}", key="fsdp_config", fix=fix))
     return problems
 

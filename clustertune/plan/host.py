@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization, sliced
+from clustertune.config.counted import Counted
 from clustertune.config.resolved import Resolved
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import BYTES, Term
@@ -30,9 +31,7 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
     if plan.kind == "Megatron" or plan.kind.startswith("ZeRO"):
         return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
     if reads_rows(resolved):
-        counted = shape.counted
-        largest = max([counted.embedding, *(part.parameters for kind in counted.layers for part in kind.linears)])
-        each = 2 if plan.lora else 2 + 4  # as read, and as the float32 that it becomes
+        largest, each = largest_matrix(shape.counted), row_bytes(lora=plan.lora)
         values = {
             "ranks": plan.gpus_per_node,
             "parts": sliced.IN_FLIGHT,
@@ -40,7 +39,7 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
             "bytes": each,
             "shards": plan.weight_shards,
         }
-        size = plan.gpus_per_node * sliced.IN_FLIGHT * largest * each / plan.weight_shards
+        size = rows_in_flight(shape.counted, plan.gpus_per_node, plan.weight_shards, lora=plan.lora)
         return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
     if plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading"):
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
@@ -48,10 +47,24 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
     return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
 
 
+def largest_matrix(counted: Counted) -> int:
+    """Parameters of a model's largest matrix."""
+    return max([counted.embedding, *(part.parameters for kind in counted.layers for part in kind.linears)])
+
+
+def row_bytes(*, lora: bool) -> int:
+    """Bytes that a parameter takes while it is read: in bfloat16 and, trained itself, as the float32 that it becomes."""
+    return 2 if lora else 2 + 4
+
+
+def rows_in_flight(counted: Counted, ranks: int, shards: int, *, lora: bool) -> float:
+    """Bytes that the ranks of a node hold at once while each reads its rows; ``shards``: ranks that share a matrix's rows."""
+    return ranks * sliced.IN_FLIGHT * largest_matrix(counted) * row_bytes(lora=lora) / shards
+
+
 def reads_rows(resolved: Resolved) -> bool:
     """Whether each rank reads only the rows that it keeps (clustertune/training/loading.py)."""
-    reason = sliced.why_not(resolved.accelerate, quantization.of(resolved.train_args))
-    return sliced.is_wanted(resolved.accelerate) and reason is None
+    return sliced.is_wanted(resolved.accelerate) and sliced.why_not(quantization.of(resolved.train_args)) is None
 
 
 def _offloaded(shape: Shape) -> list[Term]:

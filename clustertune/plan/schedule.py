@@ -165,7 +165,9 @@ def _checkpoint_bytes(shape: Shape) -> float:
 
 def _start(resolved: Resolved, shape: Shape, machine: Machine) -> Term:
     """Loading: the weights come from storage once, and where ranks read rows once for each replica of them."""
-    copies = shape.strategy.world // shape.strategy.weight_shards if reads_rows(resolved) else 1
+    # The ranks of a tp group are in one node: rows that several of them read come from storage once.
+    parted = shape.strategy.weight_shards * shape.strategy.tp
+    copies = shape.strategy.world // parted if reads_rows(resolved) else 1
     size = 2.0 * shape.counted.total * max(1, copies)
     value = START_S + size / machine.storage_read_bytes_per_s
     values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}

@@ -14,6 +14,7 @@ What rows cannot say (:func:`clustertune.config.sliced.why_not`) is loaded the o
 from __future__ import annotations
 
 import inspect
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,19 +23,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config import sliced
 from clustertune.errors import Problem, UserError
 from clustertune.training import loading_quantised as quantised
 from clustertune.training.collectives import Group
 from clustertune.training.loading_files import Reader, survey
-from clustertune.training.loading_place import broadcast, clean, hollow, is_hollow, placed, plain, put, rows, span
+from clustertune.training.loading_place import broadcast, clean, hollow, is_hollow, placed, plain, put, region, rows, span
 from clustertune.training.loading_sources import SHOWN, Source, Sources, Unfollowed, find
 from clustertune.training.startup import Startup
 
 THREADS = sliced.IN_FLIGHT - 1
 """Reads at a time in one rank; transformers' own figure (``GLOBAL_WORKERS``): more make storage slower."""
+EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+"""What ``accelerate launch`` makes of ``fsdp_cpu_ram_efficient_loading``; accelerate and transformers read it late."""
 _HELD = ("model", "state_dict", "checkpoint_files", "load_config")
 """The parameters of transformers' ``_load_pretrained_model`` that are used here."""
 
@@ -43,7 +47,12 @@ class Loading:
     """The replaced functions, for the length of one attempt: :meth:`install`, make and prepare the model, :meth:`remove`."""
 
     def __init__(self, accelerate: Mapping[str, Any], startup: Startup, group: Group | None = None) -> None:
-        self._wanted, self._unfit = sliced.is_wanted(accelerate), sliced.why_not(accelerate, None)
+        from accelerate.utils import str_to_bool
+
+        # Whoever started the rank may have said otherwise than the file: then accelerate does not fill what is hollow.
+        self._wanted = sliced.is_wanted(accelerate) and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
+        self._unfit = ""
+        self._is_split = acc.parallel_sizes(accelerate).get("tp", 1) > 1
         self.startup, self._group = startup, group or Group()
         self._reader = Reader()
         self._model: Any = None
@@ -63,7 +72,7 @@ class Loading:
         # transformers 5.5.4, of the reference's stack, tells less of what it loaded: these functions were not tried with it.
         known = "skipped_pp_keys" in LoadStateDictInfo.__dataclass_fields__
         if not known or not set(_HELD) <= set(inspect.signature(load).parameters):
-            self._unfit = self._unfit or "this transformers loads models in another way"
+            self._unfit = "this transformers loads models in another way"
         self._replace(PreTrainedModel, "_load_pretrained_model", staticmethod(self._loader(load)))
         self._replace(fsdp_utils, "fsdp2_load_full_state_dict", self._filler(fill))
         self._replace(accelerator, "fsdp2_prepare_model", self._preparer(prepare))
@@ -96,13 +105,17 @@ class Loading:
                 size = sum(Path(file).stat().st_size for file in checkpoint_files or ())
                 if self._wanted and dist.is_initialized():  # one process has nothing to part
                     self.notes.append(f"the base model ({size / 1e9:,.1f} GB) is read whole by each rank: {reason}")
+                if self._is_split and dist.is_initialized():
+                    # Else rank 0 alone has it, and accelerate, not yet made, sends it: but each rank splits what it has.
+                    # Also where the file leaves the key out, which accelerate launch reads as true.
+                    os.environ[EFFICIENT] = "false"
                 self.startup.read_bytes += size
                 return original(model, state_dict, checkpoint_files, load_config, *rest, **more)
 
         return load
 
     def _reason(self, state_dict: Any, files: list[str] | None, load_config: Any) -> str | None:
-        if self._unfit is not None:
+        if self._unfit:
             return self._unfit
         if not dist.is_initialized():
             return "there is one rank only"
@@ -153,7 +166,8 @@ class Loading:
         if self._sources is None or precision == "no":
             return
         for parameter in model.parameters():
-            if parameter.requires_grad and is_hollow(parameter):
+            # A DTensor was made in float32 when it was split: clustertune/training/tensor.py.
+            if parameter.requires_grad and is_hollow(parameter) and not isinstance(parameter, DTensor):
                 parameter.data = hollow(parameter.shape, torch.float32)
 
     def _filler(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,13 +303,10 @@ class Loading:
     def _part(self, name: str, source: Source, like: torch.Tensor) -> torch.Tensor:
         if not isinstance(like, DTensor):
             return source.read(plain(name), self._reader, self._model, 0, source.shape[0] if source.shape else 1)
-        if not all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in like.placements):
-            from transformers.distributed.sharding_utils import DtensorShardOperation
-
-            whole = source.read(plain(name), self._reader, self._model, 0, source.shape[0])
-            return DtensorShardOperation(like).shard_tensor(whole)
         begin, end = span(like)
-        return source.read(plain(name), self._reader, self._model, begin, end)
+        kept = source.read(plain(name), self._reader, self._model, begin, end)
+        # Columns, of what tp splits by its inputs: the ranks of a node read the same rows, which its page cache holds.
+        return kept[(slice(None), *region(like)[1:])].contiguous() if kept.dim() > 1 else kept
 
 
 def _without_values(model: Any, name: str, source: Source) -> tuple[torch.nn.Module, str, Any]:

@@ -31,6 +31,24 @@ POLL = 0.05
 
 
 @dataclass(frozen=True)
+class Axes:
+    """How the ranks are laid out: replicas of shards, each of them split over ``tp`` ranks."""
+
+    ranks: int
+    replicas: int = 1
+    tp: int = 1
+
+    @property
+    def shards(self) -> int:
+        return self.ranks // (self.replicas * self.tp)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """accelerate's ``ParallelismConfig``."""
+        return {"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "tp_size": self.tp}
+
+
+@dataclass(frozen=True)
 class Measured:
     """One rank's loading."""
 
@@ -86,7 +104,7 @@ def _join(store: Path, ranks: int) -> None:
     torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
-def load(folder: Path, way: str, ranks: int, replicas: int, store: Path) -> Measured:
+def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     """Load and prepare the model in this rank, as the training does, with LoRA on its queries; then one forward pass.
 
     ``store``: a path at which the ranks meet.
@@ -99,7 +117,7 @@ def load(folder: Path, way: str, ranks: int, replicas: int, store: Path) -> Meas
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from clustertune.training import cpu_fsdp
+    from clustertune.training import cpu_fsdp, tensor
     from clustertune.training.loading import Loading
     from clustertune.training.startup import Startup
 
@@ -114,9 +132,10 @@ def load(folder: Path, way: str, ranks: int, replicas: int, store: Path) -> Meas
         fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
     )  # fmt: skip
-    _join(store, ranks)
-    mesh = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=ranks // replicas) if replicas > 1 else None
+    _join(store, axes.ranks)
+    mesh = ParallelismConfig(**axes.sizes) if axes.ranks > axes.shards else None
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, parallelism_config=mesh)
+    accelerator._prepare_tp = lambda *given: given  # as clustertune/training/mesh.py
     native = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "rows"}}
     loading = Loading(native, Startup()).install()
     torch.manual_seed(0)
@@ -124,6 +143,8 @@ def load(folder: Path, way: str, ranks: int, replicas: int, store: Path) -> Meas
     before, anonymous, calls, began = _status("VmRSS"), _status("RssAnon"), _read_calls(), time.perf_counter()
     base = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    if axes.tp > 1:
+        tensor.split(model, accelerator.torch_device_mesh["tp"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     seconds, peak = time.perf_counter() - began, _status("VmHWM") - before
@@ -176,18 +197,18 @@ def _wait(children: list[int]) -> list[int]:
     return [codes[child] for child in children]
 
 
-def measure(folder: Path, way: str, ranks: int, replicas: int = 1, seconds: int = SECONDS) -> list[Measured]:
+def measure(folder: Path, way: str, axes: Axes, seconds: int = SECONDS) -> list[Measured]:
     """Every rank's figures, in rank order. To be called in a process with one thread that has imported the stack."""
     with tempfile.TemporaryDirectory() as left:
 
         def one(rank: int) -> None:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": axes.ranks, "LOCAL_WORLD_SIZE": axes.ranks}
             os.environ.update({key: str(value) for key, value in place.items()})
-            found = load(folder, way, ranks, replicas, Path(left, "store"))
+            found = load(folder, way, axes, Path(left, "store"))
             Path(left, str(rank)).write_text(json.dumps(asdict(found)))
 
-        _forked(one, ranks, seconds)
-        return [Measured(**json.loads(Path(left, str(rank)).read_text())) for rank in range(ranks)]
+        _forked(one, axes.ranks, seconds)
+        return [Measured(**json.loads(Path(left, str(rank)).read_text())) for rank in range(axes.ranks)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -196,9 +217,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the model (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the shards: HSDP (default: %(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of a shard (default: %(default)s)")
     parser.add_argument("--ways", default=",".join(WAYS), help="which of %(default)s")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="end a rank that takes longer (default: %(default)s)")
     given = parser.parse_args(arguments)
+    axes = Axes(given.ranks, given.replicas, given.tp)
+    ways = given.ways.split(",")
+    if given.ranks % (given.replicas * given.tp) or not set(ways) <= set(WAYS) or (given.tp > 1 and "stock" in ways):
+        parser.error("--ranks divide by --replicas x --tp; ways are rows, stock and whole; stock knows no --tp")
 
     import torch
 
@@ -210,9 +236,9 @@ def main(arguments: list[str] | None = None) -> int:
         path = Path(folder)
         _forked(lambda _: make_model(path, given.gb), 1)  # here, its freed memory would hide what the ranks allocate
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        for way in given.ways.split(","):
-            found = measure(path, way, given.ranks, given.replicas, given.seconds)
-            line = {"way": way, "model_bytes": size, "replicas": given.replicas, "ranks": [asdict(one) for one in found]}
+        for way in ways:
+            found = measure(path, way, axes, given.seconds)
+            line = {"way": way, "model_bytes": size, **axes.sizes, "ranks": [asdict(one) for one in found]}
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
     return 0

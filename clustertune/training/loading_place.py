@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -16,11 +17,23 @@ def hollow(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     Not on the meta device: PEFT puts an adapter where its base is and its values would be lost, and accelerate finds the
     optimizer's parameters again by their addresses.
     """
-    return torch.zeros(1, dtype=dtype).expand(shape)
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def hollow_part(shape: torch.Size, dtype: torch.dtype, mesh: Any, placement: Placement) -> DTensor:
+    """A DTensor over a mesh of one dimension whose part here is :func:`hollow`.
+
+    Not by ``DTensor.from_local``, which moves the part to the mesh's device: there it would take its memory.
+    """
+    local, _ = compute_local_shape_and_global_offset(shape, mesh, [placement])
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    return DTensor(hollow(local, dtype), DTensorSpec(mesh, (placement,), meta), requires_grad=False)
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values of its own: :func:`hollow`, or on the meta device."""
+    """Whether a tensor has no values of its own: :func:`hollow`, or on the meta device. Of a DTensor: its part here."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     return bool(tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size())
 
 
@@ -42,22 +55,30 @@ def plain(name: str) -> str:
     return name
 
 
+def region(like: DTensor) -> tuple[slice, ...]:
+    """What this rank keeps of the whole, in each dimension. FSDP2 parts what is split over tp already: still one piece."""
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
 def span(like: DTensor) -> tuple[int, int]:
     """The rows of the whole that this rank keeps."""
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return (offset[0], offset[0] + shape[0]) if shape else (0, 1)
+    kept = region(like)
+    return (kept[0].start, kept[0].stop) if kept else (0, 1)
 
 
 def rows(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's rows of a whole value, for a parameter that is sharded as ``like``."""
-    if not isinstance(like, DTensor):
-        return whole
-    begin, end = span(like)
-    return whole[begin:end].clone() if whole.dim() else whole
+    """This rank's part of a whole value, for a parameter that is sharded as ``like``."""
+    return whole[region(like)].clone() if isinstance(like, DTensor) else whole
 
 
 def broadcast(given: torch.Tensor, like: Any, device: torch.device) -> torch.Tensor:
-    """Rank 0's value, on all ranks; small: what the files do not hold is what is trained beside the base."""
+    """Rank 0's value, on all ranks; small: what the files do not hold is what is trained beside the base.
+
+    A collective of the group that ``given`` is split over, too.
+    """
+    if isinstance(given, DTensor):
+        given = given.full_tensor()
     empty = torch.empty(like.shape, dtype=like.dtype, device=device)
     whole = empty if is_hollow(given) else given.detach().to(device=device, dtype=like.dtype).contiguous()
     dist.broadcast(whole, src=0)

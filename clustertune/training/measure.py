@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from clustertune.process import process_age
 from clustertune.training import profiled
 from clustertune.training.course import Course, result_file
-from clustertune.training.startup import process_age
 
 IGNORED_LABEL = -100
 """What a label is where no loss is taken."""

@@ -32,7 +32,8 @@ class MeshTrainer(TokenMeanTrainer):
         self.accelerator._prepare_tp = self.accelerator._prepare_cp = _as_they_are
         mesh = self.accelerator.torch_device_mesh
         if sizes.tp_enabled:
-            self.split_modules = tensor.split(self.model, mesh["tp"])
+            precise = self.accelerator.mixed_precision == "no"
+            self.split_modules = tensor.split(self.model, mesh["tp"], upcast=not precise)
         if sizes.cp_enabled:
             context.install(self.model, mesh["cp"])
 

@@ -67,14 +67,16 @@ def _fsdp2_parts(model: Any) -> _Parts:
     for parameter in model.parameters():
         size = parameter.numel()
         parts.total += size
-        parts.dtypes[str(parameter.dtype).removeprefix("torch.")] += size
+        # A DTensor may say one dtype and hold another: assigned to .data it takes over the new one's name alone.
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        parts.dtypes[str(local.dtype).removeprefix("torch.")] += size
         if isinstance(parameter, DTensor):
-            parts.held += parameter.to_local().numel()
+            parts.held += local.numel()
             # Without a parallelism_config accelerate leaves the one dimension of its mesh unnamed.
             names = parameter.device_mesh.mesh_dim_names or ("dp_shard",)
             parts.mesh = dict(zip(names, parameter.device_mesh.shape, strict=True))
             parts.placements[_describe(names, parameter.placements)] += size
-            if id(parameter) in offloading and parameter.to_local().device.type == "cpu":
+            if id(parameter) in offloading and local.device.type == "cpu":
                 parts.offloaded += size
         else:
             parts.held += size

@@ -12,14 +12,14 @@ The events, one a part and then the sum, all written by rank 0 at the end of the
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+
+from clustertune.process import process_age
 
 PARTS = ("imports", "process group", "data", "model", "reading", "sharding", "resume", "evaluation", "first step", "other")
 """In the order in which they are told. ``model``: built without weights, LoRA added, trainer made; ``reading``: weights from
@@ -29,15 +29,6 @@ HOW = {
     "slices": "each rank read its own slices",
     "whole": "transformers read the files, whole",
 }
-
-
-def process_age() -> float:
-    """Seconds since this process was started, by the kernel's clock; 0 where ``/proc`` does not say."""
-    try:
-        started = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0.0
 
 
 def peak_host_bytes() -> int:

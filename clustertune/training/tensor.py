@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from clustertune.errors import Problem, UserError
+from clustertune.training.loading_place import hollow_part, is_hollow
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 """The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""
@@ -28,6 +29,9 @@ EXPERTS, EXPERT_WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
 
 _WRAPPER = re.compile(r"^(base_model\.model\.)|\.base_layer$")
 _ADAPTER = re.compile(r"\.lora_(A|B)\.[^.]+$")
+_BETWEEN = re.compile(r"\.(act_fn|[qk]_norm|[qk]_layernorm)$")
+"""Modules with parameters that see a rank's part of the hidden values, in models whose plan does not name them: Apertus's
+activation, Phi's norms of queries and keys."""
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -102,10 +106,11 @@ def plain_name(name: str) -> str:
 
 
 class _Split:
-    """One model being split over one group."""
+    """One model being split over one group. ``upcast``: what is trained becomes float32."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, *, upcast: bool) -> None:
         self.mesh, self.group, self.size = mesh, mesh.get_group(), mesh.size()
+        self.upcast = upcast
         self.rank = mesh.get_local_rank()
         self._made: dict[int, nn.Parameter] = {}
 
@@ -115,12 +120,17 @@ class _Split:
         if parameter is None or isinstance(parameter, DTensor):
             return
         if id(parameter) not in self._made:
-            placement = Replicate() if dim is None else Shard(dim)
-            # Every rank holds the whole tensor: nothing is sent.
-            split = distribute_tensor(parameter.data, self.mesh, [placement], src_data_rank=None)
+            split = self._part_of(parameter, Replicate() if dim is None else Shard(dim))
             self._made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
             self._made[id(self._made[id(parameter)])] = parameter  # keeps both alive: an id is not given twice
         module._parameters[name] = self._made[id(parameter)]
+
+    def _part_of(self, parameter: nn.Parameter, placement: Replicate | Shard) -> DTensor:
+        dtype = torch.float32 if self.upcast and parameter.requires_grad else parameter.dtype
+        if is_hollow(parameter):  # read later, by rows (clustertune/training/loading.py)
+            return hollow_part(parameter.shape, dtype, self.mesh, placement)
+        # Every rank holds the whole tensor: nothing is sent.
+        return distribute_tensor(parameter.data, self.mesh, [placement], src_data_rank=None).to(dtype)
 
     def divides(self, module: nn.Module, name: str, dim: int) -> bool:
         parameter = module._parameters.get(name)
@@ -172,12 +182,17 @@ class _Split:
             self.replicated(module)
             return
         self.place(module, "weight", 0)
+        here = module._parameters["weight"].to_local().shape[0]
+        inner = module.forward  # the module's own: Gemma's scales its rows
+        if module.padding_idx is not None:  # the row that gets no gradient, where it is one of this rank's
+            own = module.padding_idx - self.rank * here
+            module.padding_idx = own if 0 <= own < here else None
 
         def forward(tokens: torch.Tensor) -> torch.Tensor:
-            weight = module._parameters["weight"].to_local()
-            inside = tokens - self.rank * weight.shape[0]
-            absent = (inside < 0) | (inside >= weight.shape[0])
-            rows = F.embedding(inside.masked_fill(absent, 0), weight)
+            inside = tokens - self.rank * here
+            absent = (inside < 0) | (inside >= here)
+            with local_parameters(module):
+                rows = inner(inside.masked_fill(absent, 0))
             return sum_output(rows.masked_fill(absent.unsqueeze(-1), 0.0), self.group)
 
         module.forward = forward
@@ -220,13 +235,16 @@ class _Split:
         module.forward = forward
 
 
-def split(model: Any, mesh: Any) -> dict[str, int]:
-    """Split a model (PEFT's wrapper included) over the one-dimensional ``mesh``, in place. Every rank must hold it whole.
+def split(model: Any, mesh: Any, *, upcast: bool = False) -> dict[str, int]:
+    """Split a model (PEFT's wrapper included) over the one-dimensional ``mesh``, in place.
+
+    Every rank must hold its values whole, or leave them to be read later (:func:`hollow`). ``upcast``: what is trained becomes
+    float32, as accelerate would make it where it trains in another precision; of a DTensor it changes the dtype's name alone.
 
     Returns how many modules were split in which style. Raises UserError where the model has no plan, or one of its styles
     is not known here, or its sizes do not divide: the check before the queue says the same from the architecture alone.
     """
-    plan, work, counts = plan_of(model), _Split(mesh), dict[str, int]()
+    plan, work, counts = plan_of(model), _Split(mesh, upcast=upcast), dict[str, int]()
     unknown = sorted(set(plan.values()) - {*STYLES, EXPERTS, EXPERT_WEIGHTS})
     if unknown or not {"colwise", "rowwise"} <= set(plan.values()):
         what = f"styles {', '.join(unknown)}" if unknown else "no plan"
@@ -242,7 +260,7 @@ def split(model: Any, mesh: Any) -> dict[str, int]:
     for full, name, module in named:
         if not any(parameter is not None for parameter in module._parameters.values()):
             continue
-        style = plan.get(name, "replicated")
+        style = plan.get(name) or ("replicated_with_grad_allreduce" if _is_between(name, plan) else "replicated")
         adapter = _ADAPTER.search(full)
         if adapter is not None and style in ("colwise", "rowwise"):
             # The product B A x goes the way of W x: A is whole before a split of the outputs, B after one of the inputs.
@@ -257,7 +275,14 @@ def split(model: Any, mesh: Any) -> dict[str, int]:
         else:
             styles.get(style, work.replicated)(module)
         counts[style] = counts.get(style, 0) + 1
+    work._made.clear()  # the whole parameters among them; the modules' forwards keep the rest of it alive
     return counts
+
+
+def _is_between(name: str, plan: dict[str, str]) -> bool:
+    home = name.rpartition(".")[0]
+    before = [style for key, style in plan.items() if key.rpartition(".")[0] == home]
+    return _BETWEEN.search(name) is not None and "colwise" in before
 
 
 def _demand_division(module: Any, name: str, style: str, work: _Split) -> None:

@@ -1,7 +1,9 @@
-"""The CPU variant as a SIF and as an OCI image, built once for all tests that want one, and both at the same time."""
+"""The CPU variant as a SIF and as an OCI image, built once for all workers that want one, and both at the same time."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from clustertune import lock
 from clustertune.containers import engines, wheelhouse
 from clustertune.errors import UserError
 
@@ -24,26 +27,52 @@ TAG = "clustertune/test:cpu"
 Started = Callable[[str], "Future[dict[str, Any]]"]
 
 
+FOLDER = "images"
+"""Below pytest's folder for this run: what all its workers use."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The SIF goes when nobody uses it any more: a worker is done before the others are."""
+    factory = getattr(session.config, "_tmp_path_factory", None)
+    if factory is not None and not hasattr(session.config, "workerinput"):
+        shutil.rmtree(factory.getbasetemp() / FOLDER, ignore_errors=True)
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    own = factory.getbasetemp()
+    found = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / FOLDER
+    found.mkdir(exist_ok=True)
+    return found
+
+
 @pytest.fixture(scope="session")
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     """Begins the builds that this session's tests want, once; a build keeps one core busy for most of its time."""
     from tests.containers.test_images import build
 
-    out = tmp_path_factory.mktemp("sif") / "train-cpu.sif"
-    options = {"build-sif": ["--out", out], "build-image": ["--tag", TAG]}
+    folder = shared_folder(tmp_path_factory)
+    options = {"build-sif": ["--out", folder / "train-cpu.sif"], "build-image": ["--tag", TAG]}
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     running: dict[str, Future[dict[str, Any]]] = {}
+
+    def built(kind: str) -> dict[str, Any]:
+        told = folder / f"{kind}.json"
+        with lock.in_turn(folder / f"{kind}.lock", lambda: None):
+            if not told.exists():
+                told.write_text(json.dumps(build(kind, "--variant", "cpu", "--base", "standin", *options[kind])))
+        found: dict[str, Any] = json.loads(told.read_text())
+        return found
+
     with ThreadPoolExecutor(2) as pool:
 
         def start(kind: str) -> Future[dict[str, Any]]:
             if kind not in running:
-                running[kind] = pool.submit(build, kind, "--variant", "cpu", "--base", "standin", *options[kind])
+                running[kind] = pool.submit(built, kind)
             return running[kind]
 
         if wanted & {"oci", "image"} and has(engines.find_engine) is None:
             start("build-image")
         yield start
-    shutil.rmtree(out.parent)
 
 
 def has(find: Callable[[], str]) -> str | None:

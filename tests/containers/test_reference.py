@@ -55,9 +55,9 @@ def test_the_tiny_chain_twice(reference: dict[str, Any], tmp_path: Path) -> None
         started = [sys.executable, "-m", "clustertune", "run", *words]
         command = list(container.place(started, load_cluster(str(file)), binds=[run], gpus=False).command)
         command[command.index("exec") + 1 : command.index("exec") + 1] = ["--net", "--network=none"]
-        done = subprocess.run(
-            command, cwd=tree.REPO, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=1500, check=False
-        )
+        # Of the home folder the Hub's cache alone is bound, which the evaluation writes into.
+        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tree.REPO, env=environ, capture_output=True, text=True, timeout=1500, check=False)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return (run / "adapter" / "adapter_model.safetensors").read_bytes()
 

@@ -129,8 +129,8 @@ def test_the_line_gives_the_allocation_that_it_promises() -> None:
 
 
 def test_memory_for_loading() -> None:
-    """Too little host memory kills rank 0 after half an hour of reading, without a word."""
-    problems = allocation.check(read(SLURM_MEM_PER_NODE="102400"), resolve("llama405b-oasst2"), machine(), WORDS)
+    """Too little host memory kills a rank while it reads, without a word."""
+    problems = allocation.check(read(SLURM_MEM_PER_NODE="20480"), resolve("llama405b-oasst2"), machine(), WORDS)
     assert [problem.key for problem in problems] == ["--mem"]
     assert "--mem=0" in options(problems[0])
 

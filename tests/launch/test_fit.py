@@ -39,15 +39,21 @@ def test_a_tiny_run_always_fits() -> None:
 
 
 def test_host_memory_for_loading() -> None:
-    """fsdp_cpu_ram_efficient_loading keeps the weights on rank 0 alone; without it every rank of a node holds them."""
+    """Rows of the 128,256 x 16,384 embedding, five at a time; FSDP1: all in rank 0; otherwise all in every rank of a node."""
     recipe = resolve("llama405b-oasst2")
-    assert [round(part.bytes / 1e9) for part in fit.loading_parts(recipe, 8)] == [812, 16]
-    assert "host memory" in str(shape.fit_problems(recipe, machine(memory_gb=700), 2, 8)[0])
+    rows, own = fit.loading_parts(recipe, 8)
+    assert rows.bytes == 8 * 5 * 128_256 * 16_384 * 2 / 16 and own.bytes == 16e9
+    assert shape.fit_problems(recipe, machine(memory_gb=700), 2, 8) == []
     body = json.loads(json.dumps(recipe.accelerate))
+    body["fsdp_config"]["fsdp_version"] = 1
+    first = with_distribution(recipe, **body)
+    assert [round(part.bytes / 1e9) for part in fit.loading_parts(first, 8)] == [812, 16]
+    assert "host memory" in str(shape.fit_problems(first, machine(memory_gb=700), 2, 8)[0])
+    body["fsdp_config"]["fsdp_version"] = 2
     body["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
     every = with_distribution(recipe, **body)
     assert round(fit.total(fit.loading_parts(every, 8)) / 1e9) == 6510
-    assert "rank 0 alone" in str(shape.fit_problems(every, machine(), 2, 8)[0])
+    assert "each rank reads its rows" in str(shape.fit_problems(every, machine(), 2, 8)[0])
 
 
 @pytest.mark.parametrize(

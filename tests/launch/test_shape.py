@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from clustertune.config.resolve import resolve
 from clustertune.launch import shape
 from clustertune.rundir import STAGES
 from tests.launch.machines import machine
+from tests.launch.test_fit import with_distribution
 
 
 def test_the_reference_shape() -> None:
@@ -40,6 +43,9 @@ def test_a_part_of_a_node_takes_its_share() -> None:
 def test_memory_for_loading_is_never_less_than_it_takes() -> None:
     """A share of a node that cannot hold the weights while they are loaded is too small a share."""
     recipe = resolve("llama405b-oasst2", ["slurm.gpus_per_node=4", "slurm.nodes=4"])
+    body = json.loads(json.dumps(recipe.accelerate))
+    body["fsdp_config"]["fsdp_version"] = 1  # all weights in rank 0
+    recipe = with_distribution(recipe, **body)
     found = shape.train_shape(recipe, machine(4, memory_gb=1000))
     assert found.memory_gb is not None
     assert found.memory_gb > 811.7e9 / shape.GIB

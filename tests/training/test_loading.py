@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from clustertune.training.loading import Loading
+from clustertune.training.startup import Startup
 from tests.command import REPO, events, run
 from tests.training.forked import Forge
-from tests.training.test_strategies import FULL, SAME, Bench, fsdp, said
+from tests.training.test_strategies import FULL, SAME, Bench, distributed, fsdp, said
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,6 +67,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "llama": ({}, "LlamaDecoderLayer", []),
     "tied": ({"tie_word_embeddings": True}, "LlamaDecoderLayer", []),
     "mixtral": (MIXTRAL, "MixtralDecoderLayer", ATTENTION),
+    "mixtral4": ({**MIXTRAL, "num_local_experts": 4}, "MixtralDecoderLayer", ATTENTION),
 }
 """What differs from the tiny recipe: keys of model.json, the layer that is sharded, what is trained."""
 
@@ -90,6 +93,8 @@ def notes(path: Path) -> list[str]:
     return found
 
 
+BF16 = ["train.bf16=true", 'train.model_init_kwargs={"dtype": "bfloat16"}']
+"""Read in bfloat16 and trained in it: accelerate keeps what is trained in float32."""
 SLICES, WHOLE = {"fsdp_cpu_ram_efficient_loading": True}, {"fsdp_cpu_ram_efficient_loading": False}
 
 
@@ -102,6 +107,10 @@ SLICES, WHOLE = {"fsdp_cpu_ram_efficient_loading": True}, {"fsdp_cpu_ram_efficie
         pytest.param("tied", 2, {}, FULL, marks=pytest.mark.jobs),
         pytest.param("mixtral", 2, {}, FULL, marks=pytest.mark.jobs),
         pytest.param("mixtral", 2, {}, ATTENTION, marks=pytest.mark.jobs),
+        pytest.param("llama", 4, {"dp_shard": 2, "tp": 2}, [], marks=pytest.mark.jobs),
+        pytest.param("llama", 4, {"dp_shard": 2, "tp": 2}, [*FULL, *BF16], marks=pytest.mark.jobs),
+        pytest.param("tied", 4, {"dp_shard": 2, "tp": 2}, FULL, marks=pytest.mark.jobs),
+        pytest.param("mixtral4", 4, {"dp_shard": 2, "tp": 2}, FULL, marks=pytest.mark.jobs),
     ],
 )
 def test_rows_train_as_whole_copies_do(
@@ -114,9 +123,11 @@ def test_rows_train_as_whole_copies_do(
     assert lossless(rows) == lossless(whole)
     assert (startup(rows)["loading"], startup(whole)["loading"]) == ("slices", "whole")
     size = sum(file.stat().st_size for file in (bench.prepared / "model").glob("*/*.safetensors"))
-    shards = sizes.get("dp_shard", ranks)
-    assert max(startup(rows)["read_bytes"]) < 1.2 * size / shards, said(rows)
+    shards = sizes.get("dp_shard", ranks) * sizes.get("tp", 1)
+    assert max(startup(rows)["read_bytes"]) < 1.25 * size / shards, said(rows)
     assert min(startup(whole)["read_bytes"]) == size
+    # What is trained is kept in float32, whatever it is computed in.
+    assert more == ATTENTION or set(distributed(rows)["dtypes"]) == set(distributed(whole)["dtypes"]) == {"float32"}
 
 
 def quantised(**changes: Any) -> list[str]:
@@ -158,19 +169,41 @@ def test_a_run_goes_on_from_its_checkpoint(benches: Benches) -> None:
     assert lossless(stopped)[0] == lossless(whole)[0]
 
 
-def test_what_cannot_be_read_by_rows_is_told(benches: Benches) -> None:
-    """Weights in torch's own format: the old way, and a line that says why and what each rank reads."""
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, {}), pytest.param(4, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.jobs)])
+def test_what_cannot_be_read_by_rows_is_told(benches: Benches, ranks: int, sizes: dict[str, int]) -> None:
+    """Weights in torch's own format: the old way, and a line that says why and what each rank reads.
+
+    Under tp each rank must then have them itself: rank 0's are not sent to ranks that have split theirs already.
+    """
     import torch
     from safetensors.torch import load_file
 
     bench = benches("llama")
-    path = bench.make("pickled", 2, fsdp(SLICES))
+    path = bench.make("pickled", ranks, fsdp(SLICES, **sizes))
     file = next((path / "model").glob("*/*.safetensors"))
     torch.save(load_file(file), file.with_name("pytorch_model.bin"))
     file.unlink()
-    assert bench.forge.run(path, 2) == [0, 0], said(path)
+    assert bench.forge.run(path, ranks) == [0] * ranks, said(path)
     assert startup(path)["loading"] == "whole"
+    assert not sizes or lossless(path) == lossless(bench.train("whole", ranks, fsdp(WHOLE, **sizes)))
     assert [note for note in notes(path) if note.endswith("read whole by each rank: its weights are not in safetensors files")]
+
+
+def test_whoever_starts_a_rank_may_say_otherwise_than_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate would then leave the model without values, and FSDP end with a word about strides."""
+    for value, wanted in (("true", True), ("0", False)):
+        monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", value)
+        assert Loading(fsdp(SLICES), Startup())._wanted is wanted
+
+
+@pytest.mark.jobs
+def test_a_key_that_is_left_out_is_true_for_accelerate(benches: Benches) -> None:
+    """accelerate launch's default; rank 0 alone would hold the weights that every rank splits."""
+    bench, file = benches("llama"), fsdp(WHOLE, dp_shard=2, tp=2)
+    whole = bench.train("whole", 4, file)
+    file["fsdp_config"] = {key: value for key, value in file["fsdp_config"].items() if key not in WHOLE}
+    left_out = bench.train("left-out", 4, file)
+    assert startup(left_out)["loading"] == "whole" and lossless(left_out) == lossless(whole)
 
 
 def test_a_file_that_was_cut_ends_the_run_before_anything_is_read(benches: Benches) -> None:
@@ -200,11 +233,11 @@ def test_a_base_that_is_quantised_already_is_refused_at_the_start(benches: Bench
         assert told[0]["file"] == str(file) and told[0]["message"].startswith("fp8 weights: FSDP")
 
 
-def measured(gb: float, ranks: int, replicas: int, ways: str, folder: Path) -> dict[str, dict[str, Any]]:
+def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict[str, dict[str, Any]]:
     """What the loading bench says of each way."""
     program = [sys.executable, "-m", "clustertune.training.loading_bench", "--gb", str(gb), "--ranks", str(ranks)]
     done = subprocess.run(
-        [*program, "--replicas", str(replicas), "--ways", ways, "--seconds", "300"],
+        [*program, *axes, "--ways", ways, "--seconds", "300"],
         cwd=REPO,
         env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -231,16 +264,26 @@ def test_a_rank_of_the_bench_that_fails_ends_the_others_and_one_that_hangs_says_
 @pytest.mark.jobs
 def test_replicas_read_the_model_once_each(tmp_path: Path) -> None:
     """HSDP of two replicas of two ranks, by the kernel's count: each rank half of the model, no byte twice in a replica."""
-    found = measured(0.1, 4, 2, "rows,whole", tmp_path)
+    found = measured(0.1, 4, "rows,whole", tmp_path, "--replicas", "2")
     size, reads = found["rows"]["model_bytes"], [rank["read_bytes"] for rank in found["rows"]["ranks"]]
     assert all(0.45 * size < read < 0.55 * size for read in reads) and 1.95 * size < sum(reads) < 2.1 * size
     assert len({rank["loss"] for way in found.values() for rank in way["ranks"]}) == 1
 
 
+@pytest.mark.jobs
+def test_split_over_tp_no_rank_holds_the_whole(tmp_path: Path) -> None:
+    """TP x FSDP2 of two and two: a quarter of most layers; of those that are split by columns, the shard's rows."""
+    found = measured(0.3, 4, "rows,whole", tmp_path, "--tp", "2")
+    size, rows, whole = found["rows"]["model_bytes"], found["rows"]["ranks"], found["whole"]["ranks"]
+    assert all(0.25 * size < rank["read_bytes"] < 0.36 * size for rank in rows)
+    assert max(rank["peak_bytes"] for rank in rows) < 0.5 * size < min(rank["peak_bytes"] for rank in whole)
+    assert len({rank["loss"] for rank in [*rows, *whole]}) == 1
+
+
 @pytest.mark.long
 def test_a_rank_s_memory_and_bytes_are_its_share(tmp_path: Path) -> None:
     """1 GB: with stock accelerate rank 0 holds all of it before it sends it; here each rank holds its half and little more."""
-    found = measured(1.0, 2, 1, "rows,stock", tmp_path)
+    found = measured(1.0, 2, "rows,stock", tmp_path)
     size, rows, stock = found["rows"]["model_bytes"], found["rows"]["ranks"], found["stock"]["ranks"]
     assert sum(rank["read_bytes"] for rank in rows) < 1.05 * size
     assert max(rank["read_bytes"] for rank in rows) < 0.55 * size

@@ -8,7 +8,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from clustertune.training.startup import PARTS, Startup, StartupWatch, events, process_age
+from clustertune.process import process_age
+from clustertune.training.startup import PARTS, Startup, StartupWatch, events
 
 
 class Clock:
@@ -91,7 +92,7 @@ def test_the_parts_are_written_in_their_order() -> None:
 
 def test_the_age_of_a_process_is_the_kernel_s() -> None:
     """A process whose name holds blanks and brackets, and one that has just begun."""
-    program = "import time; time.sleep(0.3)\nfrom clustertune.training.startup import process_age\nprint(process_age())"
+    program = "import time; time.sleep(0.3)\nfrom clustertune.process import process_age\nprint(process_age())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert 0.25 < float(done.stdout) < time.monotonic() - began + 0.1

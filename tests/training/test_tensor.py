@@ -61,6 +61,7 @@ def model(**changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY_LLAMA, **changes}))
 
 
+PAD = 5
 ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "llama": ({}, {"colwise": 10, "rowwise": 4}),
     "tied": ({"tie_word_embeddings": True}, {"embedding_rowwise": 1}),
@@ -71,6 +72,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
         {"ep_dispatch_experts": 2},
     ),
+    "a scaled embedding": ({"model_type": "gemma3_text", "head_dim": 8, "tie_word_embeddings": True}, {"embedding_rowwise": 1}),
+    "a padding row": ({"pad_token_id": PAD}, {"embedding_rowwise": 1}),
+    "norms between": ({"model_type": "phi", "qk_layernorm": True}, {"replicated_with_grad_allreduce": 4}),
+    "parameters between": ({"model_type": "apertus"}, {"replicated_with_grad_allreduce": 2}),
 }
 """Changes to the tiny Llama of two layers -> what is split, at least."""
 
@@ -86,6 +91,7 @@ def test_a_split_model_computes_the_same(tmp_path: Path, name: str, adapter: boo
         whole, split = get_peft_model(whole, LoraConfig(**config)), get_peft_model(split, LoraConfig(**config))
     split.load_state_dict(whole.state_dict())
     tokens = torch.randint(0, TINY_LLAMA["vocab_size"], (2, 12))
+    tokens[:, 3] = PAD
 
     def work(mesh: Any) -> None:
         counts = tensor.split(split, mesh)

@@ -1,0 +1,109 @@
+"""The command by fork, from a process that has imported it: the half second that Python takes for that is spent once.
+
+A process forked of a forked one: what a command leaves behind (threads, handlers, a changed folder) ends with it, and what
+``clustertune/__main__.py`` does at its end is done. Where a test has changed the environment, which libraries read when they
+are imported, and where a fork cannot do what is asked, :func:`tests.command.run` starts Python anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+SECONDS = 600
+"""After which a command that hangs is killed, and its test fails."""
+SET_BY_PYTEST = ("PYTEST_CURRENT_TEST",)
+"""Differs from test to test; nothing of the command reads it."""
+
+
+class Warm:
+    """The process that forks, for as long as this one lives."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.environment = _comparable(os.environ)
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                cwd=REPO,
+                env={**os.environ, "PYTHONPATH": str(REPO)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def fits(self) -> bool:
+        """Whether a command started now would find the environment that the process was started with."""
+        return self._child.poll() is None and _comparable(os.environ) == self.environment
+
+    def start(self, arguments: list[str], cwd: Path, out: int, err: int) -> socket.socket:
+        """Start the command with these as its stdout and stderr; what is returned gives its wait status once it has ended."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._lock:
+            request = json.dumps({"arguments": arguments, "cwd": str(cwd)}).encode()
+            socket.send_fds(self._ours, [request], [theirs.fileno(), out, err])
+        return mine
+
+
+def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key not in SET_BY_PYTEST}
+
+
+def _serve(requests: socket.socket) -> None:
+    """Returns in each process that is to run a command, with everything set; ends when nobody is there to ask."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait for commands are waited for by nobody
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    requests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    answer, out, err = descriptors
+    child = os.fork()
+    if child:
+        os.close(out)
+        os.close(err)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+        signal.alarm(SECONDS)
+        _, status = os.waitpid(child, 0)
+        with socket.socket(fileno=answer) as connection:
+            connection.send(str(status).encode())
+        os._exit(0)
+    os.close(answer)
+    for descriptor, number in ((out, 1), (err, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    asked = json.loads(request)
+    os.chdir(asked["cwd"])
+    sys.path[0] = asked["cwd"]  # as python -m does
+    sys.argv = ["clustertune", *asked["arguments"]]
+
+
+PRELOADED = ("cli", "chain", "job", "config.resolve", "plan.predict", "report.compare", "report.metrics")
+"""What commands import; nothing of it imports torch."""
+
+
+def main() -> None:
+    """Import the command, then wait for what to run."""
+    for name in (*(f"clustertune.{name}" for name in PRELOADED), "rich.console", "rich.table"):
+        importlib.import_module(name)
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module("clustertune", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
