@@ -244,15 +244,26 @@ class Cluster:
 
     def kill_slurmd(self, index: int) -> None:
         """Kill a node's slurmd, and not its jobs."""
-        for pid in self.processes(index, "slurmd"):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
-                os.kill(pid, signal.SIGKILL)
+        for pid in self._slurmds(index):
+            os.kill(pid, signal.SIGKILL)
+        self._until(lambda: not self._slurmds(index), 30, f"slurmd of {self.names[index - 1]} is still there")
 
     def start_slurmd(self, index: int, *, wait: bool = True) -> None:
         """Start a node's slurmd again."""
         os.kill(self._inits[index], signal.SIGUSR1)
         if wait:
+            # The controller goes on calling a node ready for a while when nothing answers there.
+            self._until(lambda: self._slurmds(index), 30, f"slurmd of {self.names[index - 1]} did not start")
             self.wait_node(index)
+
+    def _slurmds(self, index: int) -> list[int]:
+        """A node's slurmd, which is nothing more once it is dead (a zombie has no command line)."""
+        found = []
+        for pid in self.processes(index, "slurmd"):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
+                    found.append(pid)
+        return found
 
     def processes(self, index: int, *words: str) -> list[int]:
         """Processes of a node, by the id that they have here, whose command line holds each of ``words``."""
@@ -284,7 +295,7 @@ class Cluster:
         return seen
 
     @staticmethod
-    def _until(test: Callable[[], bool], timeout: float, what: str) -> None:
+    def _until(test: Callable[[], object], timeout: float, what: str) -> None:
         end = time.monotonic() + timeout
         while not test():
             if time.monotonic() > end:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -86,7 +87,16 @@ def test_a_killed_slurmd_takes_no_job_with_it(slurm: Cluster, tmp_path: Path) ->
     [old] = slurm.processes(2, "slurmd", "-D")
     slurm.kill_slurmd(2)
     assert slurm.processes(2, "until")
-    slurm.start_slurmd(2)
+    # The controller has not seen it yet, so the node's state alone does not tell that the daemon is back.
+    os.kill(slurm._inits[2], signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        start = pool.submit(slurm.start_slurmd, 2)
+        try:
+            with pytest.raises(TimeoutError):
+                start.result(timeout=1)
+        finally:
+            os.kill(slurm._inits[2], signal.SIGCONT)
+        start.result(timeout=120)
     assert slurm.processes(2, "slurmd", "-D") not in ([], [old])
     (tmp_path / "go").touch()
     record = slurm.wait(job)
