@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed_keys as keys
 from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.load import COMMAND_LINE, did_you_mean
@@ -88,6 +89,8 @@ class Meant:
     """The model's hidden_size."""
     largest: int
     """Elements of one rank's part of the largest weight; 0 where the architecture does not say."""
+    lora: bool = False
+    """The base is frozen."""
 
     def get(self, key: str) -> Any:
         """A training argument, with the trainer's own default where the recipe is silent."""
@@ -126,14 +129,21 @@ class Meant:
 
 
 def read(
-    train: Mapping[str, Any], batch: Any, accumulation: int, world: int, dp: int, architecture: Mapping[str, Any] | None
+    train: Mapping[str, Any],
+    batch: Any,
+    accumulation: int,
+    world: int,
+    dp: int,
+    architecture: Mapping[str, Any] | None,
+    *,
+    lora: bool,
 ) -> Meant:
     """The recipe's own words, ``batch`` being its global batch size."""
     sizes = [(architecture or {}).get(key) for key in ("hidden_size", "vocab_size", "intermediate_size")]
     hidden, vocabulary, inner = (size if isinstance(size, int) else 0 for size in sizes)
     micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
     largest = -(-hidden * max(vocabulary, inner) // world)
-    return Meant(train, int(batch), micro, accumulation, dp, hidden or None, largest)
+    return Meant(train, int(batch), micro, accumulation, dp, hidden or None, largest, lora)
 
 
 def find_problems(document: Document, meant: Meant) -> list[Problem]:
@@ -181,6 +191,17 @@ def get(body: Mapping[str, Any], path: str) -> Any:
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
+
+
+def stage(accelerate: Mapping[str, Any], body: Mapping[str, Any] | None) -> int | None:
+    """The ZeRO stage that a recipe asks for, in DeepSpeed's file or in accelerate's keys; None where it asks for no DeepSpeed.
+
+    ``body``: DeepSpeed's file, None where there is none.
+    """
+    if accelerate.get("distributed_type") != "DEEPSPEED":
+        return None
+    found = get(body, f"{ZERO}.stage") if body is not None else acc.section(accelerate, "deepspeed_config").get("zero_stage", 2)
+    return int(found) if str(found).isdecimal() else 0
 
 
 def uses_nvme(body: Mapping[str, Any] | None) -> bool:
@@ -285,6 +306,10 @@ def _check_buffers(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
     offload = get(body, f"{ZERO}.offload_param")
     if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
         return
+    if meant.lora:
+        # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: DeepSpeed 0.19 asks for a frozen weight twice.
+        text = "nvme, and the base is frozen (lora): DeepSpeed ends in the first steps, without a buffer for what it reads"
+        add(f"{ZERO}.offload_param.device", text, "write cpu, or leave offload_param out; offload_optimizer may be on nvme")
     size = offload.get("buffer_size", NVME_BUFFER)
     if _number(size) and size < meant.largest:
         text = f"{size:,.0f} elements, one rank's part of the largest weight has {meant.largest:,}"

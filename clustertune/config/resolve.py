@@ -214,7 +214,8 @@ class _Work:
             problems += strategy.find_problems(self.train, lora, distribution, self.architecture, accelerate_shown, self.place)
         self.derived += [derived] if found is None else [found, derived]
         if self.deepspeed is not None and found is not None:
-            said = deepspeed.read(self.train, batch["global_batch_size"], found.value, self.world, self.dp, self.architecture)
+            lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
+            said = deepspeed.read(self.train, total, found.value, self.world, self.dp, self.architecture, lora=lora)
             problems += deepspeed.find_problems(self.deepspeed, said)
             self.derived += deepspeed.filled(self.deepspeed.data, said)
         self.problems += problems

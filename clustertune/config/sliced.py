@@ -1,4 +1,4 @@
-"""Whether a run's ranks read only the rows of the weights that they keep, from its configuration alone.
+"""Whether a run's ranks read only the part of the weights that they keep, from its configuration alone.
 
 The training does so (``clustertune/training/loading.py``); the plan and doctor reckon with it.
 """
@@ -9,9 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed as ds
 
 IN_FLIGHT = 5
 """Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
+
+
+def reads_parts(
+    accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, quantized: Mapping[str, Any] | None
+) -> bool:
+    """Whether each rank reads only what it keeps. ``deepspeed``: DeepSpeed's file; ``quantized``: ``quantization_config``."""
+    if ds.stage(accelerate, deepspeed) == 3:
+        # What loading_zero.why_not looks for in the model itself; transformers makes a quantised base before it is parted.
+        zero = ds.get(deepspeed or {}, ds.ZERO) or {}
+        secondary = int(zero.get("zero_hpz_partition_size") or 1) > 1
+        return not (quantized or secondary or zero.get("zero_quantized_nontrainable_weights"))
+    return is_wanted(accelerate) and why_not(quantized) is None
 
 
 def is_wanted(accelerate: Mapping[str, Any]) -> bool:

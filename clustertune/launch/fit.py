@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed as ds
 from clustertune.config import quantization
 from clustertune.config.parameters import Counted, count, lora_parameter_count, parameter_count
 from clustertune.config.resolved import Resolved
@@ -221,16 +222,18 @@ def loading_parts(resolved: Resolved, per_node: int, *, first: bool = True) -> l
     own = Part(f"{per_node} ranks", per_node * RANK_HOST_BYTES)
     config = acc.section(resolved.accelerate, "fsdp_config")
     kind = resolved.accelerate.get("distributed_type")
-    if kind == "DEEPSPEED" or resolved.recipe.megatron is not None:
-        return [own]  # ZeRO-3 loads shard by shard, Megatron-Bridge each rank its part
+    if resolved.recipe.megatron is not None:
+        return [own]  # Megatron-Bridge: each rank its part
     counted = count(resolved.architecture)
     if reads_rows(resolved) and counted is not None:
         sizes = acc.parallel_sizes(resolved.accelerate)
         shards = max(1, resolved.world_size // (sizes.get("dp_replicate", 1) * sizes.get("tp", 1)))
-        size = rows_in_flight(counted, per_node, shards, lora=resolved.recipe.lora is not None)
+        size = rows_in_flight(resolved, counted, per_node, shards)
         return [Part(f"{IN_FLIGHT} matrices' rows in each of {per_node} ranks", size), own]
-    if kind == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading"):
-        return [Part("all weights in rank 0 (fsdp_cpu_ram_efficient_loading)", weights), own] if first else [own]
+    if ds.stage(resolved.accelerate, resolved.deepspeed) == 3 or (
+        kind == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading")
+    ):
+        return [Part("all weights in rank 0", weights), own] if first else [own]
     return [Part(f"all weights in each of {per_node} ranks", per_node * weights), own]
 
 

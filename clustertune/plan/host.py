@@ -25,13 +25,13 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
 
 
 def _loading(resolved: Resolved, shape: Shape) -> Term:
-    """Weights in host memory at once: a few parts (FSDP2 that reads rows), all in one rank (FSDP1), or all in every rank."""
+    """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total
     config = acc.section(resolved.accelerate, "fsdp_config")
-    if plan.kind == "Megatron" or plan.kind.startswith("ZeRO"):
+    if plan.kind == "Megatron":
         return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
     if reads_rows(resolved):
-        largest, each = largest_matrix(shape.counted), row_bytes(lora=plan.lora)
+        largest, each = largest_matrix(shape.counted), row_bytes(resolved)
         values = {
             "ranks": plan.gpus_per_node,
             "parts": sliced.IN_FLIGHT,
@@ -39,9 +39,9 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
             "bytes": each,
             "shards": plan.weight_shards,
         }
-        size = rows_in_flight(shape.counted, plan.gpus_per_node, plan.weight_shards, lora=plan.lora)
+        size = rows_in_flight(resolved, shape.counted, plan.gpus_per_node, plan.weight_shards)
         return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
-    if plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading"):
+    if plan.kind == "ZeRO-3" or (plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading")):
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
     values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}
     return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
@@ -52,19 +52,23 @@ def largest_matrix(counted: Counted) -> int:
     return max([counted.embedding, *(part.parameters for kind in counted.layers for part in kind.linears)])
 
 
-def row_bytes(*, lora: bool) -> int:
-    """Bytes that a parameter takes while it is read: in bfloat16 and, trained itself, as the float32 that it becomes."""
-    return 2 if lora else 2 + 4
+def row_bytes(resolved: Resolved) -> int:
+    """Bytes that a parameter takes while it is read: in bfloat16 and, trained itself, as the float32 that FSDP2 makes of it.
+
+    DeepSpeed makes its float32 copies later, of what lies in its place by then.
+    """
+    fsdp = resolved.accelerate.get("distributed_type") == "FSDP"
+    return 2 + 4 if fsdp and resolved.recipe.lora is None else 2
 
 
-def rows_in_flight(counted: Counted, ranks: int, shards: int, *, lora: bool) -> float:
-    """Bytes that the ranks of a node hold at once while each reads its rows; ``shards``: ranks that share a matrix's rows."""
-    return ranks * sliced.IN_FLIGHT * largest_matrix(counted) * row_bytes(lora=lora) / shards
+def rows_in_flight(resolved: Resolved, counted: Counted, ranks: int, shards: int) -> float:
+    """Bytes that the ranks of a node hold at once while each reads its part; ``shards``: ranks that share a matrix."""
+    return ranks * sliced.IN_FLIGHT * largest_matrix(counted) * row_bytes(resolved) / shards
 
 
 def reads_rows(resolved: Resolved) -> bool:
-    """Whether each rank reads only the rows that it keeps (clustertune/training/loading.py)."""
-    return sliced.is_wanted(resolved.accelerate) and sliced.why_not(quantization.of(resolved.train_args)) is None
+    """Whether each rank reads only the part that it keeps (clustertune/training/loading.py)."""
+    return sliced.reads_parts(resolved.accelerate, resolved.deepspeed, quantization.of(resolved.train_args))
 
 
 def _offloaded(shape: Shape) -> list[Term]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed as ds
 from clustertune.config import quantization
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
-from clustertune.training import deepspeed
 
 CONFIG = "config.json"
 RECIPE_KEY = "train.model_init_kwargs.quantization_config"
@@ -45,8 +45,8 @@ def parted_by(resolved: Resolved) -> str | None:
     """What parts the weights over ranks; None where each rank has them whole."""
     if acc.parallel_sizes(resolved.accelerate).get("tp", 1) > 1:
         return "tensor parallelism"
-    if deepspeed.is_asked(resolved.accelerate):
-        return "DeepSpeed ZeRO-3" if deepspeed.asked_stage(resolved) == 3 else None
+    if (stage := ds.stage(resolved.accelerate, resolved.deepspeed)) is not None:
+        return "DeepSpeed ZeRO-3" if stage == 3 else None
     return "FSDP" if resolved.accelerate.get("distributed_type") == "FSDP" else None
 
 

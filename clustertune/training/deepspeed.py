@@ -40,13 +40,6 @@ def is_asked(accelerate: Mapping[str, Any]) -> bool:
     return accelerate.get("distributed_type") == "DEEPSPEED"
 
 
-def asked_stage(resolved: Resolved) -> int:
-    """The ZeRO stage that a recipe of DeepSpeed's asks for, in DeepSpeed's file or in accelerate's keys."""
-    if resolved.deepspeed is not None:
-        return int((ds.get(resolved.deepspeed, ds.ZERO) or {}).get("stage", 0))
-    return int(acc.section(resolved.accelerate, "deepspeed_config").get("zero_stage", 2))
-
-
 def set_environment(resolved: Resolved, run_id: str, *, cuda: bool) -> list[str]:
     """Set what DeepSpeed and accelerate read from the environment. Returns a note for what is otherwise than on a cluster.
 
@@ -128,9 +121,13 @@ def prepare(resolved: Resolved) -> None:
             )
         )
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        # A second way between ranks of one machine, compiled for minutes when it is first used; gloo is enough for CPUs.
-        # By its name: deepspeed.comm.torch, taken as an attribute, is torch itself.
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        keep_gloo()
+
+
+def keep_gloo() -> None:
+    """Leave out DeepSpeed's second way between ranks of one machine, compiled for minutes: gloo is enough for CPUs."""
+    # By its name: deepspeed.comm.torch, taken as an attribute, is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def fit_to_cpu(args: Any) -> list[str]:
@@ -277,7 +274,7 @@ def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
     zero = ds.get(resolved.deepspeed or {}, ds.ZERO) or {}
     keys = acc.section(resolved.accelerate, "deepspeed_config")
     asked = {
-        "stage": asked_stage(resolved),
+        "stage": ds.stage(resolved.accelerate, resolved.deepspeed),
         "offload_param": _device(zero, keys, "offload_param"),
         "offload_optimizer": _device(zero, keys, "offload_optimizer"),
         "train_batch_size": int(resolved.recipe.train["global_batch_size"]),

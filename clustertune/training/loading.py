@@ -8,6 +8,8 @@ for just that, everything else stays theirs:
 * accelerate's ``fsdp2_load_full_state_dict``, called with the sharded model, fills each rank's part from the files. What is
   not in them (LoRA's matrices, drawn from the same seed) is broadcast from rank 0 as before.
 
+Of DeepSpeed's ZeRO-3, which parts a model while it is made, each rank's part is filled in the first of the two.
+
 What rows cannot say (:func:`clustertune.config.sliced.why_not`) is loaded the old way, with a note.
 """
 
@@ -29,6 +31,7 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config import sliced
 from clustertune.errors import Problem, UserError
 from clustertune.training import loading_quantised as quantised
+from clustertune.training import loading_zero as zero
 from clustertune.training.collectives import Group
 from clustertune.training.loading_files import Reader, survey
 from clustertune.training.loading_place import broadcast, clean, hollow, is_hollow, placed, plain, put, region, rows, span
@@ -58,6 +61,7 @@ class Loading:
         self._model: Any = None
         self._sources: Sources | None = None
         self._undo: list[tuple[Any, str, Any]] = []
+        self._send_again: Callable[[], None] = lambda: None
         self.notes: list[str] = []
 
     def install(self) -> Loading:
@@ -76,6 +80,7 @@ class Loading:
         self._replace(PreTrainedModel, "_load_pretrained_model", staticmethod(self._loader(load)))
         self._replace(fsdp_utils, "fsdp2_load_full_state_dict", self._filler(fill))
         self._replace(accelerator, "fsdp2_prepare_model", self._preparer(prepare))
+        self._send_again = zero.send_nothing_empty()
         return self
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -84,6 +89,7 @@ class Loading:
 
     def remove(self) -> None:
         """Put the functions back; nothing is left open."""
+        self._send_again()
         while self._undo:
             setattr(*self._undo.pop())
         self._reader.close()
@@ -95,16 +101,20 @@ class Loading:
         def load(
             model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *rest: Any, **more: Any
         ) -> Any:
-            reason = self._reason(state_dict, checkpoint_files, load_config)
+            self._send_again()
+            parted = zero.is_parted(model)
+            wanted, take = (True, self._take_parts) if parted else (self._wanted, self._hold)
+            reason = self._reason(state_dict, checkpoint_files, load_config) or (zero.why_not(model) if parted else None)
             with self.startup.part("reading"):
-                if self._wanted and reason is None:
+                if wanted and reason is None:
                     try:
-                        return self._hold(model, [Path(file) for file in checkpoint_files or ()], load_config), None
+                        return take(model, [Path(file) for file in checkpoint_files or ()], load_config), None
                     except Unfollowed as error:
                         reason = str(error)
                 size = sum(Path(file).stat().st_size for file in checkpoint_files or ())
-                if self._wanted and dist.is_initialized():  # one process has nothing to part
-                    self.notes.append(f"the base model ({size / 1e9:,.1f} GB) is read whole by each rank: {reason}")
+                if wanted and dist.is_initialized():  # one process has nothing to part
+                    who = "rank 0, which sends it" if parted else "each rank"
+                    self.notes.append(f"the base model ({size / 1e9:,.1f} GB) is read whole by {who}: {reason}")
                 if self._is_split and dist.is_initialized():
                     # Else rank 0 alone has it, and accelerate, not yet made, sends it: but each rank splits what it has.
                     # Also where the file leaves the key out, which accelerate launch reads as true.
@@ -127,26 +137,52 @@ class Loading:
 
     def _hold(self, model: Any, files: list[Path], load_config: Any) -> Any:
         """Leave the model without weights; what transformers is told was loaded."""
-        from transformers.utils.loading_report import LoadStateDictInfo
-
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise Unfollowed("transformers made it with its weights")
-        index = (load_config.sharded_metadata or {}).get("weight_map")
-        tensors = survey(files, index)
-        try:
-            sources = find(model, tensors, load_config)
-        except (ImportError, AttributeError, TypeError) as error:  # another version's functions, other arguments
-            raise Unfollowed(f"this transformers maps names in another way ({error})") from error
+        sources = self._find(model, files, load_config, model.state_dict())
         made = [_without_values(model, name, source) for name, source in sources.by_name.items()]
         for module, own, value in made:  # all or none: what cannot be made is loaded by transformers, as it was
             put(module, own, value)
             value._is_hf_initialized = True  # else transformers draws random values for it
+        self._sources = sources
+        return self._told(model, sources)
+
+    def _take_parts(self, model: Any, files: list[Path], load_config: Any) -> Any:
+        """Fill what ZeRO-3 keeps in this rank; what transformers is told was loaded."""
+        sources = self._find(model, files, load_config, zero.whole(model))
+        likes = zero.likes(model, sources.by_name)
+        wanted = {name: sources.by_name[name] for name in likes}
+        problems: list[Problem] = []
+
+        def part(name: str, source: Source, like: Any) -> torch.Tensor:
+            return zero.read(name, source, like, self._reader, model)
+
+        try:
+            for name, value in self._read(wanted, likes, part):
+                zero.fill(likes[name], value)
+        except UserError as error:
+            problems += error.problems
+        self._agree(problems)
+        self._count()
+        return self._told(model, sources)
+
+    def _find(self, model: Any, files: list[Path], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
+        tensors = survey(files, (load_config.sharded_metadata or {}).get("weight_map"))
+        try:
+            return find(model, tensors, load_config, wanted)
+        except (ImportError, AttributeError, TypeError) as error:  # another version's functions, other arguments
+            raise Unfollowed(f"this transformers maps names in another way ({error})") from error
+
+    def _told(self, model: Any, sources: Sources) -> Any:
+        """transformers' record of a loading, and what it keeps of it at the model."""
+        from transformers.utils.loading_report import LoadStateDictInfo
+
         if sources.extra:
             names = ", ".join(tensor.name for tensor in sources.extra[:SHOWN])
             more = f" and {len(sources.extra) - SHOWN} more" if len(sources.extra) > SHOWN else ""
             self.notes.append(f"{sources.extra[0].file}: the model has no place for {names}{more}; not read")
         model._weight_conversions = sources.conversions
-        self._model, self._sources, self.startup.loading = model, sources, "slices"
+        self._model, self.startup.loading = model, "slices"
         return LoadStateDictInfo(
             missing_keys=set(sources.missing),
             unexpected_keys={tensor.name for tensor in sources.extra},

@@ -2,7 +2,8 @@
 
 ``python -m clustertune.training.loading_bench --gb 1 --ranks 2``: each way is loaded, prepared and run forward once by ranks
 that are forked from a process which has imported the stack; one line of JSON a way on stdout. ``rows`` and ``stock`` are the
-same accelerate configuration (``fsdp_cpu_ram_efficient_loading: true``), ``whole`` is the one without it.
+same accelerate configuration (``fsdp_cpu_ram_efficient_loading: true``), ``whole`` is the one without it. With ``--zero`` it
+is DeepSpeed's ZeRO-3, which has no ``whole``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from clustertune.process import die_with_parent
 
@@ -37,6 +39,8 @@ class Axes:
     ranks: int
     replicas: int = 1
     tp: int = 1
+    zero: bool = False
+    """Under ZeRO-3 in the place of FSDP2."""
 
     @property
     def shards(self) -> int:
@@ -111,33 +115,20 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     """
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401 - else it is read while the time is taken
-    from accelerate import Accelerator
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from clustertune.training import cpu_fsdp, tensor
+    from clustertune.training import tensor
     from clustertune.training.loading import Loading
     from clustertune.training.startup import Startup
 
     if importlib.util.find_spec("deepspeed"):
         importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are no weights
-    flag = way != "whole"
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
-    if not torch.cuda.is_available():
-        cpu_fsdp.set_environment(2)
-        cpu_fsdp.install()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
-    )  # fmt: skip
-    _join(store, axes.ranks)
-    mesh = ParallelismConfig(**axes.sizes) if axes.ranks > axes.shards else None
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, parallelism_config=mesh)
-    accelerator._prepare_tp = lambda *given: given  # as clustertune/training/mesh.py
+    accelerator = _zero(store, axes) if axes.zero else _fsdp(way, store, axes)
     native = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "rows"}}
-    loading = Loading(native, Startup()).install()
+    loading = Loading(native, Startup())
+    if way == "rows" or not axes.zero:
+        loading.install()
     torch.manual_seed(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, anonymous, calls, began = _status("VmRSS"), _status("RssAnon"), _read_calls(), time.perf_counter()
@@ -155,6 +146,49 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
         loss = float(model(input_ids=tokens, labels=tokens).loss)
     torch.distributed.destroy_process_group()
     return Measured(seconds, calls, peak, kept, loss)
+
+
+def _zero(store: Path, axes: Axes) -> Any:
+    """An Accelerator with DeepSpeed's ZeRO-3, as a recipe's file asks for it."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    from clustertune.training import deepspeed
+
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        deepspeed.keep_gloo()
+    _join(store, axes.ranks)
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True)
+    plugin.set_deepspeed_weakref()
+    return Accelerator(deepspeed_plugin=plugin)
+
+
+def _fsdp(way: str, store: Path, axes: Axes) -> Any:
+    """An Accelerator with FSDP2, as a recipe's file asks for it."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from clustertune.training import cpu_fsdp
+
+    flag = way != "whole"
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
+    if not torch.cuda.is_available():
+        cpu_fsdp.set_environment(2)
+        cpu_fsdp.install()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
+    )  # fmt: skip
+    _join(store, axes.ranks)
+    mesh = ParallelismConfig(**axes.sizes) if axes.ranks > axes.shards else None
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, parallelism_config=mesh)
+    accelerator._prepare_tp = lambda *given: given  # as clustertune/training/mesh.py
+    return accelerator
 
 
 def _forked(work: Callable[[int], object], count: int, seconds: int = SECONDS) -> None:
@@ -218,11 +252,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the shards: HSDP (default: %(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of a shard (default: %(default)s)")
+    parser.add_argument("--zero", action="store_true", help="DeepSpeed's ZeRO-3 in the place of FSDP2")
     parser.add_argument("--ways", default=",".join(WAYS), help="which of %(default)s")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="end a rank that takes longer (default: %(default)s)")
     given = parser.parse_args(arguments)
-    axes = Axes(given.ranks, given.replicas, given.tp)
+    axes = Axes(given.ranks, given.replicas, given.tp, given.zero)
     ways = given.ways.split(",")
+    if given.zero and (given.replicas > 1 or given.tp > 1 or "whole" in ways):
+        parser.error("--zero splits over all --ranks; its ways are rows and stock")
     if given.ranks % (given.replicas * given.tp) or not set(ways) <= set(WAYS) or (given.tp > 1 and "stock" in ways):
         parser.error("--ranks divide by --replicas x --tp; ways are rows, stock and whole; stock knows no --tp")
 

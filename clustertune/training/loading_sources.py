@@ -87,11 +87,12 @@ class Sources:
     """Rules that were used: transformers undoes them when it saves."""
 
 
-def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any) -> Sources:
-    """Map the files to a model whose parameters are on the meta device.
+def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
+    """Map the files to a model that has no values yet.
 
-    ``load_config``: transformers' ``LoadStateDictConfig``. Raises UserError with every tensor that is missing or has
-    another shape than the model, Unfollowed where a rule cannot be applied to tensors without data.
+    ``load_config``: transformers' ``LoadStateDictConfig``; ``wanted``: the model's state dict, in the shapes of the whole.
+    Raises UserError with every tensor that is missing or has another shape than the model, Unfollowed where a rule cannot be
+    applied to tensors without data.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -99,7 +100,7 @@ def find(model: Any, tensors: Mapping[str, Tensor], load_config: Any) -> Sources
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted, prefix = model.state_dict(), model.base_model_prefix
+    prefix = model.base_model_prefix
     found: dict[str, Source] = {}
     extra = []
     for original in sorted(tensors, key=dot_natural_key):

@@ -45,7 +45,7 @@ def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
         monkeypatch.setenv(name, "")  # so that what is set below goes away again
         monkeypatch.delenv(name)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    return resolve(folder)
+    return resolve(folder, ["lora=null"])
 
 
 def test_a_job_s_own_folder_holds_it(resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

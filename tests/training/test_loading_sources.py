@@ -54,7 +54,7 @@ def save(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def look(folder: Path, config: dict[str, Any], index: dict[str, str] | None = None) -> tuple[Any, Sources]:
     model = empty(config)
     settings = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
-    return model, find(model, survey([folder / FIRST, folder / SECOND], index), settings)
+    return model, find(model, survey([folder / FIRST, folder / SECOND], index), settings, model.state_dict())
 
 
 def problems(folder: Path, config: dict[str, Any], index: dict[str, str] | None = None) -> list[tuple[str, str, str]]:
