@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from clustertune.errors import Problem, UserError
-from clustertune.training import deepspeed
+from clustertune.training import deepspeed, deepspeed_swap
 from clustertune.training.deepspeed_files import Hashed
 from clustertune.training.timed import TimedTrainer
 
@@ -31,6 +31,7 @@ class ZeroTrainer(TimedTrainer):
         engine = self.engine
         if engine is not None and not isinstance(engine.checkpoint_engine, Hashed):
             engine.checkpoint_engine = Hashed(engine.optimizer)
+            deepspeed_swap.follow(engine)
             deepspeed.guard(engine, self.refuse_step)
         return made
 

@@ -1,0 +1,117 @@
+"""Parameters and optimizer state in files, by DeepSpeed's own reader: a run that stops goes on with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import REPO, run
+from tests.training.forked import Forge
+from tests.training.test_deepspeed import BREAKS, CPU
+from tests.training.test_loading import BF16, lossless, startup
+from tests.training.test_loading_zero import make
+from tests.training.test_strategies import FULL, SAME, Bench, exported, said
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.jobs,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+NVME = {"device": "nvme", "nvme_path": "auto"}
+PARAMETERS = {**NVME, "buffer_size": 2_000_000, "buffer_count": 8}
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+"""DeepSpeed leaves in memory what is less than 1 MiB: of the tiny model all of it."""
+
+
+@pytest.fixture(scope="module")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ``async_io`` lies, compiled as on a node's first run; that takes minutes."""
+    if shutil.which("g++") is None or not Path("/usr/include/libaio.h").exists():
+        pytest.skip("g++ and libaio's header are not installed (packages g++, libaio-dev)")
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or tmp_path_factory.mktemp("extensions"))
+    program = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bench(extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("nvme")
+    recipe, model = folder / "tiny", folder / "tiny" / "model.json"
+    shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
+    shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
+    model.write_text(json.dumps({**json.loads(model.read_text()), **SIZES}))
+    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
+    assert done.code == 0, done.err
+    (folder / "runs").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {"DS_BUILD_AIO": "1", "TORCH_EXTENSIONS_DIR": extensions, "TMPDIR": folder}.items():
+            patch.setenv(key, str(value))
+        forge = Forge(folder / "log")
+    yield Bench(forge, recipe, folder / "prepared", folder / "runs")
+    forge.end()
+
+
+def train(bench: Bench, zero: dict[str, Any], more: list[str], *, stop: bool = False, breaks: str = "") -> Path:
+    """To the end; ``stop``: asked to stop in the second step, then begun again."""
+    path = make(bench, "nvme", 2, more, zero)
+    given = {"accelerate": str(path / "given.yaml")}
+    if stop:
+        assert bench.forge.run(path, 2, breaks="stop", **given) == [75, 75], said(path)
+    given = {**given, "breaks": BREAKS + breaks} if breaks else {}
+    assert bench.forge.run(path, 2, attempt=2, **given) == [0, 0], said(path)
+    return path
+
+
+def problems(path: Path, attempt: int) -> str:
+    record = (path / "attempts" / f"{attempt:04d}" / "rank-1.json").read_text().strip("\0 ")
+    return json.dumps(json.loads(record)["problems"])
+
+
+@pytest.mark.parametrize(
+    ("zero", "more", "files"),
+    [
+        ({"offload_param": PARAMETERS, "offload_optimizer": NVME}, [*FULL, *BF16, "train.activation_checkpointing=true"], 3),
+        ({"offload_optimizer": NVME, "sub_group_size": 6_000_000}, FULL, 6),
+        ({"offload_param": PARAMETERS, "offload_optimizer": CPU}, FULL, 0),
+        ({"offload_optimizer": NVME}, ["lora.r=256"], 3),
+        ({"offload_optimizer": NVME}, ["lora.r=4"], 0),
+    ],
+    ids=["both", "groups", "parameters", "adapter", "small"],
+)
+def test_a_run_that_stops_goes_on_with_the_same_bytes(bench: Bench, zero: dict[str, Any], more: list[str], files: int) -> None:
+    """Masters, moments and counts of steps in files and in memory; each rank reads what it keeps into either."""
+    whole, stopped = train(bench, zero, more), train(bench, zero, more, stop=True)
+    assert lossless(stopped) == lossless(whole)
+    assert startup(whole)["loading"] == "slices"
+    assert len(list(whole.glob("checkpoints/step-000003*/*/*/rank00/*.swp"))) == files
+    found, expected = exported(stopped), exported(whole)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+
+
+def test_parameters_in_files_are_those_that_rank_0_sends(bench: Bench) -> None:
+    """Bit for bit, with a broadcast and without."""
+    zero = {"offload_param": PARAMETERS, "offload_optimizer": NVME}
+    found, sent = train(bench, zero, FULL), train(bench, zero, FULL, breaks="whole_models")
+    assert lossless(found) == lossless(sent)
+    assert (startup(found)["loading"], startup(sent)["loading"]) == ("slices", "whole")
+
+
+def test_as_deepspeed_loads_it_the_run_would_end(bench: Bench) -> None:
+    """Without the rest of the state: the digest of what was loaded is not that of what was saved."""
+    path = make(bench, "nvme", 2, FULL, {"offload_optimizer": NVME})
+    given = {"accelerate": str(path / "given.yaml")}
+    assert bench.forge.run(path, 2, breaks="stop", **given) == [75, 75], said(path)
+    assert bench.forge.run(path, 2, attempt=2, breaks=BREAKS + "not_followed", **given) == [1, 1]
+    assert "are not those that were saved" in problems(path, 2)
