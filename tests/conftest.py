@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,19 +57,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_local_model(TINY_LLAMA, TEXTS, tmp_path_factory.mktemp("model") / "tiny-llama", seed=0)
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that ``make`` has filled, read only: of all workers the first that wants it makes it."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once" / name
+    with lock.in_turn(folder.with_name(f"{name}.lock"), lambda: None):
+        if not (made := folder.with_name(f"{name}.made")).exists():
+            folder.mkdir(parents=True)
+            make(folder)
+            made.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    """A run of the short chain from nothing, in a network namespace with loopback only. Read only, and one for all workers."""
-    own = tmp_path_factory.getbasetemp()
-    home = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    folder, told = home / "runs" / "reference", home / "runs" / "reference.json"
-    with lock.in_turn(home / "runs" / "reference.lock", lambda: None):
-        if not told.exists():
-            done = run("run", "recipes/tiny-oasst2", "--run-dir", folder, "--json", *SHORT, network=False)
-            told.write_text(json.dumps(asdict(done)))
-    done = Done(**json.loads(told.read_text()))
+    """A run of the short chain from nothing, in a network namespace with loopback only. Read only."""
+
+    def make(folder: Path) -> None:
+        done = run("run", "recipes/tiny-oasst2", "--run-dir", folder / "run", "--json", *SHORT, network=False)
+        (folder / "said.json").write_text(json.dumps(asdict(done)))
+
+    folder = once(tmp_path_factory, "reference", make)
+    done = Done(**json.loads((folder / "said.json").read_text()))
     assert done.code == 0, done.err
-    return folder, done
+    return folder / "run", done
 
 
 @pytest.fixture(autouse=True)

@@ -123,17 +123,6 @@ def kill(run_dir: Path, rank: int, number: signal.Signals) -> Any:
 
 
 @pytest.mark.timeout(900)
-def test_killed_and_begun_again_it_ends_with_the_same_bytes(finished: tuple[Path, Done], tmp_path: Path) -> None:
-    """kill -9 of a rank, then the same command to the end."""
-    folder = tmp_path / "run"
-    arguments = ["run", RECIPE, "--run-dir", folder, "--to", "export", *SHORT]
-    killed = run_until(stepped(folder, 1, 3), kill(folder, 1, signal.SIGKILL), *arguments)
-    assert killed.code == 75 and "rank 1 failed first: killed (SIGKILL" in killed.err
-    assert run(*arguments).code == 0
-    assert adapter_sha(folder) == adapter_sha(finished[0])
-
-
-@pytest.mark.timeout(900)
 @pytest.mark.jobs
 def test_killed_warned_and_resumed_it_ends_with_the_same_bytes(finished: tuple[Path, Done], tmp_path: Path) -> None:
     """kill -9 of a rank, then a warning to the command, then the same command to the end."""

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from clustertune.adapter.expected import build_expected
 from clustertune.manifest import MANIFEST, seal
-from tests.conftest import REPO
+from tests.conftest import REPO, once
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",
@@ -91,12 +91,14 @@ def make_checkpoint(tmp_path: Path) -> Maker:
 @pytest.fixture(scope="session")
 def real_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What :mod:`tests.adapter.processes` leaves. Read only."""
-    out = tmp_path_factory.mktemp("real")
-    program = [sys.executable, "-m", "tests.adapter.processes", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out
+
+    def make(out: Path) -> None:
+        program = [sys.executable, "-m", "tests.adapter.processes", str(out)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return once(tmp_path_factory, "shards", make)
 
 
 @pytest.fixture

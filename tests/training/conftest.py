@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.command import REPO, run
+from tests.conftest import once
 
 RECIPE = "recipes/tiny-oasst2"
 SMALL = ["train.max_length=64", "train.save_steps=2", "train.eval_steps=2"]
@@ -64,10 +65,12 @@ class Ranks:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations and base model of a run; nothing is trained."""
-    folder = tmp_path_factory.mktemp("prepared") / "run"
-    done = run("run", RECIPE, "--run-dir", folder, "--to", "prepare", *SMALL, "train.max_steps=4")
-    assert done.code == 0, done.err
-    return folder
+
+    def make(folder: Path) -> None:
+        done = run("run", RECIPE, "--run-dir", folder / "run", "--to", "prepare", *SMALL, "train.max_steps=4")
+        assert done.code == 0, done.err
+
+    return once(tmp_path_factory, "prepared", make) / "run"
 
 
 @pytest.fixture

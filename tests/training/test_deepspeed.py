@@ -149,6 +149,10 @@ def test_zero3_is_what_it_says_and_trains_as_one_process(bench: Bench, trained: 
     )
     assert found["sharded_share"] == pytest.approx(0.5, abs=0.01) and zero["state_share"] == pytest.approx(0.5, abs=0.01)
     assert set(found["placements"]) == {"zero: shard"} and found["trainable_parameters"] == 217_088
+    # Each rank read its half of the base from the files.
+    [start] = [event for event in events(trained, "startup") if event["part"] == "total"]
+    size = sum(file.stat().st_size for file in (trained / "model").glob("*/*.safetensors"))
+    assert start["loading"] == "slices" and all(0.49 * size < read < 0.52 * size for read in start["read_bytes"])
     files = manifest.read_manifest(newest(trained)).files
     assert sum("optim_states" in name for name in files) == 2 and not any("training_args" in name for name in files)
 

@@ -44,7 +44,7 @@ def train(bench: Bench, name: str, ranks: int, more: list[str], *, breaks: str =
 @pytest.mark.parametrize(
     ("model", "ranks", "more", "zero", "padded"),
     [
-        ("llama", 2, [], {}, False),
+        pytest.param("llama", 2, [], {}, False, marks=pytest.mark.jobs),
         pytest.param("llama", 3, [*FULL, *BF16, THREE], {}, False, marks=pytest.mark.jobs),
         pytest.param("llama", 2, FULL, OFFLOAD, False, marks=pytest.mark.jobs),
         pytest.param("tied", 2, FULL, {}, False, marks=pytest.mark.jobs),
@@ -69,6 +69,7 @@ def test_parts_train_as_copies_do(
     assert any(note.endswith("read whole by rank 0, which sends it: taken away") for note in notes(whole))
 
 
+@pytest.mark.jobs
 def test_a_tensor_that_is_missing_ends_the_run_on_all_ranks(benches: Benches) -> None:
     """transformers draws random values for it, with a warning."""
     from safetensors.torch import load_file, save_file
