@@ -103,6 +103,11 @@ class Counted:
         return round(layers) + self.vocabulary * self.hidden + self.other
 
     @property
+    def largest(self) -> int:
+        """Parameters of the largest matrix; all experts' matrices of one name are one parameter of transformers."""
+        return max([self.embedding, *(part.parameters for kind in self.layers for part in kind.linears)])
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return sum(kind.count for kind in self.layers)

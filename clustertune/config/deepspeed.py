@@ -12,6 +12,7 @@ from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.native import train_fields
 from clustertune.config.native_rules import show_value
+from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
 from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem
@@ -142,7 +143,8 @@ def read(
     sizes = [(architecture or {}).get(key) for key in ("hidden_size", "vocab_size", "intermediate_size")]
     hidden, vocabulary, inner = (size if isinstance(size, int) else 0 for size in sizes)
     micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
-    largest = -(-hidden * max(vocabulary, inner) // world)
+    counted = count(architecture or {})
+    largest = -(-(counted.largest if counted else hidden * max(vocabulary, inner)) // world)
     return Meant(train, int(batch), micro, accumulation, dp, hidden or None, largest, lora)
 
 
@@ -196,11 +198,14 @@ def get(body: Mapping[str, Any], path: str) -> Any:
 def stage(accelerate: Mapping[str, Any], body: Mapping[str, Any] | None) -> int | None:
     """The ZeRO stage that a recipe asks for, in DeepSpeed's file or in accelerate's keys; None where it asks for no DeepSpeed.
 
-    ``body``: DeepSpeed's file, None where there is none.
+    ``body``: DeepSpeed's file, None where there is none; runs of former releases do not have it: 3 is taken for them.
     """
     if accelerate.get("distributed_type") != "DEEPSPEED":
         return None
-    found = get(body, f"{ZERO}.stage") if body is not None else acc.section(accelerate, "deepspeed_config").get("zero_stage", 2)
+    keys = acc.section(accelerate, "deepspeed_config")
+    if body is None and "deepspeed_config_file" in keys:
+        return 3
+    found = get(body, f"{ZERO}.stage") if body is not None else keys.get("zero_stage", 2)
     return int(found) if str(found).isdecimal() else 0
 
 

@@ -23,7 +23,7 @@ def reads_parts(
         # What loading_zero.why_not looks for in the model itself; transformers makes a quantised base before it is parted.
         zero = ds.get(deepspeed or {}, ds.ZERO) or {}
         secondary = int(zero.get("zero_hpz_partition_size") or 1) > 1
-        return not (quantized or secondary or zero.get("zero_quantized_nontrainable_weights"))
+        return not (quantized or secondary)
     return is_wanted(accelerate) and why_not(quantized) is None
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from clustertune.config import deepspeed as ds
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import load_hardware
 from clustertune.config.resolved import Resolved
@@ -246,8 +247,13 @@ def fit_problems(resolved: Resolved, cluster: Cluster, nodes: int, ranks: int) -
     if (need := fit.total(loading)) > node_bytes and cluster.compute.gpus:
         text = f"loading needs {need / 1e9:.1f} GB of host memory on a node, it has {node_bytes / 1e9:.1f} GB"
         text += f" ({', '.join(map(str, loading))})"
-        fix = "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true: each rank reads its rows"
-        problems.append(Problem(text, file=f"{resolved.name}/{resolved.accelerate_file}", key="fsdp_config", fix=fix))
+        key, fix = "fsdp_config", "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true: each rank reads its rows"
+        if (stage := ds.stage(resolved.accelerate, resolved.deepspeed)) is not None:
+            key = f"deepspeed_config (ZeRO stage {stage})"
+            fix = (
+                "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
+            )
+        problems.append(Problem(text, file=f"{resolved.name}/{resolved.accelerate_file}", key=key, fix=fix))
     return problems
 
 

@@ -9,6 +9,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import BYTES, Term
 
+WEIGHTS = "offloaded weights"
 RANK_HOST_BYTES = 2e9
 """Interpreter, torch and CUDA context of a rank. Measured: 0.6 GB without CUDA; the context's host side assumed."""
 
@@ -18,9 +19,11 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
     plan = shape.strategy
     ranks = plan.gpus_per_node
     own = Term("ranks", ranks * RANK_HOST_BYTES, BYTES, "{ranks} ranks x 2 GB", {"ranks": ranks})
-    loading = _loading(resolved, shape)
     resting = _offloaded(shape)
-    more = [t for t in ([loading] if loading.value > sum(t.value for t in resting) else resting) if t.value]
+    # Rows are read into weights that lie in host memory already; a whole copy is given back as they are filled.
+    there = [term for term in resting if term.name == WEIGHTS] if reads_rows(resolved) else []
+    loading = [*there, _loading(resolved, shape)]
+    more = [t for t in max(loading, resting, key=lambda terms: sum(t.value for t in terms)) if t.value]
     return [own, *more]
 
 
@@ -31,7 +34,7 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
     if plan.kind == "Megatron":
         return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
     if reads_rows(resolved):
-        largest, each = largest_matrix(shape.counted), row_bytes(resolved)
+        largest, each = shape.counted.largest, row_bytes(resolved)
         values = {
             "ranks": plan.gpus_per_node,
             "parts": sliced.IN_FLIGHT,
@@ -47,11 +50,6 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
     return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
 
 
-def largest_matrix(counted: Counted) -> int:
-    """Parameters of a model's largest matrix."""
-    return max([counted.embedding, *(part.parameters for kind in counted.layers for part in kind.linears)])
-
-
 def row_bytes(resolved: Resolved) -> int:
     """Bytes that a parameter takes while it is read: in bfloat16 and, trained itself, as the float32 that FSDP2 makes of it.
 
@@ -63,7 +61,7 @@ def row_bytes(resolved: Resolved) -> int:
 
 def rows_in_flight(resolved: Resolved, counted: Counted, ranks: int, shards: int) -> float:
     """Bytes that the ranks of a node hold at once while each reads its part; ``shards``: ranks that share a matrix."""
-    return ranks * sliced.IN_FLIGHT * largest_matrix(counted) * row_bytes(resolved) / shards
+    return ranks * sliced.IN_FLIGHT * counted.largest * row_bytes(resolved) / shards
 
 
 def reads_rows(resolved: Resolved) -> bool:
@@ -79,9 +77,7 @@ def _offloaded(shape: Shape) -> list[Term]:
         each = shape.stored / shape.parameters
         values = {"ranks": ranks, "count": shape.parameters, "bytes": each, "shards": plan.weight_shards}
         size = ranks * shape.stored / plan.weight_shards
-        found.append(
-            Term("offloaded weights", size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values)
-        )
+        found.append(Term(WEIGHTS, size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values))
     if plan.offload_optimizer == "cpu":
         each = plan.state_bytes + plan.gradient_bytes
         values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}

@@ -167,11 +167,21 @@ class Loading:
         return self._told(model, sources)
 
     def _find(self, model: Any, files: list[Path], load_config: Any, wanted: Mapping[str, torch.Tensor]) -> Sources:
-        tensors = survey(files, (load_config.sharded_metadata or {}).get("weight_map"))
+        """What :func:`find` says, agreed on: a node's own copy of the files may differ, and no rank may go on alone."""
+        found, problems, other = None, [], ""
         try:
-            return find(model, tensors, load_config, wanted)
+            found = find(model, survey(files, (load_config.sharded_metadata or {}).get("weight_map")), load_config, wanted)
+        except UserError as error:
+            problems = error.problems
+        except Unfollowed as error:
+            other = str(error)
         except (ImportError, AttributeError, TypeError) as error:  # another version's functions, other arguments
-            raise Unfollowed(f"this transformers maps names in another way ({error})") from error
+            other = f"this transformers maps names in another way ({error})"
+        self._agree(problems)
+        reasons = [reason for reason in self._group.gather(other) if reason]
+        if found is None or reasons:
+            raise Unfollowed(reasons[0])
+        return found
 
     def _told(self, model: Any, sources: Sources) -> Any:
         """transformers' record of a loading, and what it keeps of it at the model."""

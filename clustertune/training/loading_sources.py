@@ -6,6 +6,7 @@ The files' names are not always the model's: transformers renames, stacks expert
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -64,6 +65,32 @@ class Source:
             return self.convert([(p, reader.rows(t).to(self.dtype)) for p, t in kept], model)[name]
         whole = self.convert([(p, reader.rows(t).to(self.dtype)) for p, _, t in self.parts], model)[name]
         return whole[begin:end].clone()
+
+    def elements(self, name: str, reader: Reader, model: Any, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end`` of the parameter, counted through all its dimensions; otherwise as :meth:`read`."""
+        if self.converter is None:
+            return reader.flat(self.parts[0][2], begin, end).to(self.dtype)
+        if (experts := self._experts()) is not None:
+            found, skip = [torch.empty(0, dtype=self.dtype)], 0
+            for tensor in experts:  # each is a run of elements; what lies before or after the part is not read
+                count = math.prod(tensor.shape)
+                first, last = max(begin - skip, 0), min(end - skip, count)
+                if first < last:
+                    found.append(reader.flat(tensor, first, last).to(self.dtype))
+                skip += count
+            return torch.cat(found)
+        row = max(1, math.prod(self.shape[1:]))
+        first = begin // row
+        rows = self.read(name, reader, model, first, -(-end // row))
+        return rows.reshape(-1)[begin - first * row : end - first * row]
+
+    def _experts(self) -> list[Tensor] | None:
+        """The tensors that stand one after the other in a stacked parameter; None where they are joined otherwise."""
+        rest = self.converter.operations[1:]
+        if not self.stacked or len(rest) > 1 or any(op.dim != 1 for op in rest):
+            return None
+        lists = [[t for p, _, t in self.parts if p == pattern] for pattern in self.converter.source_patterns]
+        return [tensor for expert in zip(*(found for found in lists if found), strict=True) for tensor in expert]
 
     def convert(self, values: list[tuple[str, torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
         """What transformers makes of the tensors of the files: parameters by name."""

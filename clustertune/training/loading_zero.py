@@ -33,8 +33,6 @@ def why_not(model: torch.nn.Module) -> str | None:
             return "ZeRO-3 has not split all of it"
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             return "zero_hpz_partition_size keeps a second part of it in each node"
-        if hasattr(parameter.ds_tensor, "ds_quant_scale"):
-            return "zero_quantized_nontrainable_weights quantises it as it is split"
     return None
 
 
@@ -55,13 +53,7 @@ def read(name: str, source: Source, like: Any, reader: Reader, model: Any) -> to
     """This rank's part of a parameter, flat and on the CPU, or all of a buffer, which ZeRO-3 does not split."""
     if not hasattr(like, "ds_tensor"):
         return source.read(name, reader, model, 0, source.shape[0] if source.shape else 1)
-    begin, end = kept(like)
-    if source.converter is None:
-        return reader.flat(source.parts[0][2], begin, end).to(source.dtype)
-    row = max(1, like.ds_numel // max(1, source.shape[0]))  # experts, one after the other: those that hold the part
-    first = begin // row
-    rows = source.read(name, reader, model, first, -(-end // row))
-    return rows.reshape(-1)[begin - first * row : end - first * row]
+    return source.elements(name, reader, model, *kept(like))
 
 
 def fill(like: Any, value: torch.Tensor) -> None:

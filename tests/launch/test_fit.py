@@ -56,6 +56,18 @@ def test_host_memory_for_loading() -> None:
     assert "each rank reads its rows" in str(shape.fit_problems(every, machine(), 2, 8)[0])
 
 
+def test_host_memory_for_loading_under_deepspeed() -> None:
+    """Stage 3 reads parts, also of a run whose record does not hold DeepSpeed's file; below it every rank loads all."""
+    recipe = resolve("llama405b-oasst2")
+    keys = {"zero_stage": 3}, {"deepspeed_config_file": "ds.json"}, {"zero_stage": 2}
+    three, old, two = (with_distribution(recipe, distributed_type="DEEPSPEED", deepspeed_config=section) for section in keys)
+    for found in (three, old):
+        assert fit.loading_parts(found, 8) == fit.loading_parts(recipe, 8)
+    assert round(fit.total(fit.loading_parts(two, 8)) / 1e9) == 6510
+    problem = next(p for p in shape.fit_problems(two, machine(), 2, 8) if "host memory" in p.message)
+    assert "stage 2" in str(problem.key) and "stage 3" in str(problem.fix)
+
+
 @pytest.mark.parametrize(
     ("accelerate", "shards"),
     [

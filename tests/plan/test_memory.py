@@ -237,7 +237,7 @@ def test_ram_of_what_is_offloaded(tmp_path: Path) -> None:
     assert found["offloaded optimizer"] == pytest.approx(count * 12)
     assert "loading" not in found
     adapters = host(tmp_path / "lora", accelerate=offloading, lora=LORA_SECTION)
-    assert set(adapters) == {"ranks", "offloaded weights", "offloaded optimizer"}
+    assert set(adapters) == {"ranks", "offloaded weights", "loading"}  # the rows are read into weights that lie there already
     assert adapters["offloaded weights"] == pytest.approx(count * 2)
     assert LLAMA_8B["num_hidden_layers"] == 32
 

@@ -94,3 +94,26 @@ def whole_models() -> None:
 
     loading_zero.why_not = lambda model: "taken away"
     loading_zero.send_nothing_empty = lambda: lambda: None
+
+
+def torn_on_one_rank() -> None:
+    """Rank 1's copy of the files is not whole."""
+    from clustertune.errors import Problem, UserError
+    from clustertune.training import loading
+
+    def torn(*_: Any) -> Any:
+        raise UserError(Problem("is torn here"))
+
+    if os.environ["RANK"] == "1":
+        loading.survey = torn
+
+
+def unfollowed_on_one_rank() -> None:
+    """Rank 1 has another transformers."""
+    from clustertune.training import loading
+
+    def unfollowed(*_: Any) -> Any:
+        raise loading.Unfollowed("not followed here")
+
+    if os.environ["RANK"] == "1":
+        loading.find = unfollowed

@@ -74,6 +74,10 @@ def test_every_row_of_every_parameter_is_the_model_s(tmp_path: Path, config: dic
         rows = whole[name].shape[0]
         for begin, end in [(0, rows), (0, rows // 2), (rows // 2, rows), (rows, rows), (1, min(2, rows))]:
             assert torch.equal(source.read(name, reader, model, begin, end), whole[name][begin:end]), (name, begin, end)
+        flat = whole[name].reshape(-1)
+        third = len(flat) // 3
+        for begin, end in [(0, len(flat)), (0, 5), (third, 2 * third + 1), (len(flat) - 1, len(flat)), (3, 3)]:
+            assert torch.equal(source.elements(name, reader, model, begin, end), flat[begin:end]), (name, begin, end)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     assert set(whole) - set(sources.by_name) == tied == sources.missing
     reader.close()
@@ -89,6 +93,10 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
     assert reader.bytes == 2 * 12 * 8 * 2
     sources.by_name["lm_head.weight"].read("lm_head.weight", reader, model, 4, 7)
     assert reader.bytes == 2 * 12 * 8 * 2 + 3 * 8 * 2
+    reader.bytes = 0
+    experts.elements("model.layers.0.mlp.experts.gate_up_proj", reader, model, 100, 300)  # w3 of the first, w1 of the second
+    sources.by_name["lm_head.weight"].elements("lm_head.weight", reader, model, 30, 37)
+    assert reader.bytes == 2 * (200 + 7)
     reader.close()
 
 
