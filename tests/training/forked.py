@@ -140,6 +140,22 @@ def _stop_after_first_step() -> None:
     mesh.MeshTrainer.compute_loss = asked
 
 
+def _killed() -> None:
+    """Rank 1 is killed in the third step."""
+    from clustertune.training import mesh
+
+    compute = mesh.MeshTrainer.compute_loss
+
+    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == 2:
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        return compute(self, *args, **kwargs)
+
+    mesh.MeshTrainer.compute_loss = cut
+
+
 BREAKS: dict[str, Callable[[], None]] = {
     "split": _no_split,
     "context": _no_context,
@@ -148,6 +164,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "offload": _no_offload,
     "nan": _nan_loss,
     "stop": _stop_after_first_step,
+    "killed": _killed,
 }
 
 

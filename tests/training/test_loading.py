@@ -160,6 +160,19 @@ def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, siz
     assert max(startup(rows)["read_bytes"]) < 1.2 * size / sizes.get("dp_shard", ranks), said(rows)
 
 
+def test_a_rank_that_is_killed_loses_nothing(benches: Benches) -> None:
+    """kill -9 in the third step, after a save in the second: the same command again ends with the same bytes."""
+    bench = benches("llama")
+    killed, whole = bench.make("killed", 2, fsdp(SLICES)), bench.train("unbroken", 2, fsdp(SLICES))
+    codes = bench.forge.run(killed, 2, breaks="killed", accelerate=str(killed / "given.yaml"), seconds=60)
+    assert codes[1] == -9 and codes[0] not in (0, -14), said(killed)
+    assert [e["step"] for e in events(killed, "step")] == [1, 2]
+    assert bench.forge.run(killed, 2, attempt=2) == [0, 0], said(killed)
+    assert events(killed, "start")[-1]["resumed_from"] == "step-000002"
+    steps, states = lossless(whole)
+    assert lossless(killed)[0] == steps and lossless(killed)[1][-1] == states[-1]
+
+
 @pytest.mark.jobs
 def test_a_run_goes_on_from_its_checkpoint(benches: Benches) -> None:
     """Values of the checkpoint come over those of the files: the digest of what was loaded is that of what was saved."""
