@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import deepspeed as ds
 from clustertune.config import quantization
 from clustertune.config.parameters import Counted, count, lora_parameter_count, parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.config.sliced import IN_FLIGHT
-from clustertune.plan.host import RANK_HOST_BYTES, reads_rows, rows_in_flight
+from clustertune.plan.host import RANK_HOST_BYTES, one_rank_loads, reads_rows, rows_in_flight
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 
 HALF, FULL = 2, 4
@@ -220,8 +219,6 @@ def loading_parts(resolved: Resolved, per_node: int, *, first: bool = True) -> l
     if weights is None:
         return []
     own = Part(f"{per_node} ranks", per_node * RANK_HOST_BYTES)
-    config = acc.section(resolved.accelerate, "fsdp_config")
-    kind = resolved.accelerate.get("distributed_type")
     if resolved.recipe.megatron is not None:
         return [own]  # Megatron-Bridge: each rank its part
     counted = count(resolved.architecture)
@@ -230,9 +227,7 @@ def loading_parts(resolved: Resolved, per_node: int, *, first: bool = True) -> l
         shards = max(1, resolved.world_size // (sizes.get("dp_replicate", 1) * sizes.get("tp", 1)))
         size = rows_in_flight(resolved, counted, per_node, shards)
         return [Part(f"{IN_FLIGHT} matrices' rows in each of {per_node} ranks", size), own]
-    if ds.stage(resolved.accelerate, resolved.deepspeed) == 3 or (
-        kind == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading")
-    ):
+    if one_rank_loads(resolved):
         return [Part("all weights in rank 0", weights), own] if first else [own]
     return [Part(f"all weights in each of {per_node} ranks", per_node * weights), own]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed as ds
 from clustertune.config import quantization, sliced
 from clustertune.config.counted import Counted
 from clustertune.config.resolved import Resolved
@@ -30,7 +31,6 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
 def _loading(resolved: Resolved, shape: Shape) -> Term:
     """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total
-    config = acc.section(resolved.accelerate, "fsdp_config")
     if plan.kind == "Megatron":
         return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
     if reads_rows(resolved):
@@ -44,10 +44,18 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
         }
         size = rows_in_flight(resolved, shape.counted, plan.gpus_per_node, plan.weight_shards)
         return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
-    if plan.kind == "ZeRO-3" or (plan.kind.startswith("FSDP") and acc.flag(config, "cpu_ram_efficient_loading")):
+    if one_rank_loads(resolved):
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
     values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}
     return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
+
+
+def one_rank_loads(resolved: Resolved) -> bool:
+    """Whether rank 0 alone has the whole in memory and sends it, where :func:`reads_rows` does not hold."""
+    if ds.stage(resolved.accelerate, resolved.deepspeed) == 3:
+        return quantization.of(resolved.train_args) is None  # a quantised base is parted after every rank has loaded it
+    config = acc.section(resolved.accelerate, "fsdp_config")
+    return resolved.accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading")
 
 
 def row_bytes(resolved: Resolved) -> int:

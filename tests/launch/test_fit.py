@@ -66,6 +66,11 @@ def test_host_memory_for_loading_under_deepspeed() -> None:
     assert round(fit.total(fit.loading_parts(two, 8)) / 1e9) == 6510
     problem = next(p for p in shape.fit_problems(two, machine(), 2, 8) if "host memory" in p.message)
     assert "stage 2" in str(problem.key) and "stage 3" in str(problem.fix)
+    # A second part of it in each node: rank 0 sends. A quantised base: every rank has loaded all before it is parted.
+    hpz = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    sent = Resolved.from_dict({**old.as_dict(), "deepspeed": hpz})
+    packed = with_distribution(resolve("llama405b-oasst2-hsdp-qlora"), distributed_type="DEEPSPEED", deepspeed_config=keys[0])
+    assert [round(fit.total(fit.loading_parts(found, 8)) / 1e9) for found in (sent, packed)] == [828, 6510]
 
 
 @pytest.mark.parametrize(
