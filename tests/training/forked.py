@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import signal
 import socket
 import subprocess
 import sys
@@ -124,36 +125,18 @@ def _nan_loss() -> None:
     mesh.MeshTrainer.compute_loss = bad
 
 
-def _stop_after_first_step() -> None:
-    """Rank 1 is asked to stop while the second step runs."""
+def _signal_rank_1(number: signal.Signals, step: int) -> None:
+    """Rank 1 gets a signal while it computes the step after ``step``."""
     from clustertune.training import mesh
 
     compute = mesh.MeshTrainer.compute_loss
 
-    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == 1:
-            import signal
-
-            os.kill(os.getpid(), signal.SIGUSR1)
+    def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == step:
+            os.kill(os.getpid(), number)
         return compute(self, *args, **kwargs)
 
-    mesh.MeshTrainer.compute_loss = asked
-
-
-def _killed() -> None:
-    """Rank 1 is killed in the third step."""
-    from clustertune.training import mesh
-
-    compute = mesh.MeshTrainer.compute_loss
-
-    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == 2:
-            import signal
-
-            os.kill(os.getpid(), signal.SIGKILL)
-        return compute(self, *args, **kwargs)
-
-    mesh.MeshTrainer.compute_loss = cut
+    mesh.MeshTrainer.compute_loss = signalled
 
 
 BREAKS: dict[str, Callable[[], None]] = {
@@ -163,14 +146,12 @@ BREAKS: dict[str, Callable[[], None]] = {
     "replicas": _other_weights,
     "offload": _no_offload,
     "nan": _nan_loss,
-    "stop": _stop_after_first_step,
-    "killed": _killed,
+    "stop": lambda: _signal_rank_1(signal.SIGUSR1, 1),
+    "killed": lambda: _signal_rank_1(signal.SIGKILL, 2),
 }
 
 
 def _rank(request: dict[str, Any], rank: int, port: int) -> int:
-    import signal
-
     signal.alarm(int(request["seconds"]))
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
         del os.environ[key]
