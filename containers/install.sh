@@ -12,9 +12,14 @@ venv=/usr/local/venv
     exit 1
 }
 
-# gcc and Python's headers: Triton compiles its launchers at run time. ibverbs: without the user-space drivers NCCL falls back to TCP.
+# gcc and Python's headers: Triton compiles its launchers at run time. g++: Inductor and DeepSpeed compile C++ at run time. ibverbs:
+# without the user-space drivers NCCL falls back to TCP.
+packages=(gcc g++ libc6-dev "python$python" "python$python-dev" libibverbs1 ibverbs-providers librdmacm1 ca-certificates)
+if grep -q '^deepspeed==' "$wheels/requirements.txt"; then
+    packages+=(libaio-dev) # DeepSpeed's async_io reads and writes NVMe with it
+fi
 missing=()
-for package in gcc libc6-dev "python$python" "python$python-dev" libibverbs1 ibverbs-providers librdmacm1 ca-certificates; do
+for package in "${packages[@]}"; do
     state=$(dpkg-query --show --showformat '${db:Status-Status}' "$package" 2> /dev/null || true)
     [[ $state == installed ]] || missing+=("$package")
 done
@@ -29,6 +34,16 @@ fi
 "python$python" -m venv --without-pip "$venv"
 PYTHONPATH=$(echo "$wheels"/pip-*.whl) "python$python" -m pip --python "$venv/bin/python" --disable-pip-version-check --no-cache-dir \
     install --quiet --no-index --find-links "$wheels" --no-deps --require-hashes --no-compile --requirement "$wheels/requirements.txt"
+# The CUDA compiler, where a layer has it: torch takes the folder above the one of the nvcc on PATH for CUDA_HOME. DeepSpeed links
+# async_io with -lcudart and -lcuda. The driver belongs to the node, so an empty library of its name is enough for the linker.
+nvcc=$(echo "$venv"/lib/python*/site-packages/nvidia/cu*/bin/nvcc)
+if [[ -x $nvcc ]]; then
+    printf '#!/bin/sh\nexec %s "$@"\n' "$nvcc" > "$venv/bin/nvcc"
+    chmod 0755 "$venv/bin/nvcc"
+    ln -s "${nvcc%/bin/nvcc}"/lib/libcudart.so.* "$venv/lib/libcudart.so"
+    gcc -shared -Wl,-soname,libcuda.so.1 -x c /dev/null -o "$venv/lib/libcuda.so"
+fi
+
 # Each rank would compile the stack again where bytecode may not be written. By all cores, which pip's own way does not use.
 # Some packages hold templates that are no Python, which is no fault of theirs.
 "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" > /dev/null || true

@@ -1,6 +1,7 @@
 """The image's own test: what is installed is what was locked, it imports, two ranks add, a tiny model learns.
 
-``python selftest.py`` runs it; ``python selftest.py --inventory`` prints what is installed as JSON, for the SBOM.
+``python selftest.py`` runs it; ``--compile`` also compiles what recipes compile at run time (minutes);
+``--inventory`` prints what is installed as JSON, for the SBOM.
 It stands in the image beside its lock and uses nothing but what the image has: no network, no GPU.
 """
 
@@ -140,6 +141,34 @@ def check_training() -> None:
     tell(f"5 training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
+def check_compilers() -> None:
+    """What recipes compile at run time: torch.compile's C++ and, where DeepSpeed is locked, its CPU optimizer and its access to NVMe.
+
+    A CUDA build of torch compiles as on a machine with a GPU, so that nvcc and what async_io links are looked for too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # Ahead of the imports: both packages read them once.
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TORCH_EXTENSIONS_DIR": f"{folder}/extensions"}
+        import torch
+
+        values = torch.arange(64.0)
+        if not torch.equal(torch.compile(lambda x: torch.relu(x - 8) * 2)(values), torch.relu(values - 8) * 2):
+            raise SystemExit("torch.compile: the compiled function gives other values")
+        tell("torch.compile: C++ compiled")
+        if "deepspeed" not in locked():
+            return
+        if torch.version.cuda:
+            # Without a GPU its builders would leave out nvcc and the CUDA libraries, which they ask for on a node.
+            os.environ |= {"DS_ACCELERATOR": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0"}
+            torch.cuda.is_available = lambda: True
+        from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+        for builder in (CPUAdamBuilder(), AsyncIOBuilder()):
+            began = time.monotonic()
+            builder.load(verbose=False)
+            tell(f"DeepSpeed's {builder.name}: compiled in {time.monotonic() - began:.0f} s")
+
+
 def inventory() -> dict[str, object]:
     """What the image holds: Python packages with licence and what they ask for, and the distribution's packages."""
     python = []
@@ -176,7 +205,10 @@ def main() -> None:
         tell(json.dumps(inventory()))
         return
     started = time.monotonic()
-    for check in (check_installed, check_imports, check_ranks, check_training):
+    checks = [check_installed, check_imports, check_ranks, check_training]
+    if sys.argv[1:] == ["--compile"]:
+        checks.append(check_compilers)
+    for check in checks:
         check()
     tell(f"the image works ({time.monotonic() - started:.0f} s)")
 

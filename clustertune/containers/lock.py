@@ -68,9 +68,19 @@ def reference(found: Pins) -> list[str]:
     return [*_exactly(found[REF]), *CHOSEN_BY_THE_STACK, *_exactly(beside), f"pip=={found[BUILD]['pip']}"]
 
 
+def cpu_stack(found: Pins) -> list[str]:
+    """The CPU variant: the stack and DeepSpeed, so that the image's own test compiles what the ZeRO recipes need."""
+    return [*stack(found), f"deepspeed=={found[DEV]['deepspeed']}"]
+
+
+NVCC = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
+"""The CUDA compiler, as wheels."""
+
+
 def extra(name: str) -> Callable[[Pins], list[str]]:
-    """One optional package (Ray is pinned with the tests' tools: they start it)."""
-    return lambda found: [f"{name}=={found[EXTRA].get(name) or found[DEV][name]}"]
+    """One optional package (Ray and DeepSpeed are pinned with the tests' tools), and what it compiles with."""
+    beside = NVCC if name == "deepspeed" else ()
+    return lambda found: [f"{one}=={found[EXTRA].get(one) or found[DEV][one]}" for one in (name, *beside)]
 
 
 def serving(found: Pins) -> list[str]:
@@ -91,7 +101,7 @@ SPECS = (
     Spec("train", stack),
     Spec("train-aarch64", stack, platform=ARM),
     # Python 3.11: of torch's CPU build a wheel for it could be had and hashed where this lock was made.
-    Spec("train-cpu", stack, "3.11"),
+    Spec("train-cpu", cpu_stack, "3.11"),
     *(Spec(f"extra-{name}", extra(name), on_top_of="train") for name in LAYERS),
     Spec("vllm", serving),
     Spec("reference", reference),
