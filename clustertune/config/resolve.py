@@ -212,11 +212,14 @@ class _Work:
             problems += more
         derived, twice = self._recomputation(distribution)
         problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
-        problems += checks.find_quantization_problems(self.train, self.values.get("lora"), distribution, self.place)
+        problems += checks.find_quantization_problems(self.train, self.values.get("lora"), self.place)
         problems += kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown, self.place)
         if self.megatron is None:
             lora = self.values.get("lora")
-            problems += strategy.find_problems(self.train, lora, distribution, self.architecture, accelerate_shown, self.place)
+            zero = deepspeed.stage(distribution, self.deepspeed.data if self.deepspeed else None)
+            problems += strategy.find_problems(
+                self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
+            )
         self.derived += [derived] if found is None else [found, derived]
         if self.deepspeed is not None and found is not None:
             lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
