@@ -271,6 +271,14 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Score only the first prompts; never for a published number.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="auto (over all GPUs), cuda, cuda:N or cpu; without it one GPU where the model fits.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on IFEval with lm-eval."""
@@ -280,8 +288,9 @@ def evaluate(
 
     existing_folder(model, "a merged model")
     settings = IFEval(max_gen_toks=max_gen_toks, batch_size=batch_size, limit=limit)
-    folder = out or eval_folder(Path("runs", "eval"), model, data, settings.model_dump(mode="json"))
-    result = run_evaluate(model, folder, settings=settings, data=data)
+    how = settings.model_dump(mode="json") | ({"device": device} if device else {})
+    folder = out or eval_folder(Path("runs", "eval"), model, data, how)
+    result = run_evaluate(model, folder, settings=settings, data=data, device=device)
     if as_json:
         emit_json({**result, "dir": str(folder)})
     else:
