@@ -49,7 +49,7 @@ SHOWN_SIGNS = "\N{PLUS-MINUS SIGN}\N{RIGHTWARDS ARROW}\N{MIDDLE DOT}"
 """Signs of the report and the score table, which code may hold."""
 
 SHELL = re.compile(r"#!.*\b(ba|da|k|z)?sh\b")
-LINTED = re.compile(r"(\.sh|\.sbatch)$|^\.ci/run$")
+LINTED = re.compile(r"(\.sh|\.sbatch)$|^\.ci/")
 """The files that ``make lint`` gives to shellcheck."""
 
 

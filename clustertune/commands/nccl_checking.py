@@ -240,13 +240,11 @@ def _backend(asked: Asked, gpus: int, nodes: int) -> tuple[str, str, int]:
         if problem:
             raise UserError(problem)
         return "nccl", f"{each} of {gpus} GPUs" if each != gpus else f"{gpus} GPUs", each
-    from clustertune.nccl_check.check import ASKED
-
     each = asked.ranks or (1 if nodes > 1 else 2)
     if each * nodes < 2:
         raise UserError(Problem("one rank has no peer", file="command line", key="--ranks", fix="--ranks 2"))
     if asked.backend == "gloo":
-        return "gloo", ASKED, each
+        return "gloo", "asked for", each  # check.ASKED
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
