@@ -79,7 +79,7 @@ lint: setup ## ruff, mypy (strict on the package) and shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet . ; exit 1; }
 	@$(BIN)/mypy
-	@git ls-files -z -- '*.sh' '*.sbatch' .ci/run | xargs -0 -r $(BIN)/shellcheck
+	@find .ci clustertune containers launch ops tests \( -name '*.sh' -o -name '*.sbatch' -o -path '.ci/*' -type f \) -exec $(BIN)/shellcheck {} +
 
 test: lint ## lint and the tests, without whole jobs (test-jobs) and campaigns (test-long)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not jobs and not containers" $(PYTEST_FLAGS)

@@ -66,3 +66,14 @@ def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[s
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     words = (re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].strip("._") for part in (place.parent.name, place.name))
     return below / "-".join([*(word for word in words if word), digest])
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="auto (over all GPUs), cuda, cuda:N or cpu; without it one GPU where the model fits.",
+        show_default=False,
+    ),
+]

@@ -348,11 +348,10 @@ class Chain:
         if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
         # Random weights are never worth the benchmark's 541 prompts.
-        device = "auto" if visible_gpus() > 1 and recipe.model.weights == "hub" and not self.resolved.tiny else None
         benchmark = recipe.model.weights == "hub"
         data = parcel.prompts(self.resolved)
         wanted = recipe.eval.ifeval
-        result = evaluate(self.run.merged, self.run.eval, settings=wanted, data=data, benchmark=benchmark, device=device)
+        result = evaluate(self.run.merged, self.run.eval, settings=wanted, data=data, benchmark=benchmark)
         require_pass(result)
         return {"scores": result["scores"], "settings": settings}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import console, secrets
-from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, eval_folder, existing_folder, path_argument
+from clustertune.arguments import AsJson, Device, Overrides, RecipeArgument, Tiny, eval_folder, existing_folder, path_argument
 from clustertune.commands import bench, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
@@ -260,9 +260,7 @@ def evaluate(
     data: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            parser=path_argument,
-            help="IFEval prompts, JSON lines; without it google/IFEval or the project's own.",
+            metavar="FILE", parser=path_argument, help="IFEval prompts; without it google/IFEval or the project's own."
         ),
     ] = None,
     out: OutOption = None,
@@ -271,6 +269,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Score only the first prompts; never for a published number.")
     ] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on IFEval with lm-eval."""
@@ -280,8 +279,8 @@ def evaluate(
 
     existing_folder(model, "a merged model")
     settings = IFEval(max_gen_toks=max_gen_toks, batch_size=batch_size, limit=limit)
-    folder = out or eval_folder(Path("runs", "eval"), model, data, settings.model_dump(mode="json"))
-    result = run_evaluate(model, folder, settings=settings, data=data)
+    folder = out or eval_folder(Path("runs", "eval"), model, data, settings.model_dump(mode="json") | {"device": device})
+    result = run_evaluate(model, folder, settings=settings, data=data, device=device)
     if as_json:
         emit_json({**result, "dir": str(folder)})
     else:

@@ -58,6 +58,10 @@ def worst(findings: Iterable[Finding]) -> str:
     return FAIL if FAIL in seen else WARN if WARN in seen else PASS
 
 
+EXIT = {PASS: 0, UNKNOWN: 1, WARN: 1, FAIL: 2}
+"""The exit code of a verdict as a whole: where nothing could be judged, a script must not go on as if all were well."""
+
+
 def exit_code(findings: Iterable[Finding]) -> int:
     """0: nothing to mend; 1: warnings; 2: what would stop or spoil a job."""
     return {PASS: 0, WARN: 1, FAIL: 2}[worst(findings)]

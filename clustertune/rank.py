@@ -273,6 +273,7 @@ def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
 def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bool) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
     parcel.enter(resolved)
+    os.environ.update(binding.one_gpu(resolved.world_size, os.environ))
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise
     from clustertune.training import accelerate_env

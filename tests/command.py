@@ -46,7 +46,8 @@ class Done:
 
 
 def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO) -> Done:
-    """Run ``clustertune`` to its end; with ``network=False`` in a network namespace that has nothing but loopback."""
+    """Run ``clustertune`` to its end; with ``network=False`` in a network namespace that has nothing but loopback, where there
+    can be one."""
     done = (
         _forked([*map(str, arguments)], cwd) if network and _warm().fits() else _started([*map(str, arguments)], network, cwd)
     )
@@ -66,8 +67,14 @@ def _forked(arguments: list[str], cwd: Path) -> Done:
     return Done(code, *texts)
 
 
+@functools.cache
+def _can_isolate() -> bool:
+    """Whether this machine lets us make a network namespace; a container without privileges does not."""
+    return subprocess.run([*NO_NETWORK, ""], capture_output=True, check=False).returncode == 0
+
+
 def _started(arguments: list[str], network: bool, cwd: Path) -> Done:
-    prefix = [sys.executable, "-m", "clustertune"] if network else [*NO_NETWORK, LOOPBACK_ONLY]
+    prefix = [sys.executable, "-m", "clustertune"] if network or not _can_isolate() else [*NO_NETWORK, LOOPBACK_ONLY]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(
         [*prefix, *arguments],

@@ -13,11 +13,15 @@ import yaml
 from typer.testing import CliRunner
 
 from clustertune.cli import app
+from clustertune.config.cluster import load_cluster
 from clustertune.config.load import same_model
 from clustertune.config.parameters import parameter_count
 from clustertune.config.resolve import resolve
 from clustertune.config.schema import Recipe, Section, named_bases
+from clustertune.plan.machine import machine
+from clustertune.plan.predict import make_plan
 from clustertune.plan.published import published_models
+from tests.launch.machines import cluster_of
 from tests.tree import REPO
 
 FOLDERS = sorted(path for path in (REPO / "recipes").iterdir() if path.is_dir() and path.name != "_base")
@@ -237,3 +241,39 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         if words[1] != "run":
             done = CliRunner().invoke(app, words[1:])
             assert done.exit_code == 0, f"{line}\n{done.output}"
+
+
+ADVICE = re.compile(r"`((?:--cluster [\w.-]+|[a-z_]+\.[\w.]+=[^ `]+|accelerate=[^ `]+)(?: [\w.]+=[^ `]+)*)`")
+"""What a README says between backquotes of a command line that is to be added to."""
+
+
+def advised(readme: str) -> list[list[str]]:
+    return [shlex.split(found) for found in ADVICE.findall(readme)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_what_a_readme_says_to_add_is_taken(folder: Path) -> None:
+    """Another GPU has another ratio, and its cluster other nodes: a line that is refused helps nobody."""
+    for words in advised((folder / "README.md").read_text()):
+        if "--cluster" in words:
+            for command in (["plan", folder.name, *words], ["submit", folder.name, *words, "--dry-run"]):
+                done = CliRunner().invoke(app, command)
+                assert done.exit_code == 0, f"{' '.join(command)}\n{done.output}{done.exception}"
+        else:
+            resolve(folder, words)
+
+
+def test_advice_is_found() -> None:
+    """A search that finds nothing passes every rule."""
+    text = "`--cluster x slurm.nodes=8 a.b=1` `train.packing=false` `accelerate=accelerate-zero2.yaml` `ratio` `a: b` `x=1`"
+    assert [words[-1] for words in advised(text)] == ["a.b=1", "train.packing=false", "accelerate=accelerate-zero2.yaml"]
+    assert len(advised((REPO / "recipes/qwen2.5-14b-tulu3/README.md").read_text())) >= 2
+
+
+@pytest.mark.parametrize("name", [folder.name for folder in FOLDERS])
+def test_saving_is_not_most_of_a_recipe(name: str) -> None:
+    """A short training that inherits the cadence of a long one writes for longer than it trains."""
+    plan = make_plan(resolve(name), machine(load_cluster(cluster_of(name))), sure=False)
+    saves = plan.schedule.checkpoints or 0
+    trained = (plan.schedule.steps or 0) * plan.step.seconds
+    assert saves <= 2 or saves * plan.schedule.checkpoint.value < trained, f"{saves} saves in {trained:.0f} s"

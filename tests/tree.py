@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 from functools import cache
 from pathlib import Path
+
+from pathspec import GitIgnoreSpec
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -14,13 +16,14 @@ DATA = {".json", ".jsonl", ".txt", ".parquet", ".svg", ".png", ".html"}
 
 @cache
 def files() -> tuple[str, ...]:
-    """What git tracks, and what it does not track yet and does not ignore: a rule holds before the commit."""
-    listed = subprocess.run(
-        ["git", "-C", str(REPO), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        check=True,
-    )
-    return tuple(sorted(name for name in listed.stdout.decode().split("\0") if name and (REPO / name).is_file()))
+    """All but what .gitignore names: a rule holds before the commit, and on a machine without git."""
+    ignored = GitIgnoreSpec.from_lines([".git", *(REPO / ".gitignore").read_text().splitlines()])
+    found = []
+    for folder, below, names in os.walk(REPO):
+        here = "" if (at := Path(folder).relative_to(REPO).as_posix()) == "." else f"{at}/"
+        below[:] = [name for name in below if not ignored.match_file(f"{here}{name}/")]
+        found += [path for name in names if not ignored.match_file(path := f"{here}{name}")]
+    return tuple(sorted(found))
 
 
 @cache

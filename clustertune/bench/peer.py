@@ -29,7 +29,7 @@ from typing import Any
 from clustertune import secrets
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import local, rendezvous
+from clustertune.launch import binding, local, rendezvous
 from clustertune.launch.plan import Plan
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
@@ -102,7 +102,8 @@ def run_node(order: Path, node: int) -> int:
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (folder / f"node-{node}.{LOG}").open("ab") as log:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={"HF_HUB_OFFLINE": "1", **known, **plan.environment},
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env={"HF_HUB_OFFLINE": "1", **known, **plan.environment, **binding.one_gpu(plan.world_size, known)},
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread is running here
         )  # fmt: skip
         return _await(child, MOST_SECONDS)

@@ -55,7 +55,7 @@ def nccl_check(
     """Measure what the links carry, and judge it.
 
     On this machine, or on the nodes of the Slurm job that it is called in; --submit makes such a job. NCCL between GPUs, gloo
-    between CPUs. Exit 0: nothing to mend; 1: warnings; 2: what would stop or spoil a job.
+    between CPUs. Exit 0: nothing to fix; 1: warnings, or the verdict is unknown; 2: what would stop or spoil a job.
     """
     given = dict(locals())  # the options by their names, which are those of Asked
     from clustertune.commands import nccl_checking, nccl_submitting

@@ -151,12 +151,12 @@ def _judge_logs(asked: Asked) -> int:
         from clustertune.nccl_check.expected import expected
 
         document["expected"] = expected(load_cluster(asked.cluster))
-    findings, told = check.verdict(document, texts)
+    _, told = check.verdict(document, texts)
     if asked.as_json:
         emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": told})
     else:
         verdict(told, console.stderr)
-    return health.exit_code(findings)
+    return health.EXIT[told["status"]]
 
 
 # --- where and what ----------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def _backend(asked: Asked, gpus: int, nodes: int) -> tuple[str, str, int]:
     each = asked.ranks or (1 if nodes > 1 else 2)
     if each * nodes < 2:
         raise UserError(Problem("one rank has no peer", file="command line", key="--ranks", fix="--ranks 2"))
-    if asked.backend == "gloo" and gpus:
-        return "gloo", "asked for", each
+    if asked.backend == "gloo":
+        return "gloo", "asked for", each  # check.ASKED
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
@@ -286,7 +286,7 @@ def _check(asked: Asked, cluster: Cluster, place: Place, options: Options) -> in
             with _progress(options.seconds) as tick:
                 first = len(rounds) + 1
                 found["tune"] = tune.tune(place, options, found, folder, first, options.seconds, say, tick)
-        findings = check.judge(found, cluster, gather.logs(rounds[0]))
+        check.judge(found, cluster, gather.logs(rounds[0]))
         check.write(found, folder / check.RESULT)
     except OSError as error:
         raise storage_error(error, "cannot hold the check", error.filename or folder) from None
@@ -305,7 +305,7 @@ def _check(asked: Asked, cluster: Cluster, place: Place, options: Options) -> in
         say(line)
     say(f"result: {folder / check.RESULT}")
     _keep(asked, cluster, found)
-    return health.exit_code(findings)
+    return health.EXIT[found["verdict"]["status"]]
 
 
 def _keep(asked: Asked, cluster: Cluster, found: dict[str, Any]) -> None:

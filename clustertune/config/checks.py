@@ -269,26 +269,13 @@ def _check_model_init(given: Any, place: Place) -> list[Problem]:
     return problems
 
 
-def find_quantization_problems(
-    train: Mapping[str, Any], lora: Any, accelerate: Mapping[str, Any], place: Place
-) -> list[Problem]:
-    """What a quantised base allows: adapters only, and under FSDP1 4-bit weights stored in the model's own type."""
-    config = quantization.of(train)
-    if config is None:
+def find_quantization_problems(train: Mapping[str, Any], lora: Any, place: Place) -> list[Problem]:
+    """A quantised base takes adapters only."""
+    if quantization.of(train) is None or lora is not None:
         return []
+    fix = "add a lora section, or leave the quantisation out"
     path = ("train", "model_init_kwargs", QUANTIZATION)
-    problems = []
-    if lora is None:
-        fix = "add a lora section, or leave the quantisation out"
-        problems.append(_problem(place, path, "quantised weights cannot be trained themselves", fix))
-    version = str((accelerate.get("fsdp_config") or {}).get("fsdp_version", 1))
-    if config.get("load_in_4bit") and accelerate.get("distributed_type") == "FSDP" and version == "1":
-        dtype = str((train.get("model_init_kwargs") or {}).get("dtype", "float32"))
-        storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
-        if storage != dtype:
-            text = f"bnb_4bit_quant_storage is {storage}, the model's dtype {dtype}: FSDP1 flattens weights of one type only"
-            problems.append(_problem(place, path, text, f"bnb_4bit_quant_storage: {dtype}"))
-    return problems
+    return [_problem(place, path, "quantised weights cannot be trained themselves", fix)]
 
 
 def find_lora_problems(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None, place: Place) -> list[Problem]:

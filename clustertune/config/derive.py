@@ -162,7 +162,8 @@ def checkpointing(
     if wrapped:
         return Derived(f"train.{key}", False, f"FSDP checkpoints them ({file}); once is enough"), []
     if stated is not None:
-        return Derived(f"train.{key}", bool(stated), "as train says"), []
+        named = key if train.get(key) is not None else "gradient_checkpointing"
+        return Derived(f"train.{key}", bool(stated), f"train.{named}"), []
     return Derived(f"train.{key}", True, f"TRL's default; {file} does not checkpoint activations"), []
 
 

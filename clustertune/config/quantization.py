@@ -73,6 +73,20 @@ def is_sharded(config: Mapping[str, Any]) -> bool:
     return method(config) == "bitsandbytes" and bool(config.get("load_in_4bit"))
 
 
+def cast_away(config: Mapping[str, Any], train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> str | None:
+    """Why 4-bit weights in this storage would lose their values; None where they keep them.
+
+    Under ``train.bf16`` each floating parameter is cast to bfloat16: by FSDP1 and FSDP2 as they gather it (param_dtype of
+    accelerate's policy), by DeepSpeed before the first step (0.19, engine.py, _cast_module_mixed_precision). A
+    float16 holds four of them in its bits, a float32 eight: rounded, they are others.
+    """
+    caster = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(str(accelerate.get("distributed_type")))
+    storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
+    if caster is None or train.get("bf16") is False or not config.get("load_in_4bit") or storage not in ("float16", "float32"):
+        return None
+    return f"{storage}: with train.bf16 {caster} casts it to bfloat16, which changes the 4-bit values that it holds"
+
+
 def find_problems(config: object) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
     """Key path below ``quantization_config``, what is wrong, and what to do."""
     if not isinstance(config, dict):

@@ -108,6 +108,11 @@ class _Work:
         self.accelerate_file = named
         if self.megatron is not None and "accelerate" not in self.values and not (folder / named).is_file():
             self.accelerate = Document(f"{shown}/{named}", {})  # Megatron-Bridge reads none
+            self.problems += [
+                Problem(f"a Megatron recipe reads no {part} file", COMMAND_LINE, f"{part}.{key}", "use megatron.KEY=VALUE")
+                for part, document in given.items()
+                for key in beside.flat(document)
+            ]
             return
         try:
             document = read_yaml(folder / named, f"{shown}/{named}", core=False)
@@ -207,11 +212,14 @@ class _Work:
             problems += more
         derived, twice = self._recomputation(distribution)
         problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
-        problems += checks.find_quantization_problems(self.train, self.values.get("lora"), distribution, self.place)
+        problems += checks.find_quantization_problems(self.train, self.values.get("lora"), self.place)
         problems += kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown, self.place)
         if self.megatron is None:
             lora = self.values.get("lora")
-            problems += strategy.find_problems(self.train, lora, distribution, self.architecture, accelerate_shown, self.place)
+            zero = deepspeed.stage(distribution, self.deepspeed.data if self.deepspeed else None)
+            problems += strategy.find_problems(
+                self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
+            )
         self.derived += [derived] if found is None else [found, derived]
         if self.deepspeed is not None and found is not None:
             lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
@@ -226,7 +234,7 @@ class _Work:
         section = recomputation.read(self.values.get("activation_checkpointing"))
         if self.megatron is not None:
             found = self._megatron_problems(section.ratio if section else None)
-            return Derived(key, False, "megatron.recompute_granularity says it"), found
+            return Derived(key, False, "left to megatron.recompute_granularity"), found
         if section is None:
             return derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
         problems = recomputation.find_problems(section, self.train, distribution, self.accelerate_file, self.place)

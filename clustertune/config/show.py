@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from clustertune.config import architecture
@@ -18,6 +19,8 @@ SECTIONS = (
     "base", "model", "data", "train", "lora", "activation_checkpointing", "accelerate", "megatron", "slurm", "eval", "expect",
 )  # fmt: skip
 
+WIDE = 130
+"""Columns of a terminal in which the value of a revision or a model stays on one line."""
 LONGEST_KEY = 48
 """Characters of a key that stays on one line of the table."""
 
@@ -56,7 +59,7 @@ def render(resolved: Resolved, console: Console) -> None:
     rows = list(_rows(resolved))
     # accelerate's longest keys alone would fill a terminal of 80 columns: those tables may break them.
     table.add_column("key", no_wrap=max(len(key) for key, _, _ in rows) <= LONGEST_KEY, overflow="fold", min_width=30)
-    table.add_column("value", overflow="fold", max_width=30)
+    table.add_column("value", overflow="fold", max_width=30 if console.width < WIDE else None)
     table.add_column("origin", overflow="fold")
     section = ""
     for key, value, origin in rows:
@@ -77,12 +80,14 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
     derived = {item.key: item for item in resolved.derived if item.key != "architecture"}
     body = resolved.recipe.model_dump(mode="json")
     for section in SECTIONS:
+        if section == "accelerate" and not resolved.accelerate:
+            continue  # Megatron's recipes have no such file
         own = {key: item for key, item in derived.items() if key.split(".")[0] == section}
         for key, value in _flatten(body[section], section):
             if key in own:
                 continue
             origin = resolved.origins.get(key, "default")
-            if origin != "default" or value not in (None, {}):
+            if value not in (None, {}) or origin == "override" or (value is None and origin != "default"):
                 yield key, value, origin
         for key, item in own.items():
             yield key, item.value, f"derived: {item.reason}"
@@ -99,8 +104,10 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
 
 def _deepspeed(resolved: Resolved, derived: Mapping[str, Derived]) -> Iterator[tuple[str, Any, str]]:
     """DeepSpeed's file, the values in the place of its ``auto``; what the command line gave was told before."""
+    if not resolved.deepspeed:
+        return
     file = (resolved.accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    for key, value in _flatten(resolved.deepspeed or {}, "deepspeed"):
+    for key, value in _flatten(resolved.deepspeed, "deepspeed"):
         if key in derived:
             yield key, derived[key].value, f"derived: {derived[key].reason}"
         elif key.partition(".")[2] not in resolved.deepspeed_overrides:
@@ -138,7 +145,7 @@ def _notes(resolved: Resolved) -> Iterator[str]:
     total, trainable = parameter_count(resolved.architecture), _trainable(resolved)
     counted = f", {total:,} parameters" if total else f" ({uncounted(resolved.architecture)})"
     if total and trainable:
-        counted += f", {trainable:,} trained ({100 * trainable / total:.2g} %)"
+        counted += f", {trainable:,} trained ({Decimal(f'{100 * trainable / total:.2g}'):f} %)"
     yield f"model.json: {architecture.summary(resolved.architecture)}{counted}"
     if not resolved.accelerate:
         return

@@ -50,15 +50,18 @@ def find_problems(
     architecture: Mapping[str, Any] | None,
     file: str,
     place: Place,
+    *,
+    zero: int | None = None,
 ) -> list[Problem]:
     """Everything that the strategy of ``accelerate`` (the file's mapping) cannot do of what the recipe asks.
 
-    ``file`` names the accelerate file; ``architecture`` is None where the model is not known.
+    ``file`` names the accelerate file; ``architecture`` is None where the model is not known; ``zero`` is DeepSpeed's stage.
     """
     look = _Look(train, accelerate, file, place)
     _axes(look)
+    if look.kind in ("FSDP", "DEEPSPEED"):
+        _quantized(look, zero)
     if look.kind == "FSDP":
-        _quantized(look)
         if look.sizes.get("tp", 1) > 1:
             _tensor(look, lora if isinstance(lora, dict) else None, architecture)
         if look.sizes.get("cp", 1) > 1:
@@ -77,22 +80,34 @@ def _axes(look: _Look) -> None:
             look.mesh(axis, text, "write distributed_type: FSDP with fsdp_version: 2")
 
 
-def _quantized(look: _Look) -> None:
+def _quantized(look: _Look, zero: int | None) -> None:
     config = quantization.of(look.train)
     if config is None:
         return
     path = ("train", "model_init_kwargs", "quantization_config")
-    version = str(acc.section(look.accelerate, "fsdp_config").get("fsdp_version", 1))
+    version = str(acc.section(look.accelerate, "fsdp_config").get("fsdp_version", 1)) if look.kind == "FSDP" else None
     storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
-    if config.get("load_in_4bit") and version == "2" and storage not in ("bfloat16", "float16", "float32"):
+    if (text := quantization.cast_away(config, look.train, look.accelerate)) is not None:
+        look.of((*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16")
+    elif config.get("load_in_4bit") and version == "2" and storage == "uint8":
         # accelerate/utils/fsdp_utils.py:800: such weights are left out of the sharding, whole on every rank.
         text = f"bnb_4bit_quant_storage is {storage}: FSDP2 would keep the whole base on every rank"
         look.of((*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16")
-    if not quantization.is_sharded(config) and quantization.method(config) in quantization.METHODS:
+    dtype = str((look.train.get("model_init_kwargs") or {}).get("dtype", "float32"))
+    if config.get("load_in_4bit") and version == "1" and storage != dtype:
+        wanted = dtype if look.train.get("bf16") is False else "bfloat16"
+        text = f"bnb_4bit_quant_storage is {storage}, the model's dtype {dtype}: FSDP1 flattens weights of one type only"
+        look.of(path, text, f"write bnb_4bit_quant_storage: {wanted}, and model_init_kwargs: {{dtype: {wanted}}}")
+    if (
+        (look.kind == "FSDP" or zero == 3)
+        and not quantization.is_sharded(config)
+        and (quantization.method(config) in quantization.METHODS)
+    ):
         stored = "8 bits of bitsandbytes" if config.get("load_in_8bit") else quantization.method(config)
         # torch 2.13 casts what it gathers to param_dtype; transformers 5.23's FP8Linear then multiplies without the scale.
+        name = "FSDP" if zero is None else "ZeRO-3"
         text = (
-            f"{stored}: FSDP would gather such weights without their scales, or not split them; it does 4 bits of bitsandbytes"
+            f"{stored}: {name} would gather such weights without their scales, or not split them; it does bitsandbytes' 4 bits"
         )
         fix = "write {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_quant_storage: bfloat16}, or leave it out"
         look.of(path, text, fix)

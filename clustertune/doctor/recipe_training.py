@@ -67,12 +67,6 @@ SHAPES = Rule(
     "new lengths are compiled anew, or their CUDA graphs recorded anew: what compiling gains is lost again",
     "https://github.com/pytorch/pytorch/issues/188150",
 )
-STORAGE = Rule(
-    "quantised-storage",
-    "storage type of a quantised base under FSDP",
-    "FSDP splits and flattens weights of one floating type only: 'Must flatten tensors with uniform dtype', or whole copies",
-    "https://github.com/huggingface/trl/issues/1723",
-)
 SLOW_PRODUCTS = Rule(
     "quantised-compute",
     "what a quantised base computes in",
@@ -112,7 +106,7 @@ UNPINNED = Rule(
 )
 
 RULES = (
-    RECOMPUTED, UNSAVED, ONLY_MODEL, ROTATION, RATE, WARMUP, ALL_TOKENS, SHAPES, STORAGE, SLOW_PRODUCTS, NO_BF16,
+    RECOMPUTED, UNSAVED, ONLY_MODEL, ROTATION, RATE, WARMUP, ALL_TOKENS, SHAPES, SLOW_PRODUCTS, NO_BF16,
     FLOAT32, PACKED_STATE, NO_EVAL, UNPINNED,
 )  # fmt: skip
 
@@ -194,12 +188,6 @@ def _quantised(context: Context) -> Iterator[Finding]:
     if config is None or not config.get("load_in_4bit"):
         return
     key = "train.model_init_kwargs.quantization_config"
-    if context.resolved.accelerate.get("distributed_type") == "FSDP":
-        dtype = str((args.get("model_init_kwargs") or {}).get("dtype", "float32"))
-        stored = str(config.get("bnb_4bit_quant_storage", "uint8"))
-        if stored != dtype:
-            text = f"{key}.bnb_4bit_quant_storage is {stored}, the model's dtype {dtype}"
-            yield finding(STORAGE, FAIL, text, f"bnb_4bit_quant_storage: {dtype}", where=context.name)
     if str(config.get("bnb_4bit_compute_dtype", "float32")) == "float32" and args.get("bf16"):
         text = f"{key}.bnb_4bit_compute_dtype is {'float32' if 'bnb_4bit_compute_dtype' in config else 'not given'}"
         yield finding(SLOW_PRODUCTS, WARN, text, "bnb_4bit_compute_dtype: bfloat16", where=context.name)

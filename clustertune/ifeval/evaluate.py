@@ -45,7 +45,7 @@ def evaluate(
 
     ``data`` is a JSON Lines file of IFEval rows; without it the benchmark is taken where it can be had (unless
     ``benchmark`` is false), else the project's own prompts, and the result says which. ``device``: ``cpu``, ``cuda``,
-    ``cuda:N``, ``auto`` (spread over all GPUs), or None (lm-eval's default: the first GPU, else the CPU).
+    ``cuda:N``, ``auto`` (spread over all GPUs), or None (the first GPU where the weights fit, else as ``auto``).
     ``source_label`` is what to call the model in the result.
 
     The weights' type is the one in the model's configuration (lm-eval's ``dtype=auto``). An interrupted evaluation goes on
@@ -64,7 +64,7 @@ def evaluate(
             splitter = punkts.prepare(corpus, Path(scratch))
             with punkts.installed(splitter.path), quiet():
                 facts, prompts = _check_inputs(model, source, settings, device)
-                place = device or pick_device()
+                place = pick_device(device, model)
                 run = _Run(task, settings, facts, prompts, splitter, source, place, source_label or str(model))
                 out.mkdir(parents=True, exist_ok=True)
                 with hold(out):
@@ -210,7 +210,7 @@ class _Run:
                 **generation,
                 "batch_size": self.settings.batch_size,
                 "dtype": str(lm.model.dtype).removeprefix("torch."),
-                "device": str(lm.device),
+                "device": "auto" if self.device == "auto" else str(lm.device),
                 "chat_template": True,
                 "seeds": {**self.task.seeds.model_dump(), "langdetect": 0},
             },
@@ -226,9 +226,12 @@ class _Run:
 
 def by_hand(facts: ModelFacts, decoding: Mapping[str, Any], task: Path, limit: int | None) -> list[str]:
     """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``."""
+    spread = decoding["device"] == "auto"
+    model = f"pretrained={facts.folder.resolve()},dtype=auto{',parallelize=True' if spread else ''}"
     return [
-        *("lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={facts.folder.resolve()},dtype=auto"),
-        *("--tasks", task.stem, "--include_path", str(task.parent.resolve()), "--device", decoding["device"]),
+        *("lm_eval", "run", "--model", "hf", "--model_args", model),
+        *("--tasks", task.stem, "--include_path", str(task.parent.resolve())),
+        *(() if spread else ("--device", decoding["device"])),
         *("--batch_size", str(decoding["batch_size"]), "--apply_chat_template"),
         *(("--limit", str(limit)) if limit is not None else ()),
     ]

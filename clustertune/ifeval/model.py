@@ -180,19 +180,31 @@ def _fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def pick_device() -> str:
-    """The first GPU, else the CPU."""
+ROOM = 1.3
+"""Of a GPU's free memory, over the weights: the cache and the activations of a batch."""
+
+
+def pick_device(asked: str | None, folder: Path) -> str:
+    """The device that is asked for. ``auto``: all GPUs, else the CPU; None: one GPU where the weights fit."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked not in (None, "auto"):
+        return str(asked)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < 2:
+        return "cuda" if gpus else "cpu"
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return "cuda" if asked is None and ROOM * weights < torch.cuda.mem_get_info(0)[0] else "auto"
 
 
 def check_device(device: str | None) -> list[Problem]:
-    """lm-eval falls back to another device in silence; here a device that is not there is an error."""
+    """lm-eval falls back to another device without a message; here a device that is not there is an error."""
     import torch
 
-    known = {"cpu", "cuda", "auto", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
-    if device is None or (device in known and (device in ("cpu", "auto") or torch.cuda.is_available())):
+    known = {"cpu", "auto"}
+    if torch.cuda.is_available():
+        known |= {"cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
+    if device is None or device in known:
         return []
     return [Problem(f"no device {device!r} here", key="--device", fix=f"one of {', '.join(sorted(known))}")]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_cpus import format_cpu_list, parse_cpu_list
 
-__all__ = ["bind", "format_cpu_list", "node_numa_cpus", "numa_node", "parse_cpu_list", "physical_gpus", "rank_cpus"]
+__all__ = ["bind", "format_cpu_list", "node_numa_cpus", "numa_node", "one_gpu", "parse_cpu_list", "physical_gpus", "rank_cpus"]
 
 
 def physical_gpus(env: Mapping[str, str]) -> list[int] | None:
@@ -39,6 +39,17 @@ def physical_gpus(env: Mapping[str, str]) -> list[int] | None:
     if as_they_are is not None and renumbered is not None and as_they_are != renumbered:
         return None
     return as_they_are if as_they_are is not None else renumbered
+
+
+def one_gpu(world_size: int, env: Mapping[str, str]) -> dict[str, str]:
+    """What limits a training of one rank to the first GPU that it sees; nothing for several ranks.
+
+    TRL loads the model of a single process with ``device_map="auto"``, over all GPUs (trl/trainer/utils.py,
+    ``create_model_from_path``), and transformers wraps one that fits a GPU in ``DataParallel``: the batch would be another one.
+    Works until CUDA is initialised.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES", "0")
+    return {"CUDA_VISIBLE_DEVICES": visible.partition(",")[0]} if world_size == 1 else {}
 
 
 def _numbers(text: str | None) -> list[int] | None:

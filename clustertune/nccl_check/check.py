@@ -7,7 +7,7 @@ import datetime
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from clustertune.nccl_check.setup import Case, Setup
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 
 RESULT = "result.json"
+ASKED = "asked for"
+"""``backend_why`` of ``--backend gloo``."""
 MAX_ROUNDS = 4
 """Starts of all ranks: one more for each thing that hung."""
 CASE_SECONDS = (10.0, 60.0)
@@ -193,6 +195,7 @@ def document(place: Place, options: Options, rounds: list[gather.Round], seconds
         "transport": transport(options.backend, first, logs),
         "hosts": list(place.hosts),
         "seconds": round(seconds, 1),
+        "connect_s": first.connected,
         **measured,
         "p2p_probe": [entry for node in first.nodes for entry in node.get("probe", [])],
         "hung": hung,
@@ -222,6 +225,8 @@ def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> l
     from clustertune.nccl_check.expected import expected
 
     found["expected"] = expected(cluster)
+    if why := not_judged(found, cluster):
+        found["not_judged"] = why
     findings, found["verdict"] = verdict(found, logs)
     return findings
 
@@ -230,9 +235,10 @@ def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[hea
     """The findings over a document and logs, and the part of the document that tells them."""
     log = read(logs.values())
     findings = judging.judge_log(found, log)
+    headline = judging.headline(found, log, findings)
     return findings, {
-        "status": health.worst(findings),
-        "headline": judging.headline(found, log, findings),
+        "status": headline.partition(":")[0].lower(),
+        "headline": headline,
         "findings": health.as_json(findings),
     }
 
@@ -243,10 +249,26 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     write_durably(path, json.dumps(found, indent=1) + "\n")
 
 
+def strangers_to(cluster: Cluster, hosts: Sequence[str]) -> list[str]:
+    """The hosts that are no compute nodes of a cluster."""
+    names = {host.name.lower().partition(".")[0] for host in cluster.compute_nodes}
+    return [host for host in hosts if host.lower().partition(".")[0] not in names]
+
+
+def not_judged(found: Mapping[str, Any], cluster: Cluster) -> str:
+    """Why what was measured says nothing of the links that training takes; empty where it does."""
+    has_file = beside(cluster) is not None
+    if has_file and cluster.nodes and (strangers := strangers_to(cluster, found["hosts"])):
+        return f"{', '.join(strangers[:3])}: no compute node of {cluster.name}, of which nothing was measured"
+    fallen_back = found["backend"] == "gloo" and found["backend_why"] != ASKED
+    if fallen_back and (cluster.compute.gpus or not has_file):
+        return f"{found['backend_why']}; NCCL was not touched"
+    return ""
+
+
 def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
     """Why a result is not kept for plans; empty where it can be."""
-    names = {host.name.lower().partition(".")[0] for host in cluster.compute_nodes}
-    strangers = [host for host in found["hosts"] if host.lower().partition(".")[0] not in names]
+    strangers = strangers_to(cluster, found["hosts"])
     gathers = [entry for entry in found["results"] if entry["collective"] == "all_gather" and entry["busbw_gb_s"] > 0]
     whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
     reasons = (

@@ -90,6 +90,16 @@ class Round:
         return max(0.0, float(events[-1]["at"]) - float(begun)) if begun is not None else 0.0
 
     @property
+    def connected(self) -> dict[str, float]:
+        """Seconds that making the communicators of a scope took, of the slowest rank; pairs are made turn by turn."""
+        found: dict[str, float] = {}
+        for rank in range(self.setup.world_size):
+            for event in read_events(self.folder / RECORDS.format(rank=rank)):
+                if event.get("event") == "connected" and event["scope"] != "pair":
+                    found[event["scope"]] = max(found.get(event["scope"], 0.0), float(event["seconds"]))
+        return found
+
+    @property
     def faulty(self) -> bool:
         """Whether something other than time kept it from its end."""
         return bool(self.broken) or len(self.up) < self.setup.world_size

@@ -73,6 +73,8 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
         parts.append(f"with {context.backend}")
     speeds = [item.found for item in findings if item.rule in ("inter-speed", "intra-speed") and item.status in (PASS, UNKNOWN)]
     said = " ".join(parts) + (": " if parts and speeds else "") + "; ".join(speeds)
+    if why := context.text("not_judged"):
+        return f"UNKNOWN: {why}{f' (measured: {said})' if said else ''}"
     cut = next((item.found for item in findings if item.rule == "collective-hung" and item.status == UNKNOWN), "")
     if cut:
         return f"UNKNOWN: {said}{', but ' if said else ''}{cut}"

@@ -97,6 +97,7 @@ class Rank:
             self.watchdog.arm(self.setup.start_seconds, 0)
             self._meet()
             self.buffers = measure.Buffers.make(min(self.setup.largest, self._room()), self.device)
+            self._connect()
             self.store.set(f"room/{self.rank}", str(self.buffers.bytes))
             self.records.write("up", **self._software(), room=self.buffers.bytes)
             plan = self._lead() if self.rank == 0 else None
@@ -144,6 +145,17 @@ class Rank:
         keys = [f"here/{rank}" for rank in range(setup.world_size)]
         self.store.set(keys[self.rank], "")
         self.store.wait(keys, limit)
+
+    def _connect(self) -> None:
+        """Make the communicators of all scopes but the pairs', which follow turn by turn.
+
+        NCCL takes 15 s and more for 512 ranks, which is neither a measurement's time nor a hang.
+        """
+        for scope in schedule.shapes(self.setup):
+            ranks = schedule.members(self.setup, scope, 0, self.rank) if scope != "pair" else []
+            if len(ranks) > 1:
+                self.watchdog.arm(self.setup.start_seconds, 0)
+                self._group(scope, 0, ranks)
 
     def _room(self) -> int:
         """Bytes for one of the two buffers. A GPU's allocator says what there is; Linux promises memory that it has not, and
@@ -194,9 +206,8 @@ class Rank:
         ranks = schedule.members(self.setup, case.scope, case.turn, self.rank)
         each, median = self.setup.ranks_per_node, 0.0
         if len(ranks) > 1:
-            moved = measure.bytes_of(case, len(ranks), each)
+            group, moved = self._group(case.scope, case.turn, ranks), measure.bytes_of(case, len(ranks), each)
             self.records.write("begin", step=step, case=vars(case), ranks=ranks, moved=moved)
-            group = self._group(case, ranks)
             operation = measure.make_operation(case, self.buffers, group, ranks, self.rank, each)
             alive = functools.partial(self.watchdog.arm, limit, step)
             timing = measure.measure(case, operation, self.device, functools.partial(self._agree, group), alive)
@@ -213,15 +224,17 @@ class Rank:
                 self.store.delete_key(key)
         self.watchdog.disarm()
 
-    def _group(self, case: Case, ranks: list[int]) -> Any:
-        """The process group of a scope, made at its first use by its members alone. Only one turn's pairs are kept."""
-        if case.scope == "world":
-            return None
-        key = (case.scope, case.turn)
+    def _group(self, scope: str, turn: int, ranks: list[int]) -> Any:
+        """The connected process group of a scope, made by its members alone; None: all. Only one turn's pairs are kept."""
+        key = (scope, turn)
         if key not in self.groups:
-            for old in [old for old in self.groups if old[0] == case.scope]:
+            for old in [old for old in self.groups if old[0] == scope]:
                 dist.destroy_process_group(self.groups.pop(old)[0])
-            self.groups[key] = (dist.new_group(ranks, use_local_synchronization=True), ranks)
+            began = time.monotonic()
+            group = None if scope == "world" else dist.new_group(ranks, use_local_synchronization=True)
+            self._agree(group, 0.0)  # NCCL makes a communicator at its first use
+            self.groups[key] = (group, ranks)
+            self.records.write("connected", scope=scope, turn=turn, seconds=round(time.monotonic() - began, 4))
         return self.groups[key][0]
 
     @property

@@ -12,6 +12,8 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "interface": "bond0",                     // that ranks of several nodes were told to use; absent: none was told
       "hosts": ["n1", "n2"],                    // in the order of ranks: rank r runs on hosts[r // gpus_per_node]
       "seconds": 118.2,                         // the whole check
+      "connect_s": {"world": 2.1, "intra": 0.4},    // making the communicators before anything is measured; the slowest rank
+      "not_judged": "no GPU here: ...",         // why a verdict without a fault is unknown and not pass
       "results": [{"scope": "world", "collective": "all_gather", "bytes": 1073741824, "algbw_gb_s": 10.2, "busbw_gb_s": 7.6,
                    "ranks": 4, "iterations": 20, "median_s": 0.1053, "spread": 0.03, "correct": true}],
       "per_node": [{"node": "n1", ...the same without scope}],

@@ -45,6 +45,8 @@ def head(found: Mapping[str, Any]) -> Iterator[str]:
     unit = "GPUs" if found["backend"] == "nccl" else "CPU ranks"
     on = f"{nodes} nodes with {each} {unit} each" if nodes > 1 else f"{each} {unit} of one node"
     yield f"{found['backend']} over {found['transport']}: {on}, {found['seconds']:g} s ({found.get('backend_why', '')})"
+    if made := found.get("connect_s"):
+        yield "communicators: " + ", ".join(f"{scope} in {seconds:.3g} s" for scope, seconds in made.items())
     yield "busbw as nccl-tests defines it, GB/s of 10^9 bytes; the slowest rank's median"
 
 

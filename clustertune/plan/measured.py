@@ -106,6 +106,8 @@ class CheckFile(Strict):
     interface: Text | None = None
     hosts: list[Text] | None = None
     seconds: Seconds | None = None
+    connect_s: dict[str, Seconds] | None = None
+    not_judged: Text | None = None
     per_node: Annotated[list[OfNode], Field(max_length=1_000_000)] | None = None
     per_pair: Annotated[list[OfPair], Field(max_length=1_000_000)] | None = None
     p2p_probe: list[dict[str, Any]] | None = None

@@ -86,6 +86,8 @@ def _rows(plan: Plan, price: Price | None) -> list[tuple[str, str]]:
     found.append(("cost", _money(plan, price)))
     found.append(("host memory", f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"))
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
+    if saves := plan.schedule.checkpoints:
+        disk += f"; {saves} saves: {saves * plan.schedule.checkpoint_bytes / 1e12:,.2f} TB"
     return [*found, ("storage", disk)]
 
 

@@ -34,6 +34,7 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     file = _config_file(source, revision)
     stored, asked = _stored(file), quantization.of(resolved.train_args)
     reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
+    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.accelerate)
     if reason is None:
         return
     if stored is None:

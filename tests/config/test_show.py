@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ from rich.console import Console
 
 from clustertune.config import show
 from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
 from tests.config.write_golden import CASES, GOLDEN, document, file_name
+from tests.tree import REPO
 
 NAMES = ("tiny-oasst2", "llama405b-oasst2")
 
 
-def rendered(name: str, *overrides: str, tiny: bool = False) -> str:
+def rendered(name: str, *overrides: str, tiny: bool = False, width: int = 100) -> str:
     stream = io.StringIO()
-    show.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=100))
+    show.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=width))
     return stream.getvalue()
 
 
@@ -76,3 +79,28 @@ def test_full_fine_tuning_is_shown() -> None:
     body = show.as_json(resolve("tiny-oasst2", ["lora=null"]))
     assert body["values"]["lora"] == {"value": None, "origin": "override"}
     assert body["trainable_parameters"] == body["parameters"]
+
+
+@pytest.mark.parametrize(("name", "tiny"), CASES)
+@pytest.mark.parametrize("width", [100, 200])
+def test_every_row_has_a_value_and_an_origin(name: str, tiny: bool, width: int) -> None:
+    """No section that the recipe has not, no number in scientific notation, no empty origin."""
+    for key, item in show.as_json(resolve(name, tiny=tiny))["values"].items():
+        assert item["origin"] not in (None, "None", "derived: ") and item["value"] != {}, key
+    table, _, notes = rendered(name, tiny=tiny, width=width).partition("model.json:")
+    assert "None" not in table and max(map(len, table.splitlines())) <= width
+    assert not re.search(r"\de[+-]\d", notes.splitlines()[0])
+    if resolve(name, tiny=tiny).recipe.lora is None:
+        assert "trained (100 %)" in notes
+    assert ("accelerate.yaml" in table + notes) == ((REPO / "recipes" / name / "accelerate.yaml").is_file())
+
+
+def test_a_wide_table_breaks_no_revision() -> None:
+    assert "be673f326cab4cd22ccfef76109faf68e41aa5f1" in rendered("llama405b-oasst2", width=140)
+
+
+@pytest.mark.parametrize("given", ["accelerate.fsdp_config.fsdp_offload_params=true", "deepspeed.zero_optimization.stage=3"])
+def test_megatron_reads_no_file_of_others(given: str) -> None:
+    """It would be shown and have no effect."""
+    with pytest.raises(UserError, match=r"command line: .* reads no (accelerate|deepspeed) file"):
+        resolve("llama70b-megatron", [given])

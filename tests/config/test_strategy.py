@@ -83,6 +83,50 @@ def test_fsdp_shards_no_quantisation_but_4_bits(words: str, file: str) -> None:
     assert "FSDP would gather" not in refused(f"{QUANTIZED}={{{words}}}", f"accelerate={file}", "accelerate.no_such=1", DDP)
 
 
+@pytest.mark.parametrize("storage", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("accelerate=accelerate.yaml",),
+        ("accelerate=accelerate-fsdp1.yaml",),
+        *((*ZERO[:2], f"accelerate.deepspeed_config.zero_stage={stage}") for stage in (1, 2, 3)),
+    ],
+)
+def test_packed_weights_that_bf16_would_round_are_refused(storage: str, dtype: str, given: tuple[str, ...]) -> None:
+    """FSDP and DeepSpeed cast floating weights to bfloat16, and four packed values in a float16 are other values then."""
+    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: {storage}}}"
+    said = refused(four, f"train.model_init_kwargs.dtype={dtype}", "train.bf16=true", *given)
+    assert f"{QUANTIZED}.bnb_4bit_quant_storage: {storage}" in said and "write bnb_4bit_quant_storage: bfloat16" in said
+    assert "write bnb_4bit_quant_storage: float" not in said
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
+def test_packed_weights_that_nobody_casts_are_taken(storage: str) -> None:
+    """Without mixed precision, and where each rank has the model for itself; FSDP2 splits floating types only."""
+    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: {storage}}}"
+    one = ["accelerate.distributed_type=NO", WITHOUT, "accelerate.parallelism_config=null"]
+    assert resolve(TINY, [four, "train.bf16=true", *one], ranks=1).world_size == 1
+    if storage != "uint8":
+        assert resolve(TINY, [four, "train.bf16=false"], ranks=4).world_size == 4
+
+
+def test_fsdp1_is_given_one_type_for_all() -> None:
+    """Followed, the advice resolves."""
+    four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"
+    said = refused(four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=float32")
+    assert "write bnb_4bit_quant_storage: bfloat16, and model_init_kwargs: {dtype: bfloat16}" in said
+    given = [four, "accelerate=accelerate-fsdp1.yaml", "train.bf16=true", "train.model_init_kwargs.dtype=bfloat16"]
+    assert resolve(TINY, given, ranks=4).world_size == 4
+
+
+@pytest.mark.parametrize("words", ["quant_method: fp8", "load_in_8bit: true"])
+def test_zero_3_shards_no_quantisation_but_4_bits(words: str) -> None:
+    """The ranks would refuse it, after the queue."""
+    said = refused(f"{QUANTIZED}={{{words}}}", *ZERO[:2], "accelerate.deepspeed_config.zero_stage=3")
+    assert "ZeRO-3 would gather" in said
+
+
 def test_what_fsdp_shards_is_taken() -> None:
     """The positive list."""
     four = f"{QUANTIZED}={{load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from clustertune import manifest
 from clustertune.health import FAIL, WARN
@@ -140,6 +143,8 @@ def env(text: str = "HF_TOKEN=x\n", mode: int = 0o600) -> Callable[[Case], None]
 
 
 def tracked(case: Case) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("not installed: git (apt-get install)")
     env()(case)
     for words in (["init", "-q"], ["add", "-f", ".env"]):
         subprocess.run(["git", "-C", str(case.env.parent), *words], check=True, timeout=30)

@@ -229,7 +229,6 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("long-warmup", WARN, override("train.warmup_steps=0.6")),
     ("loss-on-all-tokens", WARN, lambda c: c.recipe["train"].pop("assistant_only_loss")),
     ("compile-shapes", WARN, override(REGIONAL, "train.torch_compile=true", "train.packing=false", "train.eval_steps=400")),
-    ("quantised-storage", FAIL, quantised(bnb_4bit_quant_storage="float16")),
     ("quantised-compute", WARN, quantised(bnb_4bit_compute_dtype=None)),
     ("no-bfloat16", FAIL, cluster(compute__gpu="v100-sxm-32", compute__interconnect="nvlink2")),
     ("no-mixed-precision", WARN, override("train.bf16=false", "train.model_init_kwargs.dtype=float32")),

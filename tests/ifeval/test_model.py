@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from clustertune.cli import app
 from clustertune.errors import ExitCode, UserError
 from clustertune.ifeval.loading import load_lm, out_of_memory
-from clustertune.ifeval.model import check_device, check_model, check_weights
+from clustertune.ifeval.model import check_device, check_model, check_weights, pick_device
+from tests.tree import REPO
 
 
 @pytest.fixture
@@ -109,6 +112,34 @@ def test_devices() -> None:
     assert check_device(None) == check_device("cpu") == check_device("auto") == []
     assert "no device 'cuda:77'" in str(check_device("cuda:77")[0])
     assert "no device 'gpu'" in str(check_device("gpu")[0])
+    assert "auto" in str(check_device("gpu")[0].fix)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "asked", "picked"),
+    [
+        (0, 0, None, "cpu"), (0, 0, "auto", "cpu"), (1, 10, None, "cuda"), (1, 10, "auto", "cuda"), (8, 10, None, "auto"),
+        (8, 1 << 30, None, "cuda"), (8, 1 << 30, "auto", "auto"), (8, 10, "cuda:3", "cuda:3"), (8, 10, "cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_a_model_that_one_gpu_does_not_hold_takes_all(
+    model: Path, gpus: int, free: int, asked: str | None, picked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``free``: bytes of the first GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 80 << 30))
+    assert pick_device(asked, model) == picked
+
+
+def test_the_command_takes_a_device(model: Path, tmp_path: Path) -> None:
+    """What an error advises is there."""
+    asked = ["eval", str(model), "--limit", "1", "--max-gen-toks", "2", "--out", str(tmp_path / "eval"), "--json"]
+    done = CliRunner().invoke(app, [*asked, "--device", "auto", "--data", str(REPO / "eval/ifeval/prompts.jsonl")])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["decoding"]["device"] == "cpu"
+    refused = CliRunner().invoke(app, [*asked, "--device", "cuda:77"])
+    assert isinstance(refused.exception, UserError) and "cuda:77" in str(refused.exception)
 
 
 class TestHalfCopied:

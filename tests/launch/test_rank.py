@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 from clustertune import rank, storage
+from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.judge import judge
 from clustertune.launch.plan import Node, Plan
 from clustertune.process import STOP_SIGNALS
 from clustertune.rundir import RunDir
-from clustertune.training import tracker
+from clustertune.training import accelerate_env, tracker
 from tests.command import REPO
 
 ONE_RANK = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
@@ -211,3 +212,29 @@ def test_w_and_b_has_one_run_for_all_attempts_and_another_for_another_folder(tmp
         folder.run_json.write_text(json.dumps({"created": created}))
         ids += [rank._tracker_id(folder, resolved)] * 2
     assert ids[0] == ids[1] != ids[2] and all(len(i) <= 64 and not set(i) & set("/\\#?%: ") for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "visible", "seen"),
+    [
+        ("llama8b-qlora-1gpu", 1, None, "0"),
+        ("llama8b-qlora-1gpu", 1, "5,6,7", "5"),
+        ("llama8b-qlora-1gpu", 1, "GPU-1b,GPU-2c", "GPU-1b"),
+        ("llama8b-qlora-1gpu", 1, "", ""),
+        ("tiny-oasst2", 2, "5,6,7", "5,6,7"),
+        ("tiny-oasst2", 2, None, None),
+    ],
+)
+def test_a_training_of_one_rank_sees_one_gpu(
+    recipe: str, ranks: int, visible: str | None, seen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight TRL would take all: the layers spread over them, or each batch torn apart by DataParallel."""
+    monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+
+    def before_torch(*_: Any) -> bool:
+        raise InterruptedError
+
+    monkeypatch.setattr(accelerate_env, "apply", before_torch)
+    with pytest.raises(InterruptedError):
+        rank._set_environment(resolve(recipe, tiny=True, ranks=ranks), RunDir(tmp_path), "x", has_key=False)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from clustertune.cli import app
+from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check.check import MARGIN_SECONDS
+from clustertune.nccl_check.check import MARGIN_SECONDS, not_judged
 from clustertune.nccl_check.sizes import parse_size, show_size
 from tests.command import REPO, Done, run
 from tests.nccl_check import golden
@@ -39,6 +40,47 @@ def test_here_two_ranks_talk_over_gloo(here: tuple[Done, Path]) -> None:
     assert document == json.loads((out / "result.json").read_text())
     assert "NCCL" not in done.err.replace("nccl-check", "")
     assert len(document["facts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no GPU here: gloo between CPU ranks; NCCL was not touched"),
+        (["--cluster", "rno-rtxpro6000"], "no compute node of rno-rtxpro6000, of which nothing was measured"),
+    ],
+)
+def test_links_that_were_not_measured_are_unknown(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a laptop the ranks talk over gloo, which says nothing of NCCL or of a cluster elsewhere; a script must not go on."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    one = ["--seconds", "10", "--max", "1K", "--iterations", "3", "--collectives", "all_reduce"]
+    done = CliRunner().invoke(app, ["nccl-check", "--out", str(tmp_path / "out"), *one, *words, "--json"])
+    verdict = json.loads(done.stdout)["verdict"]
+    assert verdict["status"] in ("unknown", "warn"), verdict
+    if verdict["status"] == "unknown":
+        assert verdict["headline"].startswith("UNKNOWN: ") and said in verdict["headline"]
+    assert done.exit_code == 1 and said in json.loads(done.stdout)["not_judged"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "why", "host", "cluster", "said"),
+    [
+        ("gloo", "no GPU here: gloo between CPU ranks", "rno-it-gpu0007-1", "rno-rtxpro6000", "NCCL was not touched"),
+        ("gloo", "one GPU has no peer: gloo between CPU ranks", "laptop", "local", "NCCL was not touched"),
+        ("gloo", "asked for", "laptop", "local", ""),
+        ("gloo", "asked for", "rno-it-gpu0007-1", "rno-rtxpro6000", ""),
+        ("gloo", "asked for", "laptop", "rno-rtxpro6000", "laptop: no compute node"),
+        ("nccl", "8 GPUs", "laptop", "rno-rtxpro6000", "laptop: no compute node"),
+        ("nccl", "8 GPUs", "laptop", "local", ""),
+        ("nccl", "8 GPUs", "rno-it-gpu0007-1.site.org", "rno-rtxpro6000", ""),
+    ],
+)
+def test_what_a_verdict_is_about(backend: str, why: str, host: str, cluster: str, said: str) -> None:
+    """Its own links, those of the cluster that was named, over the library that trains."""
+    found = {"backend": backend, "backend_why": why, "hosts": [host]}
+    reason = not_judged(found, load_cluster(cluster))
+    assert said in reason and bool(said) == bool(reason)
 
 
 def test_the_folder_of_a_check_is_not_used_again(here: tuple[Done, Path]) -> None:

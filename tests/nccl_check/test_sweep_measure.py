@@ -56,6 +56,15 @@ def test_every_collective_is_measured_and_right(swept: gather.Round) -> None:
     ]
 
 
+def test_communicators_are_made_before_anything_is_measured(swept: gather.Round) -> None:
+    """Of 512 ranks they take as long as a measurement may before it counts as hung."""
+    assert set(swept.connected) == {"intra"} and swept.connected["intra"] > 0
+    for rank in range(3):
+        events = [event["event"] for event in gather.read_events(swept.folder / f"rank-{rank}.jsonl")]
+        assert events.index("connected") < events.index("up") < events.index("begin")
+        assert events.count("connected") == 1
+
+
 def gather_python() -> str:
     return ".".join(map(str, sys.version_info[:3]))
 

@@ -60,6 +60,8 @@ def test_what_every_rank_has_whole_or_fsdp_can_part_is_taken(tmp_path: Path, sto
         (EIGHT, FSDP2, "bitsandbytes weights: FSDP casts"),
         (FLOATING, TP, "bitsandbytes weights: tensor parallelism casts"),
         (FOUR, FSDP2, "bnb_4bit_quant_storage is uint8"),
+        ({**FOUR, "bnb_4bit_quant_storage": "float16"}, FSDP2, "float16: with train.bf16 FSDP casts it to bfloat16"),
+        ({**FOUR, "bnb_4bit_quant_storage": "float32"}, zero(3), "float32: with train.bf16 DeepSpeed casts it"),
         ({"quant_method": "mxfp4"}, DDP, "transformers does not train over mxfp4 weights"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALONE, "does not load modelopt weights"),
     ],
@@ -114,3 +116,16 @@ def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="fp8 weights: FSDP"):
         base_model.check("org/there", "abc", resolved)
     assert calls == [("org/gone", "config.json", "abc"), ("org/there", "config.json", "abc")]
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])
+def test_a_cast_loses_what_is_packed_in_another_type(storage: str) -> None:
+    """What the refusal rests on: bitsandbytes' own layer before and after the cast that FSDP and DeepSpeed do."""
+    torch = pytest.importorskip("torch")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the package bitsandbytes")
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", quant_storage=getattr(torch, storage))
+    cast = packed.to(torch.bfloat16).to(packed.dtype)
+    assert torch.equal(functional.dequantize_4bit(cast, state), functional.dequantize_4bit(packed, state)) is (
+        storage == "bfloat16"
+    )

@@ -17,6 +17,14 @@ GENERATOR = (
     "/usr/lib/systemd/system-generators/systemd-fstab-generator",
 )
 GENERATED = Path("/run/systemd/generator")
+CLIENT, SECURITY = "nfs-client.target", "rpc-gssd.service"
+CLIENT_UNITS = {
+    CLIENT: f"[Unit]\nBefore=remote-fs-pre.target\nWants=remote-fs-pre.target {SECURITY}\nAfter={SECURITY}\n",
+    SECURITY: "[Service]\nExecStart=/bin/true\n",
+}
+"""The order of the NFS client (nfs-utils, systemd/nfs-client.target), where it is not installed yet: a mount that
+local-fs.target waits for is a cycle with these units alone."""
+UNITS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 TARGETS = ("local-fs.target", "remote-fs.target", "multi-user.target")
 _SECONDS = 60
 _TOLD = re.compile(r"ordering cycle|\.mount\b|fstab|Failed|[Dd]uplicate|ignoring")
@@ -90,8 +98,11 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
         said = _run([program, *map(str, places)], env)
         units = {path.name for path in places[0].glob("*.mount")}
         env["SYSTEMD_UNIT_PATH"] = f"{places[0]}:"
+        missing = not any(Path(folder, CLIENT).exists() for folder in UNITS)
+        for file, body in CLIENT_UNITS.items() if missing else ():
+            (places[0] / file).write_text(body)
         names = [str(places[0] / name) for name in sorted(units)]
-        said += _run([analyze, "--man=no", "verify", *names, *TARGETS], env)
+        said += _run([analyze, "--man=no", "verify", *names, *([CLIENT] if missing else []), *TARGETS], env)
         lines = [line.replace(str(folder), "") for line in said if _TOLD.search(line)]
         return units, list(dict.fromkeys(line for line in lines if not line.startswith("Parsing ")))
 
