@@ -219,7 +219,7 @@ def test_an_altered_hash_ends_the_build(sif: Image, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_cuda_image(tmp_path: Path) -> None:
-    """The whole stack with DeepSpeed, 3 GB to fetch: NCCL and CUDA are torch's own, and it imports and compiles without a GPU."""
+    """The whole stack with DeepSpeed, 3 GB to fetch: NCCL and CUDA are torch's own; it imports and compiles without a GPU."""
     program = engines.find_apptainer()
     out = tmp_path / "train.sif"
     told = build("build-sif", "--extras", "deepspeed", "--base", "standin", "--out", out)
