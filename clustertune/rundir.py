@@ -88,10 +88,16 @@ class RunDir:
         """The recipe as this run resolved it."""
         from clustertune.config.resolved import Resolved
 
+        body = self.read()
         try:
-            return Resolved.from_dict(self.read()["recipe"])
-        except (KeyError, TypeError, ValueError) as error:
+            found = Resolved.from_dict(body["recipe"])
+            if (digest := found.fingerprint()) == body.get("fingerprint", digest):
+                return found
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
+        text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
+        fix = "give another --run-dir: other settings are another run"
+        raise UserError(Problem(text, file=str(self.run_json), key="recipe", fix=fix))
 
     def accelerate_file(self, resolved: Resolved) -> Path:
         """The accelerate configuration that this run's ranks read: the recipe's, or the run's own (:meth:`write_own_files`)."""

@@ -11,7 +11,7 @@ import torch
 from torch.serialization import safe_globals
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import MANIFEST, hash_file, read_manifest
+from clustertune.manifest import MANIFEST, find_problem, read_manifest
 from clustertune.training.deepspeed import swapped_masters
 
 
@@ -87,8 +87,10 @@ def load_verified(path: Path, names: list[Any]) -> Any:
     if root is None:
         raise UserError(Problem("is not part of a whole checkpoint", file=str(path)), ExitCode.FAILED)
     record = read_manifest(root, "checkpoint").files.get(path.relative_to(root).as_posix())
-    if record is None or hash_file(path) != record:
-        raise UserError(Problem("content differs from the manifest's SHA-256", file=str(path)), ExitCode.FAILED)
+    if record is None:
+        raise UserError(Problem("is not named by the checkpoint's manifest", file=str(path)))
+    if problem := find_problem(path, record):
+        raise UserError(problem)
     try:
         with safe_globals(names):
             return torch.load(path, map_location="cpu", weights_only=True)
