@@ -87,6 +87,12 @@ def install() -> None:
     DefaultLoadPlanner.load_bytes = _load_bytes
 
 
+def check(checkpoint: Path) -> None:
+    """Raise ``pickle.UnpicklingError`` where an index of a checkpoint is none: torch would hide the reason in a traceback."""
+    for file in sorted(checkpoint.glob("*/.metadata")):
+        read_index(file.read_bytes())
+
+
 def _read_metadata(reader: Any, *_args: Any, **kwargs: Any) -> Metadata:
     """Replaces :meth:`FileSystemReader.read_metadata`."""
     index = read_index(Path(reader._get_metadata_path(kwargs.get("rank"))).read_bytes())

@@ -306,6 +306,7 @@ class Trainer(ZeroTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with restricted.reading(resume_from_checkpoint):
+            restricted.check(Path(resume_from_checkpoint))
             if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
                 fsdp1.load_adapter(model or self.model, Path(resume_from_checkpoint))
             else:
