@@ -339,7 +339,7 @@ def _verify(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
     from clustertune.manifest import MANIFEST
 
     if (path / MANIFEST).exists() or store.parse(path):
-        return path, store.verify(path), []
+        return path, store.verify(path), [str(problem) for problem in store.find_open(path)[:1]]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     problems, notes, newest = [], [], None
     for checkpoint in store.list_checkpoints(folder):
@@ -349,6 +349,7 @@ def _verify(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
             problems += found
         else:
             newest = newest or checkpoint.path
+            notes += [str(problem) for problem in store.find_open(checkpoint.path)[:1]]
     if newest is None and not problems:
         problems.append(Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"))
     return newest, problems, notes
