@@ -40,7 +40,8 @@ _AROUND = {"parcel", "staged"}
 _HUB = "hub"
 _BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
-"""Weights in a Hub snapshot that nothing here loads; the publisher's own are as large as the safetensors."""
+"""Weights in a Hub snapshot that nothing here loads. The publisher's own (Mistral's ``consolidated.safetensors``) are as large
+as transformers'."""
 _FIXES = {
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared anew",
@@ -305,8 +306,9 @@ def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
         if found.kind in _AROUND:
             named = {around / name: record for name, record in found.files.items()}
             return found.kind, {path: record for path, record in named.items() if folder.absolute() in path.parents}
-    plain = (path for path in sorted(folder.glob("*")) if path.suffix not in _OTHER_WEIGHTS)
-    return _HUB, {path: record for path in plain if path.is_file() and (record := hub_record(path)) is not None}
+    listed = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+    read = (path for path in listed if path.suffix not in _OTHER_WEIGHTS and not path.name.startswith("consolidated"))
+    return _HUB, {path: record for path in read if path.is_file() and (record := hub_record(path)) is not None}
 
 
 class Comparison:

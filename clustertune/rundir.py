@@ -85,7 +85,7 @@ class RunDir:
         return found
 
     def resolved(self) -> Resolved:
-        """The recipe as this run resolved it."""
+        """The recipe as this run resolved it. Raises UserError where it does not have the fingerprint that was recorded."""
         from clustertune.config.resolved import Resolved
 
         body = self.read()
@@ -96,7 +96,7 @@ class RunDir:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
-        fix = "give another --run-dir: other settings are another run"
+        fix = "give another --run-dir; go on with this one only by the version of clustertune that wrote it"
         raise UserError(Problem(text, file=str(self.run_json), key="recipe", fix=fix))
 
     def accelerate_file(self, resolved: Resolved) -> Path:

@@ -235,6 +235,8 @@ class CheckpointStore:
                 errors = [f"rank 0: {caught}"]
         if errors := self.ranks.broadcast(errors):
             raise OSError("; ".join(errors))
+        if self.ranks.rank == 0 and (found := find_open(path)):  # NFS that maps owners, a file system without modes
+            self.tell(f"warning: the storage keeps neither owner nor mode, the next attempt would refuse it: {found[0]}")
         return sum(record.size for part, _ in parts for record in part.values())
 
     def _check_fence(self) -> None:

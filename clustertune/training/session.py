@@ -298,6 +298,8 @@ class Session:
             code, reason = error.code, error.problems[0].message
             raise
         finally:
+            if self._weights is not None:  # stopped before the first step: nobody asks for the verdict
+                self._weights.stop()
             if self.log:
                 with contextlib.suppress(UserError):  # the attempt that has taken over tells the rest
                     self.log.write("stop", step=max(start, trainer.state.global_step), exit_code=int(code), reason=reason)

@@ -203,3 +203,46 @@ def test_a_checkpoint_that_others_can_write_to_is_not_gone_on_from(
     assert "mode 0777" in words and "chmod -R go-w" in words
     (path / "checkpoints" / "step-000002").chmod(0o755)
     assert bench.go(path, attempt=3) == [0, 0], said(path)
+
+
+# -- each guard taken away -----------------------------------------------------------------------------------------------
+
+
+def no_comparison() -> None:
+    """Ranks read their inputs as they are."""
+    from clustertune.training.session import Session
+
+    Session._compare = lambda *_: None
+
+
+def no_restriction() -> None:
+    """torch reads checkpoints as it does by itself."""
+    restricted.install = lambda: None
+    restricted.check = lambda _: None
+
+
+def without(guard: str, bench: Bench, path: Path, strategy: str, attempt: int = 1) -> list[int]:
+    """An attempt whose ranks lack a guard."""
+    file = str(bench.recipe / f"{strategy}.yaml")
+    return bench.forge.run(path, 2, attempt=attempt, breaks=f"tests.training.test_untrusted:{guard}", accelerate=file)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("strategy", "name"), [("fsdp2-slices", INPUTS[0]), ("ddp", INPUTS[1])])
+def test_without_the_comparison_a_flipped_bit_is_trained_on(strategy: str, name: str, bench: Bench) -> None:
+    path = make(bench, strategy)
+    data = bytearray((path / name).read_bytes())
+    at = data.index(b" the ") + 1 if name.endswith("jsonl") else len(data) // 2
+    data[at] ^= 1
+    (path / name).write_bytes(data)
+    assert without("no_comparison", bench, path, strategy) == [0, 0], said(path)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("place", [SHARDED[0], SHARDED[2]])
+def test_without_the_restriction_a_hostile_pickle_runs(place: str, bench: Bench, trained: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(trained("fsdp2"), path)
+    plant(path / "checkpoints" / "step-000002", place, tmp_path / "canary")
+    without("no_restriction", bench, path, "fsdp2", attempt=2)
+    assert (tmp_path / "canary").exists()
