@@ -17,7 +17,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -49,7 +49,6 @@ _FIXES = {
     "model": "remove the folder, then run the same command again: it is made anew",
     "parcel": "copy it again from where it was staged, or stage it again",
     "staged": "remove the folder, then run the same command again: it is copied anew",
-    "evaluation": "move the folder away, then evaluate again",
     _HUB: "remove the file and the blob that it links to, then fetch it again (hf download)",
 }
 """What to do about a damaged file, by the kind of its folder."""
@@ -278,9 +277,7 @@ def _readable(path: Path, *args: Any, **more: Any) -> Problem | None:
 
 def hub_record(path: Path) -> FileRecord | None:
     """What the Hub's cache says of a file: it keeps each content once, under its digest, and links to it."""
-    if not path.is_symlink():
-        return None
-    target = path.readlink()
+    target = path.readlink() if path.is_symlink() else path
     if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
         return None
     return FileRecord(path.stat().st_size, target.name, SHA256 if len(target.name) == 64 else GIT_SHA1)
@@ -318,19 +315,17 @@ class Comparison:
     inside the ``with`` block, or from :meth:`start` to :meth:`stop`, beside the loading that reads the same bytes;
     :meth:`finish` gives the verdict. ``rank`` of
     ``world_size`` hashes its share of them only: each file is hashed by one rank, the largest first to the rank with the
-    fewest bytes. ``only``: names of the files that matter; all by default. Raises UserError for an unreadable manifest.
+    fewest bytes (``bytes`` in all). ``only``: names of the files that matter; all by default. Raises UserError for an unreadable manifest.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Iterable[str] | None = None) -> None:
+    def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Collection[str] | None = None) -> None:
         self._kind, records = find_records(folder)
         if self._kind == "staged":  # a node's own copy: the ranks of other nodes cannot see it
             rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        wanted = None if only is None else {folder.absolute() / name for name in only}
-        records = {path: record for path, record in records.items() if wanted is None or path.absolute() in wanted}
+        records = {path: record for path, record in records.items() if only is None or path.name in only}
         large = {path for path, record in records.items() if record.size > SMALL or path.suffix == ".safetensors"}
         self._share = {path: records[path] for path in _share_out(records, large, rank, world_size)}
         self.bytes = sum(record.size for record in self._share.values())
-        """Bytes that this rank hashes inside the ``with`` block."""
         sizes = [_readable(path, records[path], self._kind, hashes=path not in large) for path in records]
         self.problems: list[Problem] = [problem for problem in sizes if problem]
         """What is wrong by the sizes of all files and by the content of small ones."""
@@ -367,16 +362,13 @@ class Comparison:
         self.stop()
 
 
-def _share_out(records: Mapping[Path, FileRecord], large: set[Path], rank: int, world_size: int) -> Iterator[Path]:
+def _share_out(records: Mapping[Path, FileRecord], large: set[Path], rank: int, world_size: int) -> list[Path]:
     """The files that fall to a rank, in the order of their names; the same division on all ranks."""
-    held = [0] * world_size
-    mine = set()
+    held: list[tuple[int, list[Path]]] = [(0, [])] * world_size
     for path in sorted(large, key=lambda path: (-records[path].size, str(path))):
-        least = held.index(min(held))
-        held[least] += records[path].size
-        if least == rank:
-            mine.add(path)
-    yield from sorted(mine)
+        least = held.index(min(held, key=lambda share: share[0]))
+        held[least] = (held[least][0] + records[path].size, [*held[least][1], path])
+    return sorted(held[rank][1])
 
 
 class Ranks(Protocol):
@@ -385,8 +377,7 @@ class Ranks(Protocol):
     rank: int
     world_size: int
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on all ranks."""
+    def gather(self, value: Any) -> list[Any]: ...
 
 
 def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
@@ -396,12 +387,11 @@ def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
         raise UserError(list(told.values()))
 
 
-def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Iterable[str] | None = None) -> None:
+def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:
     """Compare a folder with its digests, each large file by one of ``ranks``, and wait for the verdict of all.
 
     Raises UserError, on all ranks alike, that names each file that differs. Does nothing where no digests are known.
     """
-    problems: list[Problem] = []
     try:
         with Comparison(folder, *((ranks.rank, ranks.world_size) if ranks else ()), only=only) as comparison:
             problems = comparison.finish()
