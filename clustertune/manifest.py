@@ -313,9 +313,9 @@ class Comparison:
 
     Small files are compared at once, by each reader: :attr:`problems`. Weights and large files are hashed by a few threads
     inside the ``with`` block, or from :meth:`start` to :meth:`stop`, beside the loading that reads the same bytes;
-    :meth:`finish` gives the verdict. ``rank`` of
-    ``world_size`` hashes its share of them only: each file is hashed by one rank, the largest first to the rank with the
-    fewest bytes (``bytes`` in all). ``only``: names of the files that matter; all by default. Raises UserError for an unreadable manifest.
+    :meth:`finish` gives the verdict. ``rank`` of ``world_size`` hashes its share only (``bytes`` in all): each file goes to
+    one rank, the largest first to the rank with the fewest bytes. ``only``: names of the files that matter; all by default.
+    Raises UserError for an unreadable manifest.
     """
 
     def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Collection[str] | None = None) -> None:
