@@ -320,8 +320,7 @@ def checkpoint_verify(
         checkpoint, problems, notes = _verify(existing_folder(path, "a checkpoint or a run folder"))
     except UserError as error:
         checkpoint, problems, notes = None, error.problems, []
-    for note in notes:
-        say(f"note: {note}")
+    say("\n".join(f"note: {note}" for note in notes)) if notes else None
     if problems:
         show_error(UserError(problems))
     else:
@@ -339,9 +338,9 @@ def _verify(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
     from clustertune.manifest import MANIFEST
 
     if (path / MANIFEST).exists() or store.parse(path):
-        return path, store.verify(path), []
+        return path, store.verify(path), list(map(str, store.find_open(path)[:1]))
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    problems, notes, newest = [], [], None
+    problems, notes, newest = [], list[str](), None
     for checkpoint in store.list_checkpoints(folder):
         if not (checkpoint.path / MANIFEST).exists():
             notes.append(f"{checkpoint.path} has no manifest: it was never finished, and is not used")
@@ -349,6 +348,7 @@ def _verify(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
             problems += found
         else:
             newest = newest or checkpoint.path
+            notes += map(str, store.find_open(checkpoint.path)[:1])
     if newest is None and not problems:
         problems.append(Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"))
     return newest, problems, notes

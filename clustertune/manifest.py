@@ -15,19 +15,47 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+import threading
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from clustertune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 MANIFEST = "MANIFEST.json"
 _CHUNK = 1 << 20
 SHA256, XXH3_128 = "sha256", "xxh3_128"
+GIT_SHA1 = "git_sha1"
+"""The name that git, and with it the Hub, gives a small file: SHA-1 over ``blob SIZE\\0`` and the content."""
 _WORDS = {SHA256: "SHA-256", XXH3_128: "XXH3-128"}
 _FAST_KINDS = {"merged", "staged"}
 """Kinds of folder whose files may carry XXH3-128."""
+_AROUND = {"parcel", "staged"}
+"""Kinds of folder whose manifest names the files of the folders below it."""
+_HUB = "hub"
+_BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
+"""Weights in a Hub snapshot that nothing here loads. The publisher's own (Mistral's ``consolidated.safetensors``) are as large
+as transformers'."""
+_FIXES = {
+    "adapter": "move the folder away, then export it again",
+    "dataset": "remove the folder, then run the same command again: it is prepared anew",
+    "merged": "move the folder away, then merge or export again",
+    "model": "remove the folder, then run the same command again: it is made anew",
+    "parcel": "copy it again from where it was staged, or stage it again",
+    "staged": "remove the folder, then run the same command again: it is copied anew",
+    _HUB: "remove the file and the blob that it links to, then fetch it again (hf download)",
+}
+"""What to do about a damaged file, by the kind of its folder."""
+SMALL = 64 << 20
+"""Bytes up to which every reader compares a file itself; larger files and all weights are shared out over the ranks."""
+THREADS = 4
+"""Files that one process hashes at a time, at most."""
 
 
 class Hasher(Protocol):
@@ -41,9 +69,11 @@ class Hasher(Protocol):
 
 
 def new_hasher(algorithm: str) -> Hasher:
-    """An empty hash of ``sha256`` or ``xxh3_128``."""
+    """An empty hash of ``sha256``, ``xxh3_128``, or ``git_sha1`` (without git's header)."""
     if algorithm == SHA256:
         return hashlib.sha256()
+    if algorithm == GIT_SHA1:
+        return hashlib.sha1(usedforsecurity=False)
     import xxhash
 
     assert algorithm == XXH3_128, algorithm
@@ -97,9 +127,13 @@ def fsync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes | str) -> None:
-    """Write ``path`` so that after a crash it holds all of ``data`` or what it held before (tmp, fsync, rename, fsync dir)."""
+    """Write ``path`` so that after a crash it holds all of ``data`` or what it held before (tmp, fsync, rename, fsync dir).
+
+    Others cannot write to the file, whatever the umask: a checkpoint whose manifest they can write is not resumed from.
+    """
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with tmp.open("wb") as out:
+        os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & 0o755)
         out.write(data.encode() if isinstance(data, str) else data)
         out.flush()
         os.fsync(out.fileno())
@@ -107,11 +141,13 @@ def write_durably(path: Path, data: bytes | str) -> None:
     fsync_path(path.parent)
 
 
-def hash_file(path: Path, algorithm: str = SHA256) -> FileRecord:
-    """Size and digest of a file, read in chunks of 1 MiB."""
+def hash_file(path: Path, algorithm: str = SHA256, stop: threading.Event | None = None) -> FileRecord:
+    """Size and digest of a file, read in chunks of 1 MiB. ``stop``, once set, ends it early with a digest of the part read."""
     digest, size = new_hasher(algorithm), 0
     with path.open("rb") as src:
-        while chunk := src.read(_CHUNK):
+        if algorithm == GIT_SHA1:
+            digest.update(b"blob %d\0" % os.fstat(src.fileno()).st_size)
+        while (chunk := src.read(_CHUNK)) and not (stop and stop.is_set()):
             digest.update(chunk)
             size += len(chunk)
     return FileRecord(size, digest.hexdigest(), algorithm)
@@ -202,18 +238,163 @@ def find_problems(folder: Path, kind: str | None = None, *, hashes: bool = True,
         return error.problems
     problems = []
     for name, record in manifest.files.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != record.size:
-                problems.append(Problem(f"{size} bytes, the manifest says {record.size}", file=str(path)))
-            elif hashes and hash_file(path, record.algorithm) != record:
-                problems.append(Problem(f"content differs from the manifest's {_WORDS[record.algorithm]}", file=str(path)))
-        except FileNotFoundError:
-            problems.append(Problem("missing", file=str(path)))
-        except OSError as error:
-            problems.append(Problem(f"unreadable: {error.strerror}", file=str(path)))
+        if problem := _readable(folder / name, record, manifest.kind, hashes=hashes):
+            problems.append(problem)
     if not allow_extra:
         extra = sorted(set(list_files(folder)) - set(manifest.files))
         problems += [Problem("not named by the manifest", file=str(folder / name)) for name in extra]
     return problems
+
+
+def find_problem(
+    path: Path, record: FileRecord, kind: str = "", *, hashes: bool = True, stop: threading.Event | None = None
+) -> Problem | None:
+    """What keeps one file from being what was recorded; None where it is. ``kind``: of its folder, for the remedy.
+
+    Raises OSError where the file cannot be read.
+    """
+    fix = _FIXES.get(kind)
+    try:
+        size = path.stat().st_size
+        if size != record.size:
+            return Problem(f"{size} bytes, the manifest says {record.size}", file=str(path), fix=fix)
+        if not hashes or (found := hash_file(path, record.algorithm, stop)) == record or (stop and stop.is_set()):
+            return None
+    except FileNotFoundError:
+        return Problem("missing", file=str(path), fix=fix)
+    source = "the name of its blob" if kind == _HUB else f"the manifest's {_WORDS[record.algorithm]}"
+    text = f"content differs from {source}: {found.digest[:12]} found, {record.digest[:12]} expected"
+    return Problem(text, file=str(path), fix=fix)
+
+
+def _readable(path: Path, *args: Any, **more: Any) -> Problem | None:
+    """As :func:`find_problem`; a file that cannot be read is a problem too."""
+    try:
+        return find_problem(path, *args, **more)
+    except OSError as error:
+        return Problem(f"unreadable: {error.strerror}", file=str(path))
+
+
+def hub_record(path: Path) -> FileRecord | None:
+    """What the Hub's cache says of a file: it keeps each content once, under its digest, and links to it."""
+    target = path.readlink() if path.is_symlink() else path
+    if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
+        return None
+    return FileRecord(path.stat().st_size, target.name, SHA256 if len(target.name) == 64 else GIT_SHA1)
+
+
+def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
+    """The digests that lie beside the files of a folder, and the kind of what records them.
+
+    They stand in the folder's own manifest; in that of staged inputs around it; or, in the Hub's cache, in the names of the
+    blobs that its files link to. Nothing is found for any other folder: it cannot be compared. Raises UserError where the
+    folder's own manifest is unreadable.
+    """
+    if (folder / MANIFEST).exists():
+        found = read_manifest(folder)
+        return found.kind, {folder / name: record for name, record in found.files.items()}
+    for around in folder.absolute().parents:
+        if not (around / MANIFEST).is_file():
+            continue
+        try:
+            found = read_manifest(around)
+        except UserError:  # another program's
+            continue
+        if found.kind in _AROUND:
+            named = {around / name: record for name, record in found.files.items()}
+            return found.kind, {path: record for path, record in named.items() if folder.absolute() in path.parents}
+    listed = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+    read = (path for path in listed if path.suffix not in _OTHER_WEIGHTS and not path.name.startswith("consolidated"))
+    return _HUB, {path: record for path in read if path.is_file() and (record := hub_record(path)) is not None}
+
+
+class Comparison:
+    """The files of an artefact compared with the digests that lie beside them: what every reader of one does.
+
+    Small files are compared at once, by each reader: :attr:`problems`. Weights and large files are hashed by a few threads
+    inside the ``with`` block, or from :meth:`start` to :meth:`stop`, beside the loading that reads the same bytes;
+    :meth:`finish` gives the verdict. ``rank`` of ``world_size`` hashes its share only (``bytes`` in all): each file goes to
+    one rank, the largest first to the rank with the fewest bytes. ``only``: names of the files that matter; all by default.
+    Raises UserError for an unreadable manifest.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Collection[str] | None = None) -> None:
+        self._kind, records = find_records(folder)
+        if self._kind == "staged":  # a node's own copy: the ranks of other nodes cannot see it
+            rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        records = {path: record for path, record in records.items() if only is None or path.name in only}
+        large = {path for path, record in records.items() if record.size > SMALL or path.suffix == ".safetensors"}
+        self._share = {path: records[path] for path in _share_out(records, large, rank, world_size)}
+        self.bytes = sum(record.size for record in self._share.values())
+        sizes = [_readable(path, records[path], self._kind, hashes=path not in large) for path in records]
+        self.problems: list[Problem] = [problem for problem in sizes if problem]
+        """What is wrong by the sizes of all files and by the content of small ones."""
+        self._stop = threading.Event()
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: list[Future[Problem | None]] = []
+
+    def start(self) -> Self:
+        """Begin to hash this rank's share."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        here = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._pool = ThreadPoolExecutor(min(THREADS, here), thread_name_prefix="digest")
+        self._running = [
+            self._pool.submit(_readable, path, record, self._kind, stop=self._stop) for path, record in self._share.items()
+        ]
+        return self
+
+    def finish(self) -> list[Problem]:
+        """Wait for this rank's share; everything that is wrong."""
+        found = [problem for future in self._running if (problem := future.result())]
+        return [*self.problems, *(problem for problem in found if problem not in self.problems)]
+
+    def stop(self) -> None:
+        """End what still runs: nobody waits for its verdict."""
+        self._stop.set()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _share_out(records: Mapping[Path, FileRecord], large: set[Path], rank: int, world_size: int) -> list[Path]:
+    """The files that fall to a rank, in the order of their names; the same division on all ranks."""
+    held: list[tuple[int, list[Path]]] = [(0, [])] * world_size
+    for path in sorted(large, key=lambda path: (-records[path].size, str(path))):
+        least = held.index(min(held, key=lambda share: share[0]))
+        held[least] = (held[least][0] + records[path].size, [*held[least][1], path])
+    return sorted(held[rank][1])
+
+
+class Ranks(Protocol):
+    """What a shared comparison needs of the process group."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
+    """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
+    told = {str(problem): problem for found in (ranks.gather(problems) if ranks else [problems]) for problem in found}
+    if told:
+        raise UserError(list(told.values()))
+
+
+def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:
+    """Compare a folder with its digests, each large file by one of ``ranks``, and wait for the verdict of all.
+
+    Raises UserError, on all ranks alike, that names each file that differs. Does nothing where no digests are known.
+    """
+    try:
+        with Comparison(folder, *((ranks.rank, ranks.world_size) if ranks else ()), only=only) as comparison:
+            problems = comparison.finish()
+    except UserError as error:
+        problems = error.problems
+    agree(problems, ranks)

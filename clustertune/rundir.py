@@ -85,13 +85,19 @@ class RunDir:
         return found
 
     def resolved(self) -> Resolved:
-        """The recipe as this run resolved it."""
+        """The recipe as this run resolved it. Raises UserError where it does not have the fingerprint that was recorded."""
         from clustertune.config.resolved import Resolved
 
+        body = self.read()
         try:
-            return Resolved.from_dict(self.read()["recipe"])
-        except (KeyError, TypeError, ValueError) as error:
+            found = Resolved.from_dict(body["recipe"])
+            if (digest := found.fingerprint()) == body.get("fingerprint", digest):
+                return found
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
+        text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
+        fix = "give another --run-dir; go on with this one only by the version of clustertune that wrote it"
+        raise UserError(Problem(text, file=str(self.run_json), key="recipe", fix=fix))
 
     def accelerate_file(self, resolved: Resolved) -> Path:
         """The accelerate configuration that this run's ranks read: the recipe's, or the run's own (:meth:`write_own_files`)."""

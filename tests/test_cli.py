@@ -232,7 +232,8 @@ def test_verify_a_run(call: Call, tmp_path: Path) -> None:
     (new / "state").write_bytes(b"0133")
     code, out, err = call("checkpoint", "verify", tmp_path / "run", "--json")
     assert code == 2 and strict(out)["whole"] is False and strict(out)["checkpoint"] == str(old)
-    assert strict(out)["problems"] == [f"{new}/state: content differs from the manifest's SHA-256"]
+    (problem,) = strict(out)["problems"]
+    assert problem.startswith(f"{new}/state: content differs from the manifest's SHA-256: ")
     assert call("checkpoint", "verify", old, "--json")[0] == 0
 
 

@@ -23,8 +23,8 @@ ORDER = (
     ("launch",),
     ("nccl_check", "cluster"),
     ("data",),
-    ("training",),
     ("checkpoint",),
+    ("training",),
     ("adapter",),
     ("merge",),
     ("ifeval",),
@@ -165,7 +165,7 @@ FORBIDDEN = {
 }
 STARTERS = re.compile(r"subprocess\.(run|Popen|call|check_call|check_output)")
 ONLY_FALSE = {"shell": "a shell", "trust_remote_code": "code of a model repository", "allow_pickle": "a pickle"}
-UNPICKLER = "clustertune/adapter/shards.py"
+UNPICKLER = "clustertune/checkpoint/restricted.py"
 
 
 def _full_names(module: ast.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertune import manifest
-from clustertune.errors import UserError
+from clustertune.errors import Problem, UserError
 
 WRITER = """
 import sys
@@ -127,3 +127,114 @@ def test_temporary_files_are_not_part_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / ".x.1.tmp").write_bytes(b"")
     (tmp_path / ".metadata").write_bytes(b"")
     assert manifest.list_files(tmp_path) == [".metadata"]
+
+
+# -- comparing what is read with its digests -----------------------------------------------------------------------------
+
+
+class Pair:
+    """Two ranks of a group; ``other`` is what the second one found."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, other: list[Problem]) -> None:
+        self.rank, self._other = rank, other
+
+    def gather(self, value: list[Problem]) -> list[list[Problem]]:
+        return [value, self._other]
+
+
+def model_folder(folder: Path, shards: int = 5) -> Path:
+    folder.mkdir(parents=True)
+    for number in range(shards):
+        (folder / f"model-{number}.safetensors").write_bytes(bytes([number]) * (100 + 10 * number))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def found(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    with manifest.Comparison(folder, rank, world_size) as comparison:
+        return [Path(problem.file or "").name for problem in comparison.finish()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_each_weight_is_hashed_by_one_rank_and_small_files_by_all(tmp_path: Path, world_size: int) -> None:
+    folder = model_folder(tmp_path / "model")
+    manifest.seal(folder, "model", {})
+    for path in folder.glob("[!M]*"):
+        flip(path)
+    by_rank = [found(folder, rank, world_size) for rank in range(world_size)]
+    assert all("config.json" in names for names in by_rank)
+    weights = sorted(name for names in by_rank for name in names if name != "config.json")
+    assert weights == [f"model-{number}.safetensors" for number in range(5)]
+    shares = [manifest.Comparison(folder, rank, world_size).bytes for rank in range(world_size)]
+    assert sum(shares) == 600 and max(shares) <= 600 / min(world_size, 5) + 140
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_sees_ends_all(tmp_path: Path, rank: int) -> None:
+    folder = model_folder(tmp_path / "model")
+    manifest.seal(folder, "model", {})
+    with pytest.raises(UserError, match="damaged there"):
+        manifest.require_whole(folder, Pair(rank, [Problem("damaged there")]))
+
+
+def test_a_message_says_file_digests_and_what_to_do(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    manifest.seal(folder, "model", {})
+    before = manifest.hash_file(folder / "config.json").digest
+    (folder / "config.json").write_text("[]")
+    (problem,) = manifest.Comparison(folder).problems
+    after = manifest.hash_file(folder / "config.json").digest
+    assert before[:12] in problem.message and after[:12] in problem.message and problem.fix
+    assert problem.file == str(folder / "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-3.safetensors"])
+def test_the_hubs_cache_names_blobs_by_their_content(tmp_path: Path, name: str) -> None:
+    """git hash-object gives small files their names, SHA-256 large ones."""
+    source = model_folder(tmp_path / "source")
+    cache = tmp_path / "models--x--y"
+    snapshot = cache / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for path in source.iterdir():
+        git = subprocess.run(["git", "hash-object", path], capture_output=True, text=True, check=True).stdout.strip()
+        blob = cache / "blobs" / (git if path.suffix == ".json" else manifest.hash_file(path).digest)
+        blob.write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(Path("../../blobs") / blob.name)
+    assert found(snapshot) == []
+    flip((snapshot / name).resolve())
+    assert found(snapshot) == [name]
+
+
+@pytest.mark.parametrize("kind", ["parcel", "staged"])
+def test_staged_inputs_are_compared_by_the_manifest_around_them(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder(tmp_path / "all" / "hub" / "model")
+    (tmp_path / "all" / "recipe.yaml").write_text("name: x")
+    manifest.seal(tmp_path / "all", kind, {})
+    assert found(folder) == []
+    flip(tmp_path / "all" / "recipe.yaml")
+    flip(folder / "model-0.safetensors")
+    assert found(folder) == ["model-0.safetensors"]
+    # A node's own copy is shared out over that node's ranks, whatever their number in the job.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    seen = [manifest.Comparison(folder, rank, 16).bytes for rank in (0, 9)]
+    assert (seen[0] == seen[1]) == (kind == "staged")
+
+
+def test_a_folder_without_digests_cannot_be_compared(tmp_path: Path) -> None:
+    (tmp_path / "MANIFEST.json").write_text('{"of": "another program"}')
+    folder = model_folder(tmp_path / "model")
+    flip(folder / "config.json")
+    assert found(folder) == []
+    manifest.require_whole(folder)

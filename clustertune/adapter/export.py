@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.adapter.publish import find_published, staging
+from clustertune.checkpoint.store import require_own
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, Manifest, find_problems, fsync_path, hash_file, read_manifest, seal
+from clustertune.manifest import MANIFEST, Manifest, find_problem, find_problems, fsync_path, hash_file, read_manifest, seal
 
 if TYPE_CHECKING:
     import torch
@@ -106,8 +107,8 @@ def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tupl
     with byte_progress() as bar:
         task = bar.add_task("verify shards", total=sum(manifest.files[name].size for name in files))
         for name in files:
-            if hash_file(checkpoint / name) != manifest.files[name]:
-                problems.append(Problem("content differs from the manifest's SHA-256", file=str(checkpoint / name)))
+            if problem := find_problem(checkpoint / name, manifest.files[name]):
+                problems.append(problem)
             bar.advance(task, manifest.files[name].size)
     if problems:
         raise UserError(problems)
@@ -175,16 +176,20 @@ def read_trained_model(checkpoint: Path) -> TrainedModel:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Every file there with its size, ``recipe.json`` with its hash; the shards are hashed when it is known which are read."""
+    """Every file there with its size, ``recipe.json`` with its hash; the shards are hashed when it is known which are read.
+
+    Raises UserError, also where others can write to the checkpoint.
+    """
     problems = find_problems(checkpoint, "checkpoint", hashes=False)
     if problems:
         raise UserError(problems)
+    require_own(checkpoint)
     manifest = read_manifest(checkpoint, "checkpoint")
     recipe = checkpoint / "recipe.json"
     if "recipe.json" not in manifest.files:
         problems.append(Problem("missing", file=str(recipe)))
-    elif hash_file(recipe) != manifest.files["recipe.json"]:
-        problems.append(Problem("content differs from the manifest's SHA-256", file=str(recipe)))
+    elif problem := find_problem(recipe, manifest.files["recipe.json"]):
+        problems.append(problem)
     if not isinstance(manifest.meta.get("step"), int):
         problems.append(Problem("the manifest names no step", file=str(checkpoint / MANIFEST), key="meta.step"))
     if problems:

@@ -22,7 +22,7 @@ from clustertune.adapter.publish import find_published, staged, staging
 from clustertune.checkpoint.store import find_checkpoint
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, Manifest, fsync_path, hash_file, seal
+from clustertune.manifest import MANIFEST, Manifest, agree, find_problem, find_records, fsync_path, hash_file, seal
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +150,8 @@ class _Export:
         with byte_progress() as bar:
             task = bar.add_task("verify shards", total=sum(manifest.files[name].size for name in files))
             for name in files:
-                if hash_file(checkpoint / name) != manifest.files[name]:
-                    problems.append(Problem("content differs from the manifest's SHA-256", file=str(checkpoint / name)))
+                if problem := find_problem(checkpoint / name, manifest.files[name]):
+                    problems.append(problem)
                 bar.advance(task, manifest.files[name].size)
         if problems:
             raise UserError(problems)
@@ -257,8 +257,10 @@ def _units(names: Iterable[str]) -> list[list[str]]:
 
 
 def _copy_beside(base: Path | None, stage: Path) -> list[str]:
-    """Copy what goes with the weights; returns a warning where there is no tokenizer."""
+    """Copy what goes with the weights; returns a warning where there is no tokenizer. Raises UserError for a damaged file."""
     files = sorted({file for pattern in BESIDE for file in base.glob(pattern) if file.is_file()}) if base else []
+    kind, records = find_records(base) if base else ("", {})
+    agree([p for file in files if file in records and (p := find_problem(file, records[file], kind))])
     for file in files:
         shutil.copyfile(file, stage / file.name)
         fsync_path(stage / file.name)

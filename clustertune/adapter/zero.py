@@ -20,7 +20,7 @@ from torch.serialization import safe_globals
 
 from clustertune.adapter.stored import Stored
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import Manifest, hash_file
+from clustertune.manifest import Manifest, find_problem
 
 _STATES = re.compile(r"(global_step\d+)/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(r"(global_step\d+)/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
@@ -95,8 +95,8 @@ class ZeroSource:
                 start += -(-size // len(self._states)) if self._stage == 3 else size
 
     def _verify(self, name: str) -> None:
-        if hash_file(self.checkpoint / name) != self.manifest.files[name]:
-            raise UserError(Problem("content differs from the manifest's SHA-256", file=str(self.checkpoint / name)))
+        if problem := find_problem(self.checkpoint / name, self.manifest.files[name]):
+            raise UserError(problem)
 
     def _load(self, name: str) -> dict[str, Any]:
         """A file's values, its tensors mapped. Only after its hash was compared."""

@@ -6,8 +6,10 @@ killed attempt left behind is never written into. A checkpoint exists when its m
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,12 +73,57 @@ def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
     return problems
 
 
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def find_open(path: Path) -> list[Problem]:
+    """What of a checkpoint somebody else could have written: other owners, files or folders that others can write to.
+
+    The rule of :func:`clustertune.launch.environment.make_own_folder`. A digest does not help against who can seal anew.
+    """
+    root = path.resolve()
+    problems = []
+    for place in [root, *sorted(root.rglob("*"))]:
+        found = place.lstat()
+        if found.st_uid != os.getuid():
+            text = f"belongs to user {found.st_uid}, you are {os.getuid()}: what it holds could be made to run as you"
+            fix = "if you trust its owner: cp -r --no-preserve=mode,ownership, then chmod -R go-w the copy, and go on from that"
+        elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+            text, fix = "is neither a file nor a folder", "put what it links to in its place"
+        elif found.st_mode & _OTHERS:
+            text = f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o}): what it holds could be made to run as you"
+            fix = f"chmod -R go-w {path}, if you are sure that nobody else has changed it"
+        else:
+            continue
+        problems.append(Problem(text, file=str(place), fix=fix))
+    return problems
+
+
+def require_own(path: Path) -> None:
+    """Raise UserError where somebody else could have written to a checkpoint, before anything of it is loaded."""
+    if problems := find_open(path):
+        more = [Problem(f"and {len(problems) - 3} more of its files", file=str(path))] if len(problems) > 3 else []
+        raise UserError([*problems[:3], *more])
+
+
+def close(path: Path) -> None:
+    """Take the right to write from group and others: a umask of 002 or an ACL of the project's folder gives it to them."""
+    for place in [path, *path.rglob("*")]:
+        mode = place.lstat().st_mode
+        if mode & _OTHERS and not stat.S_ISLNK(mode):
+            place.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+
+
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, list[Problem]]]]:
-    """The newest whole checkpoint, every hash compared, and the newer ones that are broken with what is wrong in each."""
+    """The newest whole checkpoint, every hash compared, and the newer ones that are broken with what is wrong in each.
+
+    Raises UserError where others can write to the newest whole one: an older one in its place would be trained over again.
+    """
     broken: list[tuple[Checkpoint, list[Problem]]] = []
     for checkpoint in list_checkpoints(folder):
         problems = verify(checkpoint.path)
         if not problems:
+            require_own(checkpoint.path)
             return checkpoint, broken
         broken.append((checkpoint, problems))
     return None, broken
@@ -121,16 +168,29 @@ class CheckpointStore:
     fence: Callable[[], None] = _unfenced
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and its metadata, chosen by rank 0 alone (attribute caches of NFS clients differ)."""
+        """The newest whole checkpoint and its metadata, chosen by rank 0 alone (attribute caches of NFS clients differ).
+
+        Raises UserError on all ranks where others can write to it.
+        """
         chosen = None
+        if problems := self.ranks.broadcast(self._look() if self.ranks.rank == 0 else None):
+            raise UserError(problems)
         if self.ranks.rank == 0:
-            checkpoint, broken = newest_whole(self.folder)
+            checkpoint, broken = self._found
             for bad, problems in broken:
                 self.tell(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
             if checkpoint:
                 chosen = (str(checkpoint.path), manifest.read_manifest(checkpoint.path).meta)
         chosen = self.ranks.broadcast(chosen)
         return (Path(chosen[0]), chosen[1]) if chosen else None
+
+    def _look(self) -> list[Problem]:
+        """Find the newest whole checkpoint, on rank 0; what forbids to load it."""
+        try:
+            self._found = newest_whole(self.folder)
+        except UserError as error:
+            return error.problems
+        return []
 
     def begin(self, step: int) -> Path:
         """A new, empty folder for this step. One that exists is never written into: OSError, on every rank alike.
@@ -143,6 +203,7 @@ class CheckpointStore:
         if self.ranks.rank == 0:
             try:
                 path.mkdir(parents=True)
+                close(path)
             except OSError as error:
                 failure = (error.errno, error.strerror)
         if failure := self.ranks.broadcast(failure):
@@ -159,6 +220,8 @@ class CheckpointStore:
         names = self.ranks.broadcast(manifest.list_files(path) if self.ranks.rank == 0 else None)
         records, error = {}, None
         try:
+            if self.ranks.rank == 0:
+                close(path)
             records = manifest.record_files(path, [n for n in names if self._owner(n) == self.ranks.rank])
         except OSError as caught:
             error = f"rank {self.ranks.rank}: {caught}"
@@ -172,6 +235,8 @@ class CheckpointStore:
                 errors = [f"rank 0: {caught}"]
         if errors := self.ranks.broadcast(errors):
             raise OSError("; ".join(errors))
+        if self.ranks.rank == 0 and (found := find_open(path)):  # NFS that maps owners, a file system without modes
+            self.tell(f"warning: the storage keeps neither owner nor mode, the next attempt would refuse it: {found[0]}")
         return sum(record.size for part, _ in parts for record in part.values())
 
     def _check_fence(self) -> None:

@@ -16,7 +16,7 @@ from clustertune.console import byte_progress
 from clustertune.data.rejects import Place, Rejects
 from clustertune.data.rows import COLUMNS, SUFFIXES, Record, is_data_file, read_file
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import MANIFEST, hash_file
+from clustertune.manifest import MANIFEST, hash_file, require_whole
 
 _SPLIT_WORDS = {
     "train": r"train(?:ing|set)?",
@@ -106,6 +106,8 @@ class LocalFiles:
 
     def identity(self) -> list[Any] | None:
         found = []
+        for folder in sorted({file.path.parent for file in self.files}):
+            require_whole(folder, only=[file.path.name for file in self.files if file.path.parent == folder])
         for file in self.files:
             try:
                 found.append([file.name, file.split, hash_file(file.path).sha256])
@@ -174,11 +176,13 @@ class Hub:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             return None
         try:
-            return huggingface_hub.snapshot_download(
+            found: str = huggingface_hub.snapshot_download(
                 self.name, repo_type="dataset", revision=self.revision, local_files_only=True
             )
         except (OSError, ValueError):  # not there: datasets may have prepared it before
             return None
+        require_whole(Path(found))
+        return found
 
     def has_splits(self) -> bool:
         return _has_splits({split_of(name) for name in self._splits()}, self.shown)

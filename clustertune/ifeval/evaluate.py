@@ -161,7 +161,9 @@ class _Run:
         # langdetect draws; unseeded, two scorings of one answer can differ (its README, "NOTE").
         langdetect.DetectorFactory.seed = 0
         _seed(self.task.seeds)
-        lm = load_lm(self.facts.folder, self.device, self.settings.batch_size)
+        with manifest.Comparison(self.facts.folder) as weights:
+            lm = load_lm(self.facts.folder, self.device, self.settings.batch_size)
+            raise_if(weights.finish())
         with progress() as report, out_of_memory(self.facts.folder):
             wrapped = ResumableLM(lm, log, self.settings.batch_size, report)
             raw = lm_eval.evaluator.evaluate(

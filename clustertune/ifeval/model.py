@@ -36,9 +36,10 @@ def check_model(folder: Path, max_gen_toks: int) -> tuple[ModelFacts | None, lis
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     problems = _check_config(folder) + check_weights(folder)
-    if (folder / manifest.MANIFEST).exists():
-        # Sizes only: hashing 810 GB takes longer than the prompts.
-        problems += manifest.find_problems(folder, hashes=False, allow_extra=True)
+    try:
+        problems += manifest.Comparison(folder).problems  # the weights are compared while they are loaded
+    except UserError as error:
+        problems += error.problems
     tokenizer, found = _load_tokenizer(folder)
     problems += found
     if problems:

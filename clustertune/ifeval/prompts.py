@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
+from clustertune.manifest import require_whole
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
 """The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
@@ -85,6 +86,7 @@ def read_prompts(path: Path) -> Prompts:
 
     Raises UserError with every bad line (``file:line``).
     """
+    require_whole(path.parent, only=[path.name])
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -42,7 +42,7 @@ def make(resolved: Resolved, run_path: Path, prepared: Path, source: tuple[str, 
     """
     where = places(run_path)
     counts = _write_data(prepared, where["data"])
-    if manifest.find_problems(where["tokenizer"], TOKENIZER_KIND, hashes=False):
+    if manifest.find_problems(where["tokenizer"], TOKENIZER_KIND):
         _write_tokenizer(resolved, source, where["tokenizer"])
     return counts
 
@@ -50,7 +50,7 @@ def make(resolved: Resolved, run_path: Path, prepared: Path, source: tuple[str, 
 def _write_data(prepared: Path, out: Path) -> dict[str, int]:
     """``{"messages": [{"role", "content"}]}`` a line: the form that Bridge hands to the tokenizer's template as it is."""
     identity = manifest.hash_file(prepared / manifest.MANIFEST).sha256
-    if not manifest.find_problems(out, DATA_KIND, hashes=False, allow_extra=True):  # Bridge packs, and puts it beside
+    if not manifest.find_problems(out, DATA_KIND, allow_extra=True):  # Bridge packs, and puts it beside
         meta = manifest.read_manifest(out, DATA_KIND).meta
         if meta.get("prepared") == identity:
             return {split: int(meta["conversations"][split]) for split in SPLITS}

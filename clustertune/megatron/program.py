@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from clustertune import manifest, secrets
-from clustertune.checkpoint.store import KIND, CheckpointStore
+from clustertune.checkpoint.store import KIND, CheckpointStore, close, find_open
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.megatron import inputs, settings
@@ -122,6 +122,9 @@ class _Training:
             for note in self.attempt.notes:
                 self.store.tell(f"note: {note}")
             self._fetch()
+            where = inputs.places(self.attempt.run.path)
+            for folder in (Path(self.attempt.source[0]), where["data"], where["tokenizer"]):
+                manifest.require_whole(folder, self.group)
             self._make_base()
             config = self._configure(latest)
             self.store.tell(f"resume from {latest[0].name}" if latest else "train from the base model")
@@ -175,6 +178,8 @@ class _Training:
         if self.group.rank == 0 and not manifest.find_problems(out, BASE_KIND, hashes=False):
             there = manifest.read_manifest(out, BASE_KIND).meta.get("source")
         if self.group.broadcast(there) == identity:
+            manifest.require_whole(out, self.group)
+            manifest.agree(find_open(out) if self.group.rank == 0 else [], self.group)  # Megatron-Core unpickles it
             return
         self.attempt.fence()
         self.attempt.beat("model")
@@ -188,6 +193,7 @@ class _Training:
         self.bridge.convert(self.attempt.source, self.attempt.resolved, out, self.attempt.beat)
         self.group.barrier()
         if self.group.rank == 0:
+            close(out)
             manifest.seal(out, BASE_KIND, {"source": identity, "seconds": round(time.monotonic() - began, 1)})
         self.group.barrier()
         self.store.tell(f"converted in {time.monotonic() - began:.0f} s")

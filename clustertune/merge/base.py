@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import MANIFEST, find_problems
+from clustertune.manifest import Comparison
 from clustertune.tensorfile import Header, Tensor, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -151,9 +151,8 @@ def read_base(folder: Path) -> Base:
         problems += _config_problems(config, folder / "config.json")
     except UserError as error:
         problems += error.problems
-    if (folder / MANIFEST).exists():
-        problems += find_problems(folder, hashes=False, allow_extra=True)
     try:
+        problems += Comparison(folder).problems
         shards, weights, metadata = _find_shards(folder)
         tensors, headers = _read_shards(folder, shards, weights)
     except UserError as error:

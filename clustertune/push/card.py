@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import Manifest
+from clustertune.manifest import Manifest, require_whole
 from clustertune.report import content, source
 from clustertune.report.format import number
 from clustertune.report.forms import is_number
@@ -199,6 +199,8 @@ def _said(value: Any) -> Any:
 
 
 def _read_ifeval(run: RunDir) -> dict[str, Any] | None:
+    """The result of the run's evaluation; None where there is none. Raises UserError where it is not what was sealed."""
+    require_whole(run.eval)
     try:
         found = json.loads((run.eval / "ifeval.json").read_bytes())
     except (OSError, ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from clustertune.console import say
 from clustertune.errors import UserError, storage_error
-from clustertune.manifest import MANIFEST, write_durably
+from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.report import content, nccl, plots
 from clustertune.report.format import duration, percent, plain
 from clustertune.report.metrics import Metrics, read_metrics
@@ -56,6 +56,7 @@ def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[st
     """Everything that the template shows."""
     resolved = document.get("recipe")
     stages = read_stages(run, metrics)
+    require_whole(run.eval)
     ifeval = _read_json(run.eval / "ifeval.json")
     adapter = _read_json(run.adapter / MANIFEST)
     trained = content.get(adapter, "meta", "parameters") or content.get(document, "distributed", "trainable_parameters")

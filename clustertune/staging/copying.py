@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import XXH3_128, Hasher, new_hasher
-from clustertune.staging.survey import GIT_SHA1, SourceFile
+from clustertune.manifest import GIT_SHA1, XXH3_128, Hasher, new_hasher
+from clustertune.staging.survey import SourceFile
 
 BLOCK = 8 << 20
 """Bytes of one read: a network file system splits it into requests that are under way together."""

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import MANIFEST, SHA256, read_manifest
+from clustertune.manifest import MANIFEST, hub_record, read_manifest
 
-GIT_SHA1 = "git_sha1"
-"""The name that git, and with it the Hub, gives a small file: SHA-1 over ``blob SIZE\\0`` and the content."""
 INDEX = ".index.json"
 _OTHER_WEIGHTS = re.compile(
     r".*\.(pth|pt|gguf|ggml|onnx|onnx_data|msgpack|h5|ot|tflite|mlmodel|nemo|bin|safetensors|ckpt)(\.index\.json)?"
 )
 _SHARDS = ("model.safetensors", "pytorch_model.bin")
 """What transformers loads, the first that is there; each alone or as shards that ``NAME.index.json`` lists."""
-_BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def survey(root: Path, what: str) -> list[SourceFile]:
     for name in names:
         path = found[name]
         state = path.stat()
-        size, digest, algorithm = known.get(name) or (state.st_size, *_blob_digest(path))
+        size, digest, algorithm = known.get(name) or _hub_digest(path, state.st_size)
         if size != state.st_size:
             problems.append(Problem(f"{state.st_size} bytes, the folder's manifest says {size}", file=str(path)))
         files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
@@ -131,11 +128,6 @@ def _known_digests(root: Path, found: Mapping[str, Path]) -> dict[str, tuple[int
     return {name: (record.size, record.digest, record.algorithm) for name, record in records.items()}
 
 
-def _blob_digest(path: Path) -> tuple[str | None, str | None]:
-    """The Hub's cache keeps each content once, under its digest, and links to it."""
-    if not path.is_symlink():
-        return None, None
-    target = path.readlink()
-    if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
-        return None, None
-    return target.name, SHA256 if len(target.name) == 64 else GIT_SHA1
+def _hub_digest(path: Path, size: int) -> tuple[int, str | None, str | None]:
+    record = hub_record(path)
+    return (size, record.digest, record.algorithm) if record else (size, None, None)

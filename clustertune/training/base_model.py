@@ -82,6 +82,12 @@ def _untrainable(stored: Mapping[str, Any], name: str) -> str | None:
     return None if trainable else f"transformers does not train over {name} weights"
 
 
+def folder(source: str, revision: str | None) -> Path | None:
+    """Where the base's files lie: the folder, or the snapshot in the Hub's cache; None where it is not there yet."""
+    file = _config_file(source, revision)
+    return file.parent if file is not None and file.is_file() else None
+
+
 def _config_file(source: str, revision: str | None) -> Path | None:
     """The base's config.json; None where it cannot be had, which transformers tells when it loads the model."""
     if Path(source).is_dir():

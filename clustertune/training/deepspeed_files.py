@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import MANIFEST, hash_file, read_manifest
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import MANIFEST, find_problem, read_manifest
 from clustertune.training.deepspeed import swapped_masters
 
 
@@ -85,15 +85,15 @@ def load_verified(path: Path, names: list[Any]) -> Any:
     """The content of a file of a checkpoint, by torch's restricted unpickler, after its hash. Raises UserError."""
     root = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
     if root is None:
-        raise UserError(Problem("is not part of a whole checkpoint", file=str(path)), ExitCode.FAILED)
+        raise UserError(Problem("is not part of a whole checkpoint", file=str(path)))
     record = read_manifest(root, "checkpoint").files.get(path.relative_to(root).as_posix())
-    if record is None or hash_file(path) != record:
-        raise UserError(Problem("content differs from the manifest's SHA-256", file=str(path)), ExitCode.FAILED)
+    if record is None:
+        raise UserError(Problem("is not named by the checkpoint's manifest", file=str(path)))
+    if problem := find_problem(path, record):
+        raise UserError(problem)
     try:
         with safe_globals(names):
             return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
         words = " ".join(str(error).split())[:300]
-        raise UserError(
-            Problem(f"holds more than tensors and plain values: {words}", file=str(path)), ExitCode.FAILED
-        ) from None
+        raise UserError(Problem(f"holds more than tensors and plain values: {words}", file=str(path))) from None

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from clustertune.config import accelerate_file as acc
 from clustertune.config import sliced
 from clustertune.errors import Problem, UserError
+from clustertune.manifest import agree
 from clustertune.training import loading_quantised as quantised
 from clustertune.training import loading_zero as zero
 from clustertune.training.collectives import Group
@@ -162,7 +163,7 @@ class Loading:
                 zero.fill(likes[name], value)
         except UserError as error:
             problems += error.problems
-        self._agree(problems)
+        agree(problems, self._group)
         self._count()
         return self._told(model, sources)
 
@@ -177,7 +178,7 @@ class Loading:
             other = str(error)
         except (ImportError, AttributeError, TypeError) as error:  # another version's functions, other arguments
             other = f"this transformers maps names in another way ({error})"
-        self._agree(problems)
+        agree(problems, self._group)
         reasons = [reason for reason in self._group.gather(other) if reason]
         if found is None or reasons:
             raise Unfollowed(reasons[0])
@@ -246,7 +247,7 @@ class Loading:
                 made[name] = placed(local, empty[name], device, cpu_offload=cpu_offload)
         except UserError as error:
             problems += error.problems
-        self._agree(problems)
+        agree(problems, self._group)
         for name, like in empty.items():
             first = seen[shared.get(clean(name), id(name))]
             if first != name:
@@ -256,12 +257,6 @@ class Loading:
                 made[name] = placed(rows(whole, like), like, device, cpu_offload=cpu_offload)
         model.load_state_dict(made, assign=True)
         self._count()
-
-    def _agree(self, problems: list[Problem]) -> None:
-        """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
-        told = {str(problem): problem for found in self._group.gather(problems) for problem in found}
-        if told:
-            raise UserError(list(told.values()))
 
     def _count(self) -> None:
         self.startup.read_bytes += self._reader.bytes
@@ -314,7 +309,7 @@ class Loading:
                 local = done.values
             if local is not None:
                 made[id(like)] = torch.nn.Parameter(placed(local, like, device, cpu_offload=cpu_offload), like.requires_grad)
-        self._agree(problems)
+        agree(problems, self._group)
         for name, module, own, _ in held:
             put(module, own, made[id(likes[name])])
         self._count()

@@ -13,10 +13,10 @@ from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig
 
-from clustertune import secrets
+from clustertune import manifest, secrets
 from clustertune.config.architecture import scale_down
 from clustertune.config.resolved import Resolved
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
 from clustertune.training import base_model, build, deepspeed, kernels, packing, recompute, sharding, tracker
 from clustertune.training.beat import Beat
@@ -43,6 +43,7 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         assert self.trainer is not None
+        self._session.compared()
         found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator, self._session.group.gather)
         resolved = self._session.resolved
         sharding.check(found, resolved.accelerate, resolved.world_size)
@@ -88,6 +89,7 @@ class Session:
     startup: Startup
     log: EventLog | None = None
     console: TrainingConsole | None = None
+    _weights: manifest.Comparison | None = None
 
     @classmethod
     def build(cls, run_path: Path, resolved: Resolved, attempt: Attempt, notes: list[str]) -> Session:
@@ -152,6 +154,8 @@ class Session:
         report: Callable[[Mapping[str, Any]], None],
     ) -> Trainer:
         recipe = self.resolved.recipe
+        with self.startup.part("digests"):
+            self._compare(base_model.folder(*source), data)
         base_model.check(*source, self.resolved)
         with self.startup.part("data"):
             tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
@@ -193,6 +197,32 @@ class Session:
         self._watch = watch
         self._look_at(trainer, tokenizer)
         return trainer
+
+    def _compare(self, base: Path | None, data: Path) -> None:
+        """Hold what this run is made of against its digests: data and small files now, weights beside their loading.
+
+        Raises UserError on all ranks where one sees a damaged file. :meth:`compared` gives the verdict on the weights.
+        """
+        manifest.require_whole(data, self.group)
+        if base is None:
+            return
+        problems: list[Problem] = []
+        try:
+            self._weights = manifest.Comparison(base, self.group.rank, self.group.world_size)
+            problems = self._weights.problems
+        except UserError as error:
+            problems = error.problems
+        manifest.agree(problems, self.group)
+        if self._weights is not None:
+            self._weights.start()
+
+    def compared(self) -> None:
+        """Wait until the weights are compared, before they are trained on. Raises UserError on all ranks alike."""
+        if self._weights is not None:
+            with self.startup.part("digests"):
+                manifest.agree(self._weights.finish(), self.group)
+            self._weights.stop()
+            self._weights = None
 
     def _startup_watch(self) -> StartupWatch:
         return StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
@@ -268,6 +298,8 @@ class Session:
             code, reason = error.code, error.problems[0].message
             raise
         finally:
+            if self._weights is not None:  # stopped before the first step: nobody asks for the verdict
+                self._weights.stop()
             if self.log:
                 with contextlib.suppress(UserError):  # the attempt that has taken over tells the rest
                     self.log.write("stop", step=max(start, trainer.state.global_step), exit_code=int(code), reason=reason)

@@ -21,9 +21,22 @@ from transformers import TrainerCallback
 
 from clustertune.process import process_age
 
-PARTS = ("imports", "process group", "data", "model", "reading", "sharding", "resume", "evaluation", "first step", "other")
-"""In the order in which they are told. ``model``: built without weights, LoRA added, trainer made; ``reading``: weights from
-storage to where they stay; ``first step``: compilation included; ``evaluation``: the one before the first step."""
+PARTS = (
+    "imports",
+    "process group",
+    "digests",
+    "data",
+    "model",
+    "reading",
+    "sharding",
+    "resume",
+    "evaluation",
+    "first step",
+    "other",
+)
+"""In the order in which they are told. ``digests``: waiting until data and weights are compared with theirs; ``model``: built
+without weights, LoRA added, trainer made; ``reading``: weights from storage to where they stay; ``first step``: compilation
+included; ``evaluation``: the one before the first step."""
 
 HOW = {
     "slices": "each rank read its own slices",

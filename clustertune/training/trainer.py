@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+from clustertune.checkpoint import restricted
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import deepspeed, fsdp1
@@ -86,6 +87,7 @@ class Trainer(ZeroTrainer):
         fence: Callable[[], None],
         **kwargs: Any,
     ) -> None:
+        restricted.install()
         super().__init__(*args, **kwargs)
         self.group = Group()
         self.store, self.stop, self.beat, self.fence = store, stop, beat, fence
@@ -303,20 +305,27 @@ class Trainer(ZeroTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
-            fsdp1.load_adapter(model or self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with restricted.reading(resume_from_checkpoint):
+            restricted.check(Path(resume_from_checkpoint))
+            if self._is_fsdp1 and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+                fsdp1.load_adapter(model or self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with restricted.reading(checkpoint or ""):
+            super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The last part of a load; then prove the whole: one that matches no key leaves the start values, in silence."""
         if checkpoint is None:
             return
-        if self._is_fsdp1:
-            fsdp1.load_optimizer(self.model, self.optimizer, Path(checkpoint))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        with restricted.reading(checkpoint):
+            if self._is_fsdp1:
+                fsdp1.load_optimizer(self.model, self.optimizer, Path(checkpoint))
+                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
         same = self._expected_digest in (None, state_digest(self.model, self.optimizer))
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             raise UserError(

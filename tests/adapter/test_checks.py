@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.adapter import export as module
-from clustertune.adapter import shards
+from clustertune import manifest
 from clustertune.adapter.expected import normalise
 from clustertune.adapter.export import export
+from clustertune.checkpoint import restricted
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, FileRecord, hash_file, parse_record
 from tests.adapter.conftest import LORA, Maker, make_tensors, seal_checkpoint
@@ -138,22 +138,22 @@ def test_without_the_hash_a_swapped_shard_would_pass(
     shutil.copyfile(second / shard, first / shard)
     recorded = json.loads((first / MANIFEST).read_text())["files"][shard]
 
-    def believe(path: Path) -> FileRecord:
+    def believe(path: Path, *_: Any) -> FileRecord:
         return parse_record(recorded) if path.name == "__0_0.distcp" else hash_file(path)
 
-    monkeypatch.setattr(module, "hash_file", believe)
+    monkeypatch.setattr(manifest, "hash_file", believe)
     assert export(first, tmp_path / "out")["step"] == 2
 
 
 def test_disk_that_cannot_be_read_is_said(make_checkpoint: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint()
 
-    def broken(path: Path) -> FileRecord:
+    def broken(path: Path, *_: Any) -> FileRecord:
         if path.name.endswith(".distcp"):
             raise OSError(5, "Input/output error")
         return hash_file(path)
 
-    monkeypatch.setattr(module, "hash_file", broken)
+    monkeypatch.setattr(manifest, "hash_file", broken)
     with pytest.raises(UserError, match="Input/output error") as failed:
         export(checkpoint, tmp_path / "out")
     assert failed.value.code == ExitCode.STORAGE
@@ -194,7 +194,7 @@ def test_without_the_restricted_unpickler_the_canary_would_be_made(
 ) -> None:
     checkpoint = make_checkpoint()
     canary = plant(checkpoint, tmp_path, sealed=True)
-    monkeypatch.setattr(shards, "_IndexUnpickler", pickle.Unpickler)
+    monkeypatch.setattr(restricted, "IndexUnpickler", pickle.Unpickler)
     refuse(checkpoint, tmp_path)
     assert canary.exists()
 
@@ -220,16 +220,16 @@ def test_the_index_of_debians_python_is_read(make_checkpoint: Maker, tmp_path: P
     out = io.BytesIO()
     ByName(out, protocol=pickle.HIGHEST_PROTOCOL).dump(index)
     assert b"getattr" in out.getvalue()
-    assert shards._IndexUnpickler(io.BytesIO(out.getvalue())).load() == index
+    assert restricted.IndexUnpickler(io.BytesIO(out.getvalue())).load() == index
 
 
 @pytest.mark.parametrize("owner", [os, pathlib.Path, torch.Size])
 def test_no_other_attribute_is_read(owner: Any) -> None:
     """getattr(os, "system") would be the whole attack."""
     with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
-        shards._member(owner, "__init__")
+        restricted._member(owner, "__init__")
     with pytest.raises(pickle.UnpicklingError, match="more than an enumeration"):
-        shards._member(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING, "__class__")
+        restricted._member(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING, "__class__")
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"cos\nsystem\n.", b"<html>", b"\x80\x04]."])
@@ -256,7 +256,7 @@ def test_index_that_points_out_of_the_checkpoint_is_refused(make_checkpoint: Mak
             info.relative_path = "../../elsewhere"
 
     edit_index(checkpoint, change)
-    assert "no plain file of this checkpoint" in refuse(checkpoint, tmp_path)[0]
+    assert "no file of its folder" in refuse(checkpoint, tmp_path)[0]
 
 
 def test_chunk_that_the_index_forgot_is_found(make_checkpoint: Maker, tmp_path: Path) -> None:

@@ -294,3 +294,47 @@ def test_what_a_later_attempt_made_is_not_pruned_by_an_earlier_one(tmp_path: Pat
     make_store(tmp_path, limit=1)[0].prune()
     assert all(path.exists() for path in theirs)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002.a2", "step-000003.a2", "step-000009"]
+
+
+# -- who could have written it -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_saved_closed_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = save(tmp_path, 2)
+    finally:
+        os.umask(before)
+    assert store.find_open(path) == []
+    assert make_store(tmp_path)[0].latest() is not None
+
+
+@pytest.mark.parametrize("name", [".", *FILES, "pytorch_model_fsdp_0", manifest.MANIFEST])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_what_others_can_write_to_is_not_loaded(tmp_path: Path, name: str, mode: int) -> None:
+    save(tmp_path, 2)
+    path = save(tmp_path, 4)
+    (path / name).chmod((path / name).stat().st_mode | mode)
+    with pytest.raises(UserError, match="others can write to it") as refused:
+        make_store(tmp_path)[0].latest()  # not the older one: its steps would be trained over again
+    assert refused.value.code == ExitCode.CONFIG and "chmod -R go-w" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [".", "trainer_state.json"])
+def test_what_belongs_to_another_user_is_not_loaded(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 4)
+    if os.getuid() == 0:
+        os.chown(path / name, 12345, -1)
+    else:
+        monkeypatch.setattr(store.os, "getuid", lambda: 12345)
+    with pytest.raises(UserError, match="belongs to user"):
+        store.newest_whole(tmp_path)
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    path = save(tmp_path, 4)
+    (tmp_path / "elsewhere").write_bytes((path / "trainer_state.json").read_bytes())
+    (path / "trainer_state.json").unlink()
+    (path / "trainer_state.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        store.newest_whole(tmp_path)

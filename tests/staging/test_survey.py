@@ -9,8 +9,8 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import UserError
-from clustertune.manifest import SHA256
-from clustertune.staging.survey import GIT_SHA1, choose, survey
+from clustertune.manifest import GIT_SHA1, SHA256
+from clustertune.staging.survey import choose, survey
 from tests.staging.conftest import MODEL, REVISION, fill, into_hub_cache
 
 INDEX = "model.safetensors.index.json"

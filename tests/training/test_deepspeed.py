@@ -192,7 +192,7 @@ def test_a_part_that_changes_after_the_look_is_not_loaded(bench: Bench, trained:
     shutil.copytree(trained, path)
     shutil.rmtree(path / "checkpoints" / "step-000003")
     codes = bench.go(path, attempt=2, breaks=BREAKS + "changed_before_it_is_loaded")
-    assert codes[1] == 1 and "SHA-256" in refusal(path, 2, 1)["text"]
+    assert codes[1] == 2 and "SHA-256" in refusal(path, 2, 1)["text"]
 
 
 @pytest.mark.jobs

@@ -1,0 +1,248 @@
+"""What a rank does with what somebody has changed: damaged inputs are not trained on, hostile checkpoints run nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clustertune import manifest
+from clustertune.checkpoint import restricted, store
+from clustertune.errors import UserError
+from clustertune.rundir import RunDir
+from tests.command import REPO
+from tests.training.forked import FSDP2, Forge
+from tests.training.test_deepspeed import Bench, said
+from tests.training.test_strategies import FSDP1
+
+pytestmark = pytest.mark.timeout(900)
+
+EFFICIENT = {**FSDP2["fsdp_config"], "fsdp_cpu_ram_efficient_loading": True}
+PLAIN: dict[str, dict[str, Any]] = {
+    "ddp": {"distributed_type": "MULTI_GPU"},
+    "fsdp1": {"distributed_type": "FSDP", "fsdp_config": FSDP1},
+    "fsdp2": FSDP2,
+    "fsdp2-slices": {**FSDP2, "fsdp_config": EFFICIENT},
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Bench]:
+    recipes = tmp_path_factory.mktemp("untrusted") / "recipes"
+    for name in ("_base", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, recipes / name)
+    forge = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield Bench(forge, recipes / "tiny-oasst2", prepared, tmp_path_factory.mktemp("runs"))
+    forge.end()
+
+
+def make(bench: Bench, strategy: str) -> Path:
+    """A run folder in which training is next."""
+    if strategy.startswith("zero"):
+        return bench.zero(strategy)
+    (bench.recipe / f"{strategy}.yaml").write_text(json.dumps(PLAIN[strategy]))
+    return bench.make(f"{strategy}.yaml", 2)
+
+
+# -- damaged inputs ------------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, seed: int) -> None:
+    """Flip one bit; the size stays. Seeded."""
+    data = bytearray(path.read_bytes())
+    draw = random.Random(f"{path.name} {seed}")
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+INPUTS = [
+    "model/tiny-llama/model.safetensors", "data/train.jsonl", "model/tiny-llama/config.json",
+    "model/tiny-llama/tokenizer_config.json", "model/tiny-llama/generation_config.json", "model/tiny-llama/tokenizer.json",
+    "model/tiny-llama/chat_template.jinja", "data/eval.jsonl", "model/tiny-llama/MANIFEST.json", "data/MANIFEST.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "seed"),
+    [
+        ("fsdp2-slices", INPUTS[0], 0),
+        ("ddp", INPUTS[1], 0),
+        *(
+            pytest.param(strategy, name, seed, marks=pytest.mark.jobs)
+            for seed, strategy in enumerate([*PLAIN, "zero2", "zero3"], 1)
+            for name in INPUTS
+        ),
+    ],
+)
+def test_a_damaged_input_is_not_trained_on(strategy: str, name: str, seed: int, bench: Bench) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    path = make(bench, strategy)
+    damage(path / name, seed)
+    assert bench.go(path) == [2, 2], said(path)
+    assert Path(name).name in said(path) and not list(path.glob("checkpoints/*/MANIFEST.json"))
+
+
+def test_a_changed_recipe_of_a_run_is_not_followed(bench: Bench) -> None:
+    path = make(bench, "ddp")
+    file = path / "run.json"
+    body = json.loads(file.read_text())
+    body["recipe"]["train_args"]["learning_rate"] *= 2
+    file.write_text(json.dumps(body))
+    with pytest.raises(UserError, match="its recipe was changed"):
+        RunDir(path).resolved()
+
+
+# -- hostile checkpoints -------------------------------------------------------------------------------------------------
+
+
+class Canary:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def plant(checkpoint: Path, place: str, canary: Path) -> None:
+    """Put a hostile pickle into one place of a checkpoint, and seal it again. ``place``: a file, or ``FOLDER!value``."""
+    name, _, value = place.partition("!")
+    (file,) = checkpoint.glob(name)
+    if value:  # the first value of a distributed checkpoint that is no tensor
+        index = restricted.read_index((file / ".metadata").read_bytes())
+        item = next(i for i, info in index.storage_data.items() if not hasattr(index.state_dict_metadata[i.fqn], "size"))
+        body = io.BytesIO()
+        torch.save(Canary(canary), body)
+        shard = file / index.storage_data[item].relative_path
+        index.storage_data[item].offset, index.storage_data[item].length = shard.stat().st_size, len(body.getvalue())
+        with shard.open("ab") as out:
+            out.write(body.getvalue())
+        (file / ".metadata").write_bytes(pickle.dumps(index))
+    elif file.name == ".metadata":
+        file.write_bytes(pickle.dumps(Canary(canary)))
+    else:
+        torch.save({"python": Canary(canary)}, file)
+    meta = manifest.read_manifest(checkpoint).meta
+    manifest.seal(checkpoint, store.KIND, meta)
+
+
+SHARDED = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0!value", "scheduler.pt", "rng_state_0.pth"]
+PLACES = {
+    "fsdp2": SHARDED,
+    "fsdp1": SHARDED,
+    "ddp": ["optimizer.pt", "scheduler.pt", "rng_state_1.pth"],
+    "zero2": ["global_step*/*_rank_0_mp_rank_00_optim_states.pt", "global_step*/mp_rank_00_model_states.pt", "scheduler.pt"],
+    "zero3": ["global_step*/*_rank_1_mp_rank_00_optim_states.pt", "global_step*/*_rank_0_*_model_states.pt", "rng_state_0.pth"],
+}
+FAST = {("fsdp2", "optimizer_0/.metadata"), ("fsdp2", "optimizer_0!value")}
+
+
+@pytest.fixture(scope="module")
+def trained(bench: Bench) -> Any:
+    """A finished run of a strategy, whose last checkpoint is taken away: it goes on from step 2."""
+    made: dict[str, Path] = {}
+
+    def one(strategy: str) -> Path:
+        if strategy not in made:
+            path = make(bench, strategy)
+            assert bench.go(path) == [0, 0], said(path)
+            shutil.rmtree(path / "checkpoints" / "step-000003")
+            made[strategy] = path
+        return made[strategy]
+
+    return one
+
+
+def refused(bench: Bench, path: Path) -> str:
+    """What the ranks say of the checkpoint that they do not go on from."""
+    codes = bench.go(path, attempt=2)
+    assert 2 in codes and 0 not in codes, said(path)
+    return said(path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [
+        pytest.param(s, p, marks=[] if (s, p) in FAST else [pytest.mark.jobs], id=f"{s} {p}")
+        for s, places in PLACES.items()
+        for p in places
+    ],
+)
+def test_a_hostile_pickle_under_a_valid_seal_never_runs(
+    strategy: str, place: str, bench: Bench, trained: Any, tmp_path: Path
+) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    path = tmp_path / "run"
+    shutil.copytree(trained(strategy), path)
+    plant(path / "checkpoints" / "step-000002", place, tmp_path / "canary")
+    words = refused(bench, path)
+    assert not (tmp_path / "canary").exists()
+    assert "could run code" in words or "more than tensors and plain values" in words, words
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.jobs)])
+def test_a_checkpoint_that_others_can_write_to_is_not_gone_on_from(
+    strategy: str, bench: Bench, trained: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(trained(strategy), path)
+    (path / "checkpoints" / "step-000002").chmod(0o777)
+    words = refused(bench, path)
+    assert "mode 0777" in words and "chmod -R go-w" in words
+    (path / "checkpoints" / "step-000002").chmod(0o755)
+    assert bench.go(path, attempt=3) == [0, 0], said(path)
+
+
+# -- each guard taken away -----------------------------------------------------------------------------------------------
+
+
+def no_comparison() -> None:
+    """Ranks read their inputs as they are."""
+    from clustertune.training.session import Session
+
+    Session._compare = lambda *_: None
+
+
+def no_restriction() -> None:
+    """torch reads checkpoints as it does by itself."""
+    restricted.install = lambda: None
+    restricted.check = lambda _: None
+
+
+def without(guard: str, bench: Bench, path: Path, strategy: str, attempt: int = 1) -> list[int]:
+    """An attempt whose ranks lack a guard."""
+    file = str(bench.recipe / f"{strategy}.yaml")
+    return bench.forge.run(path, 2, attempt=attempt, breaks=f"tests.training.test_untrusted:{guard}", accelerate=file)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("strategy", "name"), [("fsdp2-slices", INPUTS[0]), ("ddp", INPUTS[1])])
+def test_without_the_comparison_a_flipped_bit_is_trained_on(strategy: str, name: str, bench: Bench) -> None:
+    path = make(bench, strategy)
+    data = bytearray((path / name).read_bytes())
+    at = data.index(b" the ") + 1 if name.endswith("jsonl") else len(data) // 2
+    data[at] ^= 1
+    (path / name).write_bytes(data)
+    assert without("no_comparison", bench, path, strategy) == [0, 0], said(path)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("place", [SHARDED[0], SHARDED[2]])
+def test_without_the_restriction_a_hostile_pickle_runs(place: str, bench: Bench, trained: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(trained("fsdp2"), path)
+    plant(path / "checkpoints" / "step-000002", place, tmp_path / "canary")
+    without("no_restriction", bench, path, "fsdp2", attempt=2)
+    assert (tmp_path / "canary").exists()
