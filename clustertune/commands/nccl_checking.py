@@ -255,8 +255,8 @@ def new_folder(asked: Asked, cluster: Cluster, name: str | None = None) -> Path:
     from clustertune.nccl_check.place import round_folder
 
     if asked.out is None:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return (places.runs(cluster) / "nccl-check" / (name or f"{cluster.name}-{now}-{os.getpid()}")).absolute()
+        new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        return (places.runs(cluster) / "nccl-check" / (name or new)).absolute()
     path = asked.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))

@@ -166,8 +166,12 @@ class Submission:
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += lead.find_problems(self.lead, minutes, file=self.resolved.name)
-        if self.path.exists() and not self.path.is_dir():
-            problems.append(Problem("is a file, a run needs a folder", file=str(self.path), fix="give another --run-dir"))
+        there = next(place for place in (self.path, *self.path.parents) if place.exists())
+        fix = "give another --run-dir, or mend storage.runs of the cluster file"
+        if not there.is_dir():
+            problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
+        elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
+            problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
         source = None if wrong else parcel.data_input(self.resolved)
         if source is not None and "prepare" in self.stages and not is_there(source):
             problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
@@ -213,9 +217,20 @@ class Submission:
 
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
-        from clustertune.launch import shape
+        from clustertune.launch import shape, visible
 
-        return [*self.resolved.warnings, *self.machine.notes, *shape.warnings(self.resolved, self.machine), *self.notes]
+        mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
+        caches = [
+            (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
+        ]
+        unseen = map(str, visible.find_problems(caches, self.machine, platform.node(), mounts))
+        return [
+            *self.resolved.warnings,
+            *self.machine.notes,
+            *shape.warnings(self.resolved, self.machine),
+            *self.notes,
+            *unseen,
+        ]
 
     def node_lines(self) -> tuple[list[dict[str, str]], list[str]]:
         """The environment of the ranks with the reason of each variable, and the command that starts every node."""

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clustertune.arguments import existing_folder, newest_merged
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster, SlurmFacts, Storage
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.launch import allocation, places, shape, submit
 from clustertune.staging import parcel
+from tests.command import run
 from tests.launch.machines import machine
 from tests.launch.test_job_places import cluster_file
 
 REPO = Path(__file__).resolve().parents[2]
-ME = {"HOME": "/home/me", "USER": "me"}
+ME = {"HOME": "/h/me", "USER": "me"}
 
 
 def on(**storage: Any) -> Cluster:
@@ -45,7 +49,7 @@ def test_what_is_more_particular_wins_and_both_are_told() -> None:
 
 def test_a_token_stays_at_home() -> None:
     """HF_HOME/token of a folder that others share would be anybody's."""
-    assert values(on(caches="/big/hf"), {})["HF_TOKEN_PATH"] == "/home/me/.cache/huggingface/token"  # noqa: S105
+    assert values(on(caches="/big/hf"), {})["HF_TOKEN_PATH"] == "/h/me/.cache/huggingface/token"  # noqa: S105
     assert not {"HF_TOKEN", "WANDB_API_KEY"} & values(on(caches="/c"), {"HF_TOKEN": "x", "WANDB_API_KEY": "x"}).keys()
 
 
@@ -61,7 +65,7 @@ def test_the_folders_of_ops_storage_are_the_default() -> None:
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        ("~/runs", "/home/me/runs"),
+        ("~/runs", "/h/me/runs"),
         ("$SCRATCH", "/fast/me"),
         ("${SCRATCH}/a b/$USER", "/fast/me/a b/me"),
         ("/x/$USER", "/x/me"),
@@ -94,9 +98,9 @@ def test_a_cluster_file_says_no_such_folder(text: object, tmp_path: Path) -> Non
 def test_relative_and_home_folders_of_the_shell_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A job starts in the checkout."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/h/me")
     found = values(on(), {"HF_HOME": "hf", "HF_HUB_CACHE": "~/hub", "NLTK_DATA": "a:/b"})
-    assert found == {"HF_HOME": f"{tmp_path}/hf", "HF_HUB_CACHE": "/home/me/hub", "NLTK_DATA": f"{tmp_path}/a:/b"}
+    assert found == {"HF_HOME": f"{tmp_path}/hf", "HF_HUB_CACHE": "/h/me/hub", "NLTK_DATA": f"{tmp_path}/a:/b"}
 
 
 @pytest.mark.parametrize("word", ["HF_TOKEN=x", "LD_PRELOAD=/x", "HF_HOME", "=x", "HF_HOME=/a\nb"])
@@ -187,6 +191,26 @@ def test_modules_are_loaded_and_what_they_set_goes_on(tmp_path: Path) -> None:
     assert failed.returncode == 2 and "module load gone/1 failed" in failed.stderr and not failed.stdout
 
 
+def test_by_hand_the_program_begins_anew_with_the_modules(tmp_path: Path) -> None:
+    """Once: where they are loaded it goes on."""
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text('module() { echo "LOADED $2 $CUDA" >&2; export CUDA=$2; }\n')
+    code = """
+import os, sys
+from clustertune.launch import places
+from tests.launch.test_places import machine, SlurmFacts
+places.load_modules(machine(slurm=SlurmFacts(partition="p", modules=("a/1", "b"))))
+print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
+"""
+    words = [sys.executable, "-c", code, "show-cluster", "dgx-h100", "--json"]
+    environ = {**os.environ, "MODULESHOME": str(tmp_path)}
+    anew = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(anew.stdout)["name"] == "dgx-h100" and anew.stderr.split("\n")[:2] == ["LOADED a/1 ", "LOADED b a/1"]
+    environ["CLUSTERTUNE_MODULES"] = "a/1 b"
+    gone_on = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
+    assert gone_on.stdout == "went on a/1 b\n"
+
+
 def test_a_node_without_modules_says_so() -> None:
     if any(
         Path(path).exists() for path in ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/usr/share/modules/init/bash")
@@ -218,3 +242,37 @@ def test_the_lists_of_variables_are_one() -> None:
     header = re.search(r"#SBATCH --export=(\S+)", (REPO / "launch" / "run.sbatch").read_text())
     assert inside and set(places.VARIABLES) <= set(inside[1].split())
     assert header and tuple(header[1].split(",")) == places.VARIABLES
+
+
+def test_a_run_cannot_lie_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = cluster_file(tmp_path, f"runs: {tmp_path}/file/runs")
+    done = run("submit", "tiny-oasst2", "--tiny", "--cluster", file, "--dry-run")
+    assert done.code == 2 and f"{tmp_path}/file" in done.err and "storage.runs" in done.err
+
+
+def test_a_sweep_and_its_points_take_the_same_folders(tmp_path: Path) -> None:
+    file = cluster_file(tmp_path, f"runs: {tmp_path}/runs, caches: {tmp_path}/hf")
+    done = run("sweep", "tiny-oasst2", "train.learning_rate=1e-4,2e-4", "--tiny", "--cluster", file, "--dry-run", "--json")
+    command = done.json["job"]["command"]
+    assert done.json["sweep_dir"].startswith(f"{tmp_path}/runs/tiny-oasst2/sweep-")
+    assert f"HF_HOME={tmp_path}/hf" in command and command[command.index(f"HF_HOME={tmp_path}/hf") - 1] == "--env"
+
+
+def test_commands_of_a_login_node_find_the_runs_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``runs/NAME/ID`` and the newest merged model, in the folder that the cluster file of this machine names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(places, "here", lambda: on(runs=f"{tmp_path}/far"))
+    with pytest.raises(UserError):
+        newest_merged(places.runs(places.here()))
+    for age, name in ((10, "old"), (5, "new")):
+        merged = tmp_path / "far" / "recipe" / name / "merged"
+        merged.mkdir(parents=True)
+        (merged / "MANIFEST.json").write_text("{}")
+        os.utime(merged / "MANIFEST.json", (1e9 - age, 1e9 - age))
+    assert newest_merged(places.runs(places.here())) == tmp_path / "far" / "recipe" / "new" / "merged"
+    assert existing_folder(Path("runs/recipe/old"), "a run") == tmp_path / "far" / "recipe" / "old"
+    (tmp_path / "runs" / "recipe" / "old").mkdir(parents=True)
+    assert existing_folder(Path("runs/recipe/old"), "a run") == Path("runs/recipe/old"), "what is here goes first"
+    with pytest.raises(UserError):
+        existing_folder(Path("runs/recipe/none"), "a run")
