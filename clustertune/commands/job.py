@@ -19,6 +19,7 @@ from clustertune.rundir import STAGES
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
     from clustertune.config.resolved import Resolved
+    from clustertune.sweep.points import Point
 
 
 def add(app: typer.Typer) -> None:
@@ -51,31 +52,24 @@ def job(
     from clustertune.config.cluster import load_cluster
     from clustertune.launch import allocation, here, lead, places
 
-    for key, stage in (("--from", first), ("--to", last)):
-        if stage not in STAGES:
-            raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
-    words = list(overrides or [])
-    point_dir = None
+    _check_stages(first, last)
+    words, point_dir = list(overrides or []), None
     if sweep is not None:
-        from clustertune.sweep.points import point
-
-        chosen = point(sweep, _task())
+        chosen = _point(sweep)
         recipe, words, tiny, point_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
     machine = load_cluster(cluster)
     places.load_modules(machine)
     variables = places.enter(machine, places.parse(env or []))
+    words += _collected(allocation.resolve_for(given, recipe, words, tiny=tiny), machine)
     resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
-    if (collected := _collected(resolved, machine)) is not None:
-        words.append(f"staged={collected}")
-        resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
     asked = [recipe, *words, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
+    asked += [word for setting in env or [] for word in ("--env", setting)]
     if sweep is None:  # what is printed to be pasted must do the same, in the same folder
         asked += ["--run-dir", str(run_dir)] if run_dir else []
         asked += ["--from", first] if first != STAGES[0] else []
         asked += ["--to", last] if last != STAGES[-1] else []
-    asked += places.flags([setting for setting in variables if setting.name in places.parse(env or [])])
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
     path = point_dir or run_dir or chain.default_run_dir(resolved, places.runs(machine))
     needed = lead.needed(path, resolved)
@@ -88,19 +82,26 @@ def job(
         take_log(path, given.name, given.job_id)
     for line in program.describe(resolved, machine, given, path, (first, last), variables):
         say(line)
+    late = None
     if script is not None and trains:  # the other stages go on file by file, and need less
-        header = lead.given_in(script.read_text(errors="replace"))
-        if warning := lead.warning(header, needed, given.limit_minutes):
-            say(f"warning: {warning}")
-    for text in resolved.warnings:
+        late = lead.warning(lead.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
+    for text in filter(None, (late, *resolved.warnings)):
         say(f"warning: {text}")
     program.run(resolved, machine, given, path, (first, last), chain.command_line(), variables)
     say(f"done: {path}")
 
 
-def _collected(resolved: Resolved, machine: Cluster) -> Path | None:
-    """What lies for the recipe in the cluster's folder of models. A folder that only the submitting shell can name has been
-    looked at there."""
+def _check_stages(first: str, last: str) -> None:
+    for key, stage in (("--from", first), ("--to", last)):
+        if stage not in STAGES:
+            raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
+
+
+def _collected(resolved: Resolved, machine: Cluster) -> list[str]:
+    """The override for what lies for the recipe in the cluster's folder of models.
+
+    ``submit`` has looked into one that only its shell can name.
+    """
     from clustertune.launch import places
     from clustertune.staging import parcel
 
@@ -110,7 +111,7 @@ def _collected(resolved: Resolved, machine: Cluster) -> Path | None:
         found, notes = None, [str(error.problems[0])]
     for note in notes:
         say(f"note: {note}")
-    return found
+    return [f"staged={found}"] if found else []
 
 
 def take_log(run: Path, name: str, job: str) -> None:
@@ -135,11 +136,14 @@ def take_log(run: Path, name: str, job: str) -> None:
         say(f"note: the log stays at {here}: {error}")
 
 
-def _task() -> int:
+def _point(sweep: Path) -> Point:
+    """What this task of a job array works on."""
+    from clustertune.sweep.points import point
+
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError(Problem("--sweep runs as a task of a job array", fix="clustertune sweep submits it"))
-    return int(text)
+    return point(sweep, int(text))
 
 
 def node(

@@ -381,8 +381,7 @@ def _show(place: Place, options: Options, asked: Asked) -> None:
     from clustertune.nccl_check.schedule import shapes
 
     setup = check.make_setup(place, options)
-    folder = new_folder(asked, place.cluster, "NEW")
-    command = place.command(round_folder(folder, 1))
+    command = place.command(round_folder(new_folder(asked, place.cluster, "NEW"), 1))
     debug = DEBUG if options.backend == "nccl" else {}
     if asked.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})

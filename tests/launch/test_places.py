@@ -158,7 +158,7 @@ def test_site_values_are_plain_words(slurm: str, tmp_path: Path) -> None:
 LOADER = """
 module() {
     [[ $1 == load && $2 != gone* ]] || return 1
-    export CUDA_HOME=/opt/$2 LD_LIBRARY_PATH=/opt/$2/lib
+    export CUDA_HOME=/site/$2 LD_LIBRARY_PATH=/site/$2/lib
 }
 : "$NEVER_SET"
 """
@@ -181,7 +181,7 @@ def test_modules_are_loaded_and_what_they_set_goes_on(tmp_path: Path) -> None:
     (tmp_path / "init" / "bash").write_text(LOADER)
     done = in_shell("gcc/12", "cuda/12.4", MODULESHOME=str(tmp_path))
     where, names, variables = done.stdout.strip().split("|")
-    assert (where, names) == ("/opt/cuda/12.4", "gcc/12 cuda/12.4") and set(variables.split()) == {
+    assert (where, names) == ("/site/cuda/12.4", "gcc/12 cuda/12.4") and set(variables.split()) == {
         "CUDA_HOME",
         "LD_LIBRARY_PATH",
     }
