@@ -63,14 +63,8 @@ submit-dry-run: setup ## the scripts and commands of make submit, without Slurm
 show: setup ## a recipe as it resolves, each value with its origin: make show RECIPE=recipes/NAME
 	@$(BIN)/clustertune show '$(value RECIPE)'
 
-eval-ifeval: setup ## score a model on IFEval: make eval-ifeval MODEL=dir [IFEVAL_DATA=file.jsonl]
-	@model='$(value MODEL)'; data='$(value IFEVAL_DATA)'; \
-	if [ -z "$$model" ]; then \
-		for found in runs/*/*/merged/MANIFEST.json; do [ -e "$$found" ] && [ "$$found" -nt "$${newest:-/dev/null}" ] && newest=$$found; done; \
-		model=$$(dirname "$${newest:-.}"); \
-		[ "$$model" != . ] || { echo "no merged model below runs/: make demo first, or make eval-ifeval MODEL=dir" >&2; exit 2; }; \
-	fi; \
-	$(BIN)/clustertune eval "$$model" $${data:+--data "$$data"}
+eval-ifeval: setup ## score a model on IFEval: make eval-ifeval [MODEL=dir] [IFEVAL_DATA=file.jsonl]
+	@$(BIN)/clustertune eval $(if $(value MODEL),'$(value MODEL)') $(if $(value IFEVAL_DATA),--data '$(value IFEVAL_DATA)')
 
 report: setup ## the report of a run: make report RUN=runs/NAME/ID
 	@$(BIN)/clustertune report '$(value RUN)'

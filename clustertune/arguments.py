@@ -50,11 +50,28 @@ def path_argument(value: str | Path) -> Path:
 
 
 def existing_folder(path: Path, what: str) -> Path:
-    """``path``, which must be a folder. ``what`` names the kind that is wanted. Raises UserError."""
+    """``path``, which must be a folder. ``what`` names the kind that is wanted. Raises UserError.
+
+    ``runs/NAME/ID`` is looked for in the cluster's folder for runs too.
+    """
+    from clustertune.launch import places
+
+    path = places.existing(path)
     if path.is_dir():
         return path
     message = "is a file, not a folder" if path.exists() else "no such folder"
     raise UserError(Problem(message, file=str(path), fix=f"give the folder of {what}"))
+
+
+def newest_merged(below: Path) -> Path:
+    """The merged model that was finished last in a folder of runs. Raises UserError where there is none."""
+    from clustertune.manifest import MANIFEST
+
+    found = [path for path in below.glob(f"*/*/merged/{MANIFEST}") if path.is_file()]
+    if not found:
+        fix = "make demo first, or name a folder: make eval-ifeval MODEL=DIR, clustertune eval DIR"
+        raise UserError(Problem("no merged model in this folder of runs", file=str(below), fix=fix))
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
 def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[str, Any]) -> Path:

@@ -13,16 +13,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import console, secrets
-from clustertune.arguments import AsJson, Device, Overrides, RecipeArgument, Tiny, eval_folder, existing_folder, path_argument
-from clustertune.commands import bench, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit
+from clustertune.arguments import (
+    AsJson,
+    Device,
+    Overrides,
+    RecipeArgument,
+    Tiny,
+    eval_folder,
+    existing_folder,
+    newest_merged,
+    path_argument,
+)
+from clustertune.commands import bench, checkpoint, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
 from clustertune.commands import plan as plan_commands
 from clustertune.commands import push as push_commands
 from clustertune.commands import stage as stage_commands
 from clustertune.commands import sweep as sweep_commands
-from clustertune.console import emit_json, say, show_error
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.console import emit_json, say
+from clustertune.errors import Problem, UserError
 from clustertune.front import run_command
 from clustertune.rundir import STAGES, RunDir
 
@@ -36,8 +46,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
-app.add_typer(checkpoint_app, name="checkpoint")
 
 
 class Stage(StrEnum):
@@ -113,9 +121,11 @@ def prepare(
     """
     from clustertune.config.resolve import resolve
     from clustertune.data.prepare import prepare as run_prepare
+    from clustertune.launch import places
 
     resolved = resolve(recipe, overrides or [])
-    folder = out or Path("runs", resolved.name, "data")
+    below = places.enter_here()
+    folder = out or below / resolved.name / "data"
     result = run_prepare(
         resolved.recipe.data,
         recipe_folder=Path(resolved.folder),
@@ -153,13 +163,15 @@ def run(
     prepare, train, export, merge, eval, report: what is finished is not run again.
     """
     from clustertune import chain
+    from clustertune.launch import places
 
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
         raise UserError(Problem(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix))
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=True)
-    path = run_dir or chain.default_run_dir(resolved, Path("runs"))
+    below = places.enter_here()
+    path = run_dir or chain.default_run_dir(resolved, below)
     _check_before_anything_is_made(resolved, path, stages)
     for warning in resolved.warnings:
         say(f"warning: {warning}")
@@ -256,7 +268,10 @@ def merge(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", parser=path_argument, help="A merged model's folder.")],
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", parser=path_argument, help="A merged model's folder; without it a run's newest."),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -276,10 +291,12 @@ def evaluate(
     from clustertune.config.schema import IFEval
     from clustertune.ifeval.evaluate import evaluate as run_evaluate
     from clustertune.ifeval.scores import render
+    from clustertune.launch import places
 
-    existing_folder(model, "a merged model")
+    below = places.enter_here()
+    model = newest_merged(below) if model is None else existing_folder(model, "a merged model")
     settings = IFEval(max_gen_toks=max_gen_toks, batch_size=batch_size, limit=limit)
-    folder = out or eval_folder(Path("runs", "eval"), model, data, settings.model_dump(mode="json") | {"device": device})
+    folder = out or eval_folder(below / "eval", model, data, settings.model_dump(mode="json") | {"device": device})
     result = run_evaluate(model, folder, settings=settings, data=data, device=device)
     if as_json:
         emit_json({**result, "dir": str(folder)})
@@ -299,59 +316,13 @@ def report(
     """Write the run's one-page report."""
     from clustertune.report.page import build
 
-    RunDir(existing_folder(run_dir, "a run folder")).read()
+    run_dir = existing_folder(run_dir, "a run folder")
+    RunDir(run_dir).read()
     path = build(run_dir, out)
     if as_json:
         emit_json({"report": str(path)})
     else:
         say(f"wrote {path}")
-
-
-@checkpoint_app.command("verify")
-def checkpoint_verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", parser=path_argument, help="A checkpoint folder, or a run.")],
-    as_json: AsJson = False,
-) -> None:
-    """Compare a checkpoint's files with its manifest.
-
-    Reads no pickle. Of a run, every checkpoint that has a manifest is compared; one without was never finished.
-    """
-    try:
-        checkpoint, problems, notes = _verify(existing_folder(path, "a checkpoint or a run folder"))
-    except UserError as error:
-        checkpoint, problems, notes = None, error.problems, []
-    say("\n".join(f"note: {note}" for note in notes)) if notes else None
-    if problems:
-        show_error(UserError(problems))
-    else:
-        say(f"{checkpoint}: whole")
-    if as_json:
-        newest = str(checkpoint) if checkpoint else None
-        emit_json({"checkpoint": newest, "whole": not problems, "problems": [str(p) for p in problems]})
-    if problems:
-        raise typer.Exit(int(ExitCode.CONFIG))
-
-
-def _verify(path: Path) -> tuple[Path | None, list[Problem], list[str]]:
-    """A checkpoint (the newest whole one of several), everything that is wrong, and what was left unfinished."""
-    from clustertune.checkpoint import store
-    from clustertune.manifest import MANIFEST
-
-    if (path / MANIFEST).exists() or store.parse(path):
-        return path, store.verify(path), list(map(str, store.find_open(path)[:1]))
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    problems, notes, newest = [], list[str](), None
-    for checkpoint in store.list_checkpoints(folder):
-        if not (checkpoint.path / MANIFEST).exists():
-            notes.append(f"{checkpoint.path} has no manifest: it was never finished, and is not used")
-        elif found := store.verify(checkpoint.path):
-            problems += found
-        else:
-            newest = newest or checkpoint.path
-            notes += map(str, store.find_open(checkpoint.path)[:1])
-    if newest is None and not problems:
-        problems.append(Problem("no whole checkpoint here", file=str(folder), fix="train first: clustertune run RECIPE"))
-    return newest, problems, notes
 
 
 def _summarise(summary: dict[str, Any], as_json: bool) -> None:
@@ -367,7 +338,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
 
 
 _BEFORE = (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, push_commands, bench, compare, job_commands):
+for module in (*_BEFORE, launchers, push_commands, bench, compare, job_commands, checkpoint):
     module.add(app)
 
 

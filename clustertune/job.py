@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,17 @@ class JobChain(chain.Chain):
         return self.outcome
 
 
-def step_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Cluster, allocation: Allocation) -> list[str]:
-    """``srun`` of the node's program, in the cluster's container if it has one."""
+def step_command(
+    resolved: Resolved,
+    run_path: Path,
+    attempt: int,
+    cluster: Cluster,
+    allocation: Allocation,
+    environ: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
     # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
-    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    asked = environ.get("SLURM_CPUS_PER_TASK", "")
     return step.in_step(
         step.node_command(run_path, attempt),
         megatron.of_training(resolved, cluster),
@@ -172,7 +179,7 @@ def step_command(resolved: Resolved, run_path: Path, attempt: int, cluster: Clus
         nodes=len(allocation.nodes),
         cpus=int(asked) if asked.isdigit() else allocation.cpus_per_node,
         gpus=bool(allocation.gpus_per_node),
-        environ=os.environ,
+        environ=environ,
     )
 
 
@@ -226,9 +233,17 @@ def check_megatron_image(run: RunDir, cluster: Cluster, allocation: Allocation) 
 
 
 def run(
-    resolved: Resolved, cluster: Cluster, allocation: Allocation, path: Path, stages: tuple[str, str], command: Sequence[str]
+    resolved: Resolved,
+    cluster: Cluster,
+    allocation: Allocation,
+    path: Path,
+    stages: tuple[str, str],
+    command: Sequence[str],
+    variables: Sequence[Setting] = (),
 ) -> dict[str, dict[str, Any]]:
     """The stages of a job. Where it has to end before them, and may go on later, it is requeued.
+
+    ``variables``: of every stage and rank, as this process has them already; run.json keeps them.
 
     Raises UserError as the chain does, or Stopped.
     """
@@ -241,6 +256,7 @@ def run(
             began = True
             opened = chain.open_run(resolved, path, command)
             opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
+            opened.update(environment=[asdict(setting) for setting in variables])
             check_image(opened, cluster, allocation)
             chain.keep_forecast(opened, resolved, cluster)
             return JobChain(opened, resolved, allocation=allocation, cluster=cluster, signals=signals).go(*stages)
@@ -308,16 +324,25 @@ def _ended_by_nobody(job: str) -> bool:
     return found.get("Reason") == "TimeLimit" or found.get("JobState") == "RUNNING"
 
 
-def describe(resolved: Resolved, cluster: Cluster, allocation: Allocation, path: Path, stages: tuple[str, str]) -> list[str]:
+def describe(
+    resolved: Resolved,
+    cluster: Cluster,
+    allocation: Allocation,
+    path: Path,
+    stages: tuple[str, str],
+    variables: Sequence[Setting] = (),
+) -> list[str]:
     """What a job is about to do, line by line: nodes, ranks, environment with the reason of each variable, the command."""
     start = f", start {allocation.restart + 1}" if allocation.restart else ""
     what = stages[0] if stages[0] == stages[1] else f"{stages[0]} to {stages[1]}"
     head = f"job {allocation.job_id}{start}: {resolved.name}, {what}, on {', '.join(allocation.nodes)}; run folder {path}"
+    kept = [f"  {s.name}={s.value}  # {s.reason}" for s in variables]
     if "train" not in STAGES[STAGES.index(stages[0]) : STAGES.index(stages[1]) + 1]:
-        return [head]
+        return [head, *kept]
     ranks = resolved.world_size // len(allocation.nodes)
     return [
         head,
+        *kept,
         f"{resolved.world_size} ranks, {ranks} on each node; cluster {cluster.name}",
         *(f"  {s.name}={s.value}  # {s.reason}" for s in settings_of(resolved, cluster, allocation)),
         f"on every node: {shlex.join(step_command(resolved, path, 1, cluster, allocation))}",

@@ -10,7 +10,7 @@ passed=(
     SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_STEP_ID SLURM_STEP_GPUS SLURM_STEP_NODELIST SLURM_NODEID SLURM_PROCID SLURM_LOCALID
     SLURM_NNODES SLURM_NTASKS SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_MEM_PER_NODE SLURMD_NODENAME
     CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL USER LOGNAME LANG LC_ALL TMPDIR
-    HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_DATASETS_CACHE WANDB_MODE
+    HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE HF_DATASETS_CACHE XDG_CACHE_HOME NLTK_DATA HF_TOKEN_PATH HF_HUB_OFFLINE WANDB_MODE
 )
 # What the runtime itself needs out here. Its own settings by environment (APPTAINER_BIND, APPTAINERENV_X) are not among it:
 # they would show the container more than the command line says.
@@ -24,6 +24,13 @@ if (($# < 3)) || [[ $2 != exec ]]; then
 fi
 runtime=$1
 shift 2
+# The Hub's cache is below the home folder, which stays outside. A cache may be on a disk of each node.
+if [[ -z ${HF_HOME-} && -n ${HOME-} ]]; then
+    HF_HOME=$HOME/.cache/huggingface
+fi
+for path in "${HF_HOME-}" "${HF_HUB_CACHE-}" "${HUGGINGFACE_HUB_CACHE-}" "${HF_DATASETS_CACHE-}" "${XDG_CACHE_HOME-}"; do
+    [[ -z $path ]] || mkdir -p "$path" 2> /dev/null || true
+done
 options=() missing=()
 declare -A seen=()
 while [[ ${1-} == --* ]]; do
@@ -54,14 +61,9 @@ command -v "$runtime" > /dev/null || {
     exit 2
 }
 
-# The Hub's cache is below the home folder, which stays outside.
-if [[ -z ${HF_HOME-} && -n ${HOME-} ]]; then
-    HF_HOME=$HOME/.cache/huggingface
-fi
-if [[ -n ${HF_HOME-} ]]; then
-    mkdir -p "$HF_HOME" 2> /dev/null || true
-fi
-for path in "${present[@]}" "${HF_HOME-}" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACHE-}" "${TMPDIR-}"; do
+IFS=: read -ra corpora <<< "${NLTK_DATA-}"
+for path in "${present[@]}" "${HF_HOME-}" "${HF_HUB_CACHE-}" "${HUGGINGFACE_HUB_CACHE-}" "${HF_DATASETS_CACHE-}" \
+    "${XDG_CACHE_HOME-}" "${corpora[@]}" "${TMPDIR-}"; do
     if [[ $path == /* && -e $path && $path != *[:,]* && -z ${seen[$path]-} ]]; then
         options+=(--bind "$path")
         seen[$path]=1

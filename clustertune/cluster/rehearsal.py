@@ -41,7 +41,7 @@ def rehearse(shape: Spec, script: Path, arguments: Sequence[str], run_dir: Path)
         with Cluster(shape) as cluster:
             kind = "each in namespaces of its own" if cluster.isolated else "side by side: no namespaces here"
             say(f"a Slurm of {', '.join(cluster.names)} ({kind}) is up after {time.monotonic() - began:.1f} s")
-            options = [f"--nodes={len(cluster.names)}", f"--output={str(log).replace('%', '%%')}"]
+            options = ["--export=NIL", f"--nodes={len(cluster.names)}", f"--output={str(log).replace('%', '%%')}"]
             options += [f"--gpus-per-node={shape.gpus}"] if shape.gpus else []
             job = cluster.submit(script, *arguments, options=options)
             say(f"job {job}: sbatch {' '.join([*options, str(script), *arguments])}")

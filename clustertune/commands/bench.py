@@ -69,7 +69,7 @@ def bench(
         rounds=rounds or (2 if against else 1),
         against=against,
         synthetic=synthetic,
-        run_path=run_dir or new_run_path(recipe),
+        run_path=run_dir or new_run_path(recipe, cluster),
         elsewhere=submit or inside,
         replace=replace,
     )

@@ -24,6 +24,7 @@ from clustertune.config.cluster_look import gpu_names
 from clustertune.config.hardware import recognise
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, storage_error
+from clustertune.launch import places
 from clustertune.launch.local import accelerate_command, rank_program
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
@@ -52,10 +53,11 @@ class Wanted:
     as_json: bool
 
 
-def new_run_path(recipe: str) -> Path:
-    """A folder of its own for every benchmark."""
+def new_run_path(recipe: str, cluster: str | None) -> Path:
+    """A folder of its own for every benchmark, where the cluster has its runs."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
-    return Path("runs", "bench", name, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
+    below = places.runs(places.here() if cluster is None else load_cluster(cluster))
+    return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
 
 
 def answer(wanted: Wanted) -> int:
@@ -67,6 +69,7 @@ def answer(wanted: Wanted) -> int:
         raise UserError(problems)
     if wanted.submit:
         return _submit(wanted, cluster)
+    places.enter(cluster)
     bench = ask.make(wanted.asked)
     _check_place(bench, wanted)
     if wanted.dry_run:

@@ -186,13 +186,15 @@ def _of_recipe(asked: Asked, cluster: Cluster, facts: HostFacts | None) -> list[
     from clustertune import chain
     from clustertune.doctor.recipe_findings import recipe_findings
     from clustertune.doctor.recipe_refused import refused
+    from clustertune.launch import places
 
     try:
         resolved = _resolve(asked, cluster)
     except UserError as error:
         return refused(error)
-    run_dir = asked.run_dir or chain.default_run_dir(resolved, Path("runs"))  # as submit takes it
-    return recipe_findings(resolved, cluster, facts, run_dir=run_dir)
+    run_dir = asked.run_dir or chain.default_run_dir(resolved, places.runs(cluster))  # as submit takes it
+    environment = {**os.environ, **{setting.name: setting.value for setting in places.settings(cluster)}}  # as its jobs have it
+    return recipe_findings(resolved, cluster, facts, run_dir=run_dir, environment=environment)
 
 
 def _resolve(asked: Asked, cluster: Cluster) -> Resolved:
@@ -240,10 +242,10 @@ def _show_step(asked: Asked, cluster: Cluster, allocation: Allocation) -> int:
 def _submit(asked: Asked, cluster: Cluster) -> int:
     from clustertune.doctor import nodes
     from clustertune.doctor import submit as submitting
-    from clustertune.launch import slurm, visible
+    from clustertune.launch import places, slurm, visible
     from clustertune.manifest import write_durably
 
-    folder = Path("runs", "doctor", cluster.name).absolute()
+    folder = (places.runs(cluster) / "doctor" / cluster.name).absolute()
     job = submitting.make(
         cluster, asked.nodes, asked.time, asked.seconds + nodes.START_SECONDS, folder, _arguments(asked, cluster)
     )

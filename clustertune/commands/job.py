@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,11 @@ from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
 from clustertune.rundir import STAGES
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+    from clustertune.config.resolved import Resolved
+    from clustertune.sweep.points import Point
 
 
 def add(app: typer.Typer) -> None:
@@ -31,6 +38,9 @@ def job(
     first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
     last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
     sweep: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A sweep; the task picks.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
+    ] = None,
     script: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run inside a Slurm job: what launch/run.sbatch starts.
@@ -40,51 +50,100 @@ def job(
     from clustertune import chain
     from clustertune import job as program
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import allocation, here, lead
+    from clustertune.launch import allocation, here, lead, places
 
-    for key, stage in (("--from", first), ("--to", last)):
-        if stage not in STAGES:
-            raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
-    words = list(overrides or [])
-    point_dir = None
+    _check_stages(first, last)
+    words, point_dir = list(overrides or []), None
     if sweep is not None:
-        from clustertune.sweep.points import point
-
-        chosen = point(sweep, _task())
+        chosen = _point(sweep)
         recipe, words, tiny, point_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
     machine = load_cluster(cluster)
+    places.load_modules(machine)
+    variables = places.enter(machine, places.parse(env or []))
+    words += _collected(allocation.resolve_for(given, recipe, words, tiny=tiny), machine)
     resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
     asked = [recipe, *words, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
+    asked += [word for setting in env or [] for word in ("--env", setting)]
     if sweep is None:  # what is printed to be pasted must do the same, in the same folder
         asked += ["--run-dir", str(run_dir)] if run_dir else []
         asked += ["--from", first] if first != STAGES[0] else []
         asked += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
-    path = point_dir or run_dir or chain.default_run_dir(resolved, Path("runs"))
+    path = point_dir or run_dir or chain.default_run_dir(resolved, places.runs(machine))
     needed = lead.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
     problems += here.find_problems(machine, nodes=len(given.nodes), trains=trains)
     if problems:
         raise UserError(problems)
-    for line in program.describe(resolved, machine, given, path, (first, last)):
+    places.make()
+    if script is not None:
+        take_log(path, given.name, given.job_id)
+    for line in program.describe(resolved, machine, given, path, (first, last), variables):
         say(line)
+    late = None
     if script is not None and trains:  # the other stages go on file by file, and need less
-        header = lead.given_in(script.read_text(errors="replace"))
-        if warning := lead.warning(header, needed, given.limit_minutes):
-            say(f"warning: {warning}")
-    for text in resolved.warnings:
+        late = lead.warning(lead.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
+    for text in filter(None, (late, *resolved.warnings)):
         say(f"warning: {text}")
-    program.run(resolved, machine, given, path, (first, last), chain.command_line())
+    program.run(resolved, machine, given, path, (first, last), chain.command_line(), variables)
     say(f"done: {path}")
 
 
-def _task() -> int:
+def _check_stages(first: str, last: str) -> None:
+    for key, stage in (("--from", first), ("--to", last)):
+        if stage not in STAGES:
+            raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
+
+
+def _collected(resolved: Resolved, machine: Cluster) -> list[str]:
+    """The override for what lies for the recipe in the cluster's folder of models.
+
+    ``submit`` has looked into one that only its shell can name.
+    """
+    from clustertune.launch import places
+    from clustertune.staging import parcel
+
+    try:
+        found, notes = parcel.offered(resolved, places.folder(machine, "models"))
+    except UserError as error:
+        found, notes = None, [str(error.problems[0])]
+    for note in notes:
+        say(f"note: {note}")
+    return [f"staged={found}"] if found else []
+
+
+def take_log(run: Path, name: str, job: str) -> None:
+    """Move the log of a job by hand from the checkout, where the header of launch/run.sbatch has it begin, to the run's others.
+
+    Nothing happens to a log of another name: somebody chose it. The batch script is asked to follow (SIGUSR2).
+    """
+    here, there = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
+    try:
+        if here.is_symlink() or not here.is_file() or not here.samefile("/proc/self/fd/1"):
+            return
+        there.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        handle = os.open(there, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # of an earlier start too: requeued jobs append
+        os.write(handle, here.read_bytes())
+        for stream in (1, 2):
+            os.dup2(handle, stream)
+        os.close(handle)
+        os.kill(os.getppid(), signal.SIGUSR2)
+        here.unlink()
+    except OSError as error:
+        say(f"note: the log stays at {here}: {error}")
+
+
+def _point(sweep: Path) -> Point:
+    """What this task of a job array works on."""
+    from clustertune.sweep.points import point
+
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
         raise UserError(Problem("--sweep runs as a task of a job array", fix="clustertune sweep submits it"))
-    return int(text)
+    return point(sweep, int(text))
 
 
 def node(

@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,14 +248,15 @@ def _backend(asked: Asked, gpus: int, nodes: int) -> tuple[str, str, int]:
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
-def new_folder(asked: Asked, cluster: Cluster) -> Path:
-    """A new folder. Raises UserError where ``--out`` holds a check already."""
+def new_folder(asked: Asked, cluster: Cluster, name: str | None = None) -> Path:
+    """A new folder; ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already."""
+    from clustertune.launch import places
     from clustertune.nccl_check.check import RESULT
     from clustertune.nccl_check.place import round_folder
 
     if asked.out is None:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return Path("runs", "nccl-check", f"{cluster.name}-{now}-{os.getpid()}").absolute()
+        new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        return (places.runs(cluster) / "nccl-check" / (name or new)).absolute()
     path = asked.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))
@@ -380,8 +381,7 @@ def _show(place: Place, options: Options, asked: Asked) -> None:
     from clustertune.nccl_check.schedule import shapes
 
     setup = check.make_setup(place, options)
-    folder = new_folder(replace(asked, out=asked.out or Path("runs", "nccl-check", "NEW")), place.cluster)
-    command = place.command(round_folder(folder, 1))
+    command = place.command(round_folder(new_folder(asked, place.cluster, "NEW"), 1))
     debug = DEBUG if options.backend == "nccl" else {}
     if asked.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})

@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ def submit(asked: Asked) -> int:
 
     check_usage(asked)
     cluster = load_cluster(asked.cluster)
-    folder = new_folder(replace(asked, out=asked.out or Path("runs", "nccl-check", "NEW")) if asked.dry_run else asked, cluster)
+    folder = new_folder(asked, cluster, "NEW" if asked.dry_run else None)
     seconds = asked.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
     wanted = batch.shape(cluster, asked.nodes, asked.time, seconds * (2 if asked.tune else 1))
     job = batch.make(wanted, folder, arguments(asked, cluster))

@@ -164,12 +164,13 @@ def documents(labelled: str) -> dict[int, dict[str, Any]]:
 def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bounds, dry_run: bool, as_json: bool) -> None:
     """Stage on this node, byte for byte verified."""
     from clustertune.chain import default_run_dir
+    from clustertune.launch import places
     from clustertune.rundir import RunDir
     from clustertune.staging import needs, shelf
     from clustertune.staging.tree import Stager
     from clustertune.staging.worker import amount
 
-    sources, notes = needs.sources(resolved, RunDir(run_dir or default_run_dir(resolved, Path("runs"))))
+    sources, notes = needs.sources(resolved, RunDir(run_dir or default_run_dir(resolved, places.runs(places.here()))))
     for note in notes:
         say(f"note: {note}")
     if not sources:

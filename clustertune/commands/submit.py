@@ -20,6 +20,7 @@ from clustertune.rundir import STAGES, RunDir
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
     from clustertune.config.resolved import Resolved
+    from clustertune.launch.environment import Setting
     from clustertune.launch.image import Image
     from clustertune.launch.lead import Lead
     from clustertune.launch.status import Status
@@ -84,6 +85,8 @@ class Submission:
     stages: list[str]
     lead: Lead
     jobs: list[StageJob]
+    variables: list[Setting]
+    """Of every stage and rank: where caches lie."""
     image: Image | None = None
     """The cluster's image, once :meth:`find_problems` has held it against its sum."""
     notes: list[str] = field(default_factory=list)
@@ -104,8 +107,9 @@ class Submission:
         from clustertune import chain
         from clustertune.config.cluster import load_cluster
         from clustertune.config.resolve import resolve
-        from clustertune.launch import lead, shape
+        from clustertune.launch import lead, places, shape
         from clustertune.launch import submit as launch
+        from clustertune.staging import parcel
 
         for key, stage in (("--from", first), ("--to", last)):
             if stage is not None and stage not in STAGES:
@@ -115,7 +119,12 @@ class Submission:
         machine = load_cluster(cluster)
         shaped = [*overrides, *shape.shape_overrides(resolved, machine)]
         resolved = resolved if shaped == overrides else resolve(recipe, shaped, tiny=tiny)
-        path = (run_dir or chain.default_run_dir(resolved, Path("runs"))).absolute()
+        variables = places.settings(machine)
+        collected, notes = parcel.offered(resolved, places.folder(machine, "models"))
+        if collected is not None:
+            shaped += [f"staged={collected}"]
+            resolved = resolve(recipe, shaped, tiny=tiny)
+        path = (run_dir or chain.default_run_dir(resolved, places.runs(machine))).absolute()
         finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
         stages = launch.left_to_do(finished, first, last)
         needed = lead.needed(path, resolved)
@@ -127,11 +136,15 @@ class Submission:
                 shape.stage_shapes(resolved, machine),
                 path,
                 words=[resolved.folder, *shaped],
-                flags=[*(["--tiny"] if tiny else []), *(["--cluster", _cluster_word(cluster)] if cluster else [])],
+                flags=[
+                    *(["--tiny"] if tiny else []),
+                    *(["--cluster", _cluster_word(cluster)] if cluster else []),
+                    *places.flags(variables),
+                ],
                 signal_seconds=min(needed.seconds, lead.LONGEST_SECONDS),
                 one_job=one_job,
             )
-        return cls(resolved, machine, path, stages, needed, jobs)
+        return cls(resolved, machine, path, stages, needed, jobs, variables, notes=notes)
 
     @property
     def trains(self) -> bool:
@@ -153,8 +166,12 @@ class Submission:
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += lead.find_problems(self.lead, minutes, file=self.resolved.name)
-        if self.path.exists() and not self.path.is_dir():
-            problems.append(Problem("is a file, a run needs a folder", file=str(self.path), fix="give another --run-dir"))
+        there = next(place for place in (self.path, *self.path.parents) if place.exists())
+        fix = "give another --run-dir, or mend storage.runs of the cluster file"
+        if not there.is_dir():
+            problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
+        elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
+            problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
         source = None if wrong else parcel.data_input(self.resolved)
         if source is not None and "prepare" in self.stages and not is_there(source):
             problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
@@ -185,22 +202,35 @@ class Submission:
 
     def _image_problems(self) -> list[Problem]:
         """An image that is not what its sum says, or cannot be shown the run; what it is, where all is well."""
-        from clustertune.launch import container, image
+        from clustertune.launch import container, image, places
 
         if self.machine.container.runtime == "none":
             return []
-        problems = container.unbindable([container.REPO, *container.places_of(self.resolved, self.path)])
+        caches = places.binds({setting.name: setting.value for setting in self.variables})
+        problems = container.unbindable([container.REPO, *container.places_of(self.resolved, self.path), *caches])
         try:
-            self.image, self.notes = image.look(self.machine.container)
+            self.image, said = image.look(self.machine.container)
+            self.notes += said
         except UserError as error:
             problems += error.problems
         return problems
 
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
-        from clustertune.launch import shape
+        from clustertune.launch import shape, visible
 
-        return [*self.resolved.warnings, *self.machine.notes, *shape.warnings(self.resolved, self.machine), *self.notes]
+        mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
+        caches = [
+            (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
+        ]
+        unseen = map(str, visible.find_problems(caches, self.machine, platform.node(), mounts))
+        return [
+            *self.resolved.warnings,
+            *self.machine.notes,
+            *shape.warnings(self.resolved, self.machine),
+            *self.notes,
+            *unseen,
+        ]
 
     def node_lines(self) -> tuple[list[dict[str, str]], list[str]]:
         """The environment of the ranks with the reason of each variable, and the command that starts every node."""
@@ -221,7 +251,8 @@ class Submission:
             job=PLANNED,
             cpu_only=not shape.gpus_per_node,
         )
-        command = program.step_command(self.resolved, self.path, newest_attempt(self.path) + 1, self.machine, given)
+        environ = {setting.name: setting.value for setting in self.variables}
+        command = program.step_command(self.resolved, self.path, newest_attempt(self.path) + 1, self.machine, given, environ)
         return [{"name": s.name, "value": s.value, "reason": s.reason} for s in settings], command
 
     def commands(self) -> list[list[str]]:
@@ -239,6 +270,7 @@ class Submission:
             ]
             lead = {"seconds": self.lead.seconds, "reason": self.lead.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": lead}
+            document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = self._megatron()
             emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
@@ -257,6 +289,10 @@ class Submission:
             header, body = split_script(job.script)
             text = header + body if number == 0 else f"{header}# ... and the body of launch/run.sbatch, as above"
             found += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(words)}"]
+        found += self._site_lines()
+        if self.variables:
+            found += ["", "# environment of every stage, and of every rank"]
+            found += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in self.variables]
         if self.trains:
             settings, command = self.node_lines()
             found += ["", f"# warned {self.lead.seconds} s before the time limit: {self.lead.reason}"]
@@ -265,6 +301,18 @@ class Submission:
             if self.resolved.recipe.megatron is not None:
                 found += self._megatron_lines()
         return found
+
+    def _site_lines(self) -> list[str]:
+        """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""
+        named = ("account", "qos", "constraint", "reservation")
+        slurm = self.machine.slurm
+        said = {name: (os.environ.get(f"SBATCH_{name.upper()}"), getattr(slurm, name, None)) for name in named}
+        lines = [
+            f"# --{name}={ours}: SBATCH_{name.upper()} of this shell{f', not {theirs} of slurm.{name}' if theirs else ''}"
+            for name, (ours, theirs) in said.items()
+            if ours
+        ]
+        return ["", *lines] if lines else []
 
     def _megatron(self) -> dict[str, Any]:
         from clustertune.megatron import shown
@@ -290,6 +338,7 @@ class Submission:
             if note := changed(opened.read().get("container"), self.image):
                 say(f"warning: {note}")
             opened.update(container=self.image.as_json())
+        opened.update(environment=[vars(setting) for setting in self.variables])
         fix = "wait for it"
         with lock.held(folder / "lock", "submits this run", shown=self.path, fix=fix):
             if live := launch.live_jobs(self.path):

@@ -87,6 +87,7 @@ def _here(
     recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any]
 ) -> tuple[Sweep, list[Resolved]]:
     from clustertune.chain import visible_gpus
+    from clustertune.launch import places
     from clustertune.sweep.points import make_sweep, missing_inputs
 
     problems = [
@@ -96,7 +97,7 @@ def _here(
     ]
     if problems:
         raise UserError(problems)
-    made, resolved = make_sweep(recipe, settings, **options)
+    made, resolved = make_sweep(recipe, settings, **options, runs=places.enter_here())
     if problems := missing_inputs(made, resolved):
         raise UserError(problems)
     asked = max(item.world_size for item in resolved)
@@ -114,7 +115,7 @@ def _array(
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
     from clustertune.config.cluster import load_cluster
     from clustertune.config.resolve import resolve
-    from clustertune.launch import shape
+    from clustertune.launch import places, shape
     from clustertune.sweep import array
     from clustertune.sweep.points import make_sweep
 
@@ -122,13 +123,14 @@ def _array(
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
     more = shape.shape_overrides(resolve(recipe, shaped, tiny=True), machine) if options["tiny"] else []
-    made, resolved = make_sweep(recipe, settings, more=more, **options)
+    made, resolved = make_sweep(recipe, settings, more=more, **options, runs=places.runs(machine))
     problems = array.find_problems(made, resolved, machine)
     if not dry_run:
         problems += _find_missing(made, machine)
     if problems:
         raise UserError(problems)
     flags = [] if cluster is None else ["--cluster", array.cluster_word(cluster)]
+    flags += places.flags(places.settings(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
 

@@ -94,6 +94,12 @@ def _read(path: Path) -> Cluster:
     return read_cluster(read_yaml(path, shown), name=path.stem if ours else None)
 
 
+def of_this_machine() -> Cluster | None:
+    """The file of ``ops/clusters`` that names this machine; None: none does, or several. Raises UserError."""
+    found = [path for path in known_clusters().values() if same_host(socket.gethostname(), _names_in(path))]
+    return _read(found[0]) if len(found) == 1 else None
+
+
 def _find(look: Callable[[], Seen]) -> Cluster:
     """The file that is of this place; ``local`` where there is none."""
     host = socket.gethostname()

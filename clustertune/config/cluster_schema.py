@@ -26,6 +26,16 @@ HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
 PATH = r"/|(/\.?[A-Za-z0-9_@+-][A-Za-z0-9._@+-]*)+"
 """An absolute path of plain characters, without ``..``: it becomes a field of fstab and exports, a part of a mount unit's name,
 and an argument."""
+PLACE = r"(/|~/|\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})(/|$))[^\x00-\x1f\x7f,:\\\\]*"
+"""A folder of a user: absolute, or below ``~`` or a variable such as ``$SCRATCH``. ``,`` and ``:`` part the words of a bind,
+and Slurm takes a backslash in the path of a log for an order."""
+FOLDERS = {"caches": "hf_cache", "models": "models", "runs": "checkpoints", "logs": "logs"}
+"""What ``clustertune ops storage`` makes below ``storage.shared``, on every brick: the pool then finds each where it wants to
+write. The first three are also where jobs keep things, where the file says nothing else."""
+CONSTRAINT = r"[A-Za-z0-9_\[(][A-Za-z0-9_.:&|*,()\[\]-]{0,255}"
+"""sbatch(1), --constraint, without blanks and quotes."""
+MODULE = r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}"
+"""Of environment modules and Lmod. It becomes a word of a shell's line."""
 DOCKER = r"docker://([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?/)?[a-z0-9][a-z0-9._/-]*(:[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?@sha256:[0-9a-f]{64}"
 """An image of a registry. By its digest: what a tag means changes while a run is restarted."""
 _OF_APPTAINER = ("--userns", "--no-privs", "--nvccli", "--rocm", "--unsquash")
@@ -48,6 +58,8 @@ def _text(value: Any) -> Any:
 HostName = Annotated[str, Field(pattern=rf"^{HOST}$")]
 Plain = Annotated[str, Field(pattern=rf"^{NAME}$")]
 AbsolutePath = Annotated[str, Field(max_length=1024, pattern=rf"^({PATH})$")]
+Place = Annotated[str, Field(max_length=1024, pattern=rf"^{PLACE}$")]
+Account = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}$")]
 Quantity = Annotated[Number, Field(gt=0)]
 Version = Annotated[str, BeforeValidator(_text), Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}$")]
 Words = Annotated[str, BeforeValidator(_text)]
@@ -163,6 +175,14 @@ class Storage(Section):
     pool: Pool | None = None
     shared: AbsolutePath | None = None
     """Folder that all hosts see, for runs, models and caches; None: nobody said which."""
+    caches: Place | None = None
+    """Folder for ``HF_HOME`` of every stage and rank; ``~``, ``$USER`` and variables of the shell that submits are put in.
+    None: ``hf_cache/$USER`` below ``shared`` where that lies on our bricks, else as the libraries have it (``~/.cache``)."""
+    models: Place | None = None
+    """Folder of what ``clustertune stage RECIPE`` collected, a folder of the recipe's name for each; jobs look there first.
+    None: ``models`` below ``shared`` in the same way, else nowhere."""
+    runs: Place | None = None
+    """Folder below which runs lie. None: ``checkpoints/$USER`` below ``shared`` in the same way, else ``runs`` here."""
     group: Plain | None = None
     """Unix group whose members share what is in it; None: everybody may write, as in /tmp."""
     scratch: AbsolutePath = "/tmp"  # noqa: S108 - what is put there is created with mode 0700
@@ -175,6 +195,16 @@ class Storage(Section):
     write_gb_s: Quantity | None = None
     """The same for writing."""
 
+    def place(self, what: str) -> str | None:
+        """The folder for ``caches``, ``models`` or ``runs`` as the file says it, else the one that ``ops storage`` makes.
+
+        Caches and runs are of each user: jobs write with umask 077, and two users of one recipe would share a run's name.
+        """
+        said: str | None = getattr(self, what)
+        if said is not None or self.shared is None or not self.bricks:
+            return said
+        return f"{self.shared.rstrip('/')}/{FOLDERS[what]}" + ("" if what == "models" else "/$USER")
+
 
 class SlurmFacts(Section):
     """How jobs are submitted. The controller is the node with the role ``slurmctld``."""
@@ -182,11 +212,25 @@ class SlurmFacts(Section):
     partition: Plain
     gres: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
     """Type name of the GPUs, as in ``gpu:TYPE:8``; None: they have none. The count is ``compute.gpus``."""
+    account: Account | None = None
+    """Who pays (``--account``), as ``abc@h100``; SBATCH_ACCOUNT of the shell that submits wins, and so for the next three."""
+    qos: Account | None = None
+    constraint: Annotated[str, Field(pattern=rf"^{CONSTRAINT}$")] | None = None
+    """Features of the nodes (``--constraint``), as ``h100`` or ``v100-32g``."""
+    reservation: Account | None = None
+    modules: Annotated[tuple[Annotated[str, Field(pattern=rf"^{MODULE}$")], ...], Field(max_length=32)] = ()
+    """Environment modules that a job loads on its first node before anything else (``module load``), in this order; what they
+    set reaches the other nodes too."""
     accounting: bool = False
     """Whether slurmdbd runs and ``sacct`` answers."""
     max_time: Annotated[str, Field(pattern=r"^(UNLIMITED|(\d{1,4}-)?\d{1,3}(:\d{2}){0,2})$")] = "UNLIMITED"
     """Longest ``--time`` of the partition, in Slurm's form."""
     version: Version | None = None
+
+    def site_options(self) -> tuple[str, ...]:
+        """The options of ``sbatch`` by which a site charges and places jobs."""
+        named = {"account": self.account, "qos": self.qos, "constraint": self.constraint, "reservation": self.reservation}
+        return tuple(f"--{name}={value}" for name, value in named.items() if value)
 
 
 class Container(Section):

@@ -58,10 +58,18 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     if storage.pool:
         yield "pool", f"{storage.pool.mount}: {storage.pool.kind}, create={storage.pool.create}"
     yield "folders", f"shared {storage.shared or 'not said'}, scratch {storage.scratch}"
+    for what, default in (
+        ("caches", "~/.cache, or HF_HOME of the shell"),
+        ("models", "the caches"),
+        ("runs", "runs of the checkout"),
+    ):
+        yield what, storage.place(what) or default
     if slurm:
         count = cluster.gres(compute.gpus) if compute.gpus else "no gres"
         sacct = "accounting" if slurm.accounting else "no accounting (sacct)"
         yield "Slurm", f"partition {slurm.partition}, {count}, time limit {slurm.max_time}, {sacct}"
+        if slurm.site_options() or slurm.modules:
+            yield "", " ".join([*slurm.site_options(), *(f"module load {name};" for name in slurm.modules)]).rstrip(";")
     else:
         yield "Slurm", "none"
     yield "container", f"{cluster.container.runtime}" + (f" {cluster.container.image}" if cluster.container.image else "")

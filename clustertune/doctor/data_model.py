@@ -280,7 +280,7 @@ def _disk(context: Context) -> Iterator[Finding]:
         fix = "storage.staging in the cluster file: clustertune stage copies the model to a disk of each node first"
         yield finding(MAPPING, WARN, words, fix, where=context.name)
     if context.home_cache and _remote(context) and context.is_ours and (size or 0) > HOME_BYTES:
-        fix = "export HF_HOME=a folder on shared storage (/pool/hf_cache), in the shell that submits"
+        fix = "storage: {caches: DIR} in the cluster file, on shared storage; or export HF_HOME=DIR in the shell that submits"
         yield finding(
             HOME, WARN, f"HF_HOME is not set: {(size or 0) / 1e9:,.0f} GB go to {context.hub}", fix, where=context.name
         )

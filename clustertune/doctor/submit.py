@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.launch.shape import Shape
-from clustertune.launch.submit import REPO, escape_pattern, header_line, split_script
+from clustertune.launch.submit import REPO, escape_pattern, header_line, module_lines, split_script
 from clustertune.nccl_check.batch import shape as whole_nodes
 
 SCRIPT = REPO / "ops" / "doctor" / "doctor.sbatch"
@@ -44,5 +44,5 @@ def make(
     _, body = split_script(SCRIPT.read_text())
     options = ["--job-name=doctor", *wanted.options(), "--no-requeue", "--export=NIL"]
     note = "# Derived by clustertune doctor --submit from the cluster file.\n"
-    script = "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + body
+    script = "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + module_lines(wanted) + body
     return DoctorJob(wanted, script, folder.absolute() / "doctor.sbatch", tuple(arguments))

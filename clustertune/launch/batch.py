@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.launch.shape import Shape
-from clustertune.launch.submit import REPO, escape_pattern, header_line, split_script
+from clustertune.launch.submit import REPO, escape_pattern, header_line, module_lines, split_script
 
 
 @dataclass(frozen=True)
@@ -41,4 +41,4 @@ def render(name: str, shape: Shape, note: str, source: str) -> str:
     """
     _, body = split_script(source)
     options = [f"--job-name={name}", *shape.options(), "--exclusive", "--no-requeue", "--export=NIL"]
-    return f"#!/usr/bin/env bash\n# {note}\n" + "".join(map(header_line, options)) + body
+    return f"#!/usr/bin/env bash\n# {note}\n" + "".join(map(header_line, options)) + module_lines(shape) + body

@@ -16,6 +16,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.cluster_schema import Container as Settings
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
+from clustertune.launch import places
 
 REPO = Path(__file__).resolve().parents[2]
 INSIDE = "launch/inside.sh"
@@ -93,8 +94,7 @@ def _seen(places: Sequence[str], repo: Path) -> list[str]:
 
 
 PYXIS_EXPORTED = (
-    "PATH", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR",
-    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "WANDB_MODE",
+    "PATH", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", *places.VARIABLES,
 )  # fmt: skip
 """What srun exports into enroot, which passes on all that it is given. The image's own PATH wins; this machine's
 LD_LIBRARY_PATH would be searched inside where the image sets none."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import local, megatron, rendezvous
+from clustertune.launch import local, megatron, places, rendezvous
 from clustertune.launch.agent import Agent, record_file
 from clustertune.launch.environment import make_own_folder
 from clustertune.launch.plan import Plan, check_fence, newest_attempt
@@ -42,6 +42,7 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
     try:
         plan = _read_plan(folder)
         check_fence(run_path, attempt)
+        places.make()
         _check_interface(plan, node)
         own = make_own_folder(plan.environment)
         stack.enter_context(around(run_path, plan, node))

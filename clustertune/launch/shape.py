@@ -46,6 +46,10 @@ class Shape:
     partition: str | None = None
     gres: str | None = None
     """Type name of the GPUs."""
+    site: tuple[str, ...] = ()
+    """Further options of ``sbatch``: who pays, and which nodes (:meth:`SlurmFacts.site_options`)."""
+    modules: tuple[str, ...] = ()
+    """Environment modules that the job loads first."""
 
     def options(self) -> list[str]:
         """The options of ``sbatch``, one task per node. Values hold no blank: see :func:`check_word`."""
@@ -58,7 +62,7 @@ class Shape:
         options.append(f"--time={format_minutes(self.minutes)}")
         if self.partition:
             options.append(f"--partition={check_word(self.partition)}")
-        return options
+        return [*options, *self.site]
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
@@ -190,8 +194,9 @@ def _at_most_node(memory: float, cluster: Cluster) -> int | None:
     return math.ceil(memory) if memory <= 0.95 * cluster.compute.memory_gb else None
 
 
-def _place(cluster: Cluster) -> tuple[str | None, str | None]:
-    return (cluster.slurm.partition, cluster.slurm.gres) if cluster.slurm else (None, None)
+def _place(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
+    slurm = cluster.slurm
+    return (slurm.partition, slurm.gres, slurm.site_options(), slurm.modules) if slurm else (None, None, (), ())
 
 
 def _limit(cluster: Cluster) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.launch import container
+from clustertune.launch import container, places
 
-EXPORTED = (
+BASIC = (
     "PATH",
     "HOME",
     "USER",
@@ -20,16 +20,13 @@ EXPORTED = (
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "XDG_RUNTIME_DIR",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "HF_DATASETS_CACHE",
-    "WANDB_MODE",
     "APPTAINER_CACHEDIR",
     "APPTAINER_TMPDIR",
 )
-"""The variables that reach the nodes, beside Slurm's own. Whatever else a login shell exports, tokens among it, stays behind;
-rank 0 reads ``.env`` itself."""
+"""Variables of the batch script that reach the nodes where it has them; srun passes over the others without a word."""
+EXPORTED = (*BASIC, *places.VARIABLES)
+"""The variables that reach the nodes, beside Slurm's own and those that the cluster's modules changed. Whatever else a login
+shell exports, tokens among it, stays behind; rank 0 reads ``.env`` itself."""
 
 
 def node_command(run_path: Path, attempt: int, *, quiet: bool = False, python: str = sys.executable) -> list[str]:
@@ -55,9 +52,11 @@ def srun_command(
     takes it from sbatch no longer (Slurm 22.05), and would leave one core per node. ``--gpu-bind=none``: each rank sees all
     GPUs of its node, else NCCL finds no peer-to-peer path (NVIDIA/nccl#1066). ``--mem=0``: the step may use all that the
     job has. ``--overlap``: what is left of an attempt that a lost node cannot end does not hold off the next one.
-    ``options``: further ones; ``kept``: the variables that are exported where they are set, ``added``: ``NAME=value`` ones.
+    ``options``: further ones; ``kept``: the variables that are exported, ``added``: ``NAME=value`` ones. The basic ones are
+    named whether or not ``environ`` has them: what a batch script starts with differs between Slurm's releases, and the line
+    that ``submit --dry-run`` prints is the one that runs.
     """
-    exported = [*(name for name in kept if name in environ), *added]
+    exported = dict.fromkeys([*(name for name in kept if name in BASIC or name in environ), *added])
     return [
         "srun",
         f"--nodes={nodes}",
@@ -69,7 +68,7 @@ def srun_command(
         "--kill-on-bad-exit=1",
         *(["--gpu-bind=none"] if gpus else []),
         "--unbuffered",
-        f"--export={','.join(exported) or 'NIL'}",
+        f"--export={','.join(exported)}",
         *options,
         *command,
     ]
@@ -91,7 +90,7 @@ def in_step(
     ``binds``: what it has to see beside the checkout and what the cluster file names. Raises UserError for what cannot be
     bound.
     """
-    placed = container.place(command, cluster, binds=binds, gpus=gpus)
+    placed = container.place(command, cluster, binds=[*binds, *places.binds(environ)], gpus=gpus)
     return srun_command(
         placed.command,
         nodes=nodes,
@@ -99,7 +98,7 @@ def in_step(
         gpus=gpus,
         environ=environ,
         options=[*options, *placed.options],
-        kept=placed.kept or EXPORTED,
+        kept=placed.kept or (*EXPORTED, *places.of_modules(environ)),
         added=placed.added,
     )
 
@@ -115,4 +114,4 @@ def on_first_node(
         return in_step(
             command, cluster, binds=binds, nodes=1, cpus=None, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
         )
-    return list(container.place(command, cluster, binds=binds, gpus=gpus).command)
+    return list(container.place(command, cluster, binds=[*binds, *places.binds(environ)], gpus=gpus).command)

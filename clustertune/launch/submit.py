@@ -67,9 +67,17 @@ def split_script(text: str) -> tuple[str, str]:
 
 def header_line(option: str) -> str:
     """``#SBATCH`` with one option, which must be one word: sbatch would read a second one as an option of its own."""
-    if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9@%][A-Za-z0-9._:@%,+=-]*)?", option):
+    if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9_@%\[(][A-Za-z0-9._:@%,+=&|*()\[\]-]*)?", option):
         raise UserError(Problem(f"{option[:80]!r} cannot stand in an #SBATCH line", fix="rename what it is made from"))
     return f"#SBATCH {option}\n"
+
+
+def module_lines(shape: Shape) -> str:
+    """What loads the cluster's modules, ahead of a script's body: before its ``set -u``, which their start files break."""
+    if not shape.modules:
+        return ""
+    names = " ".join(shape.modules)  # plain words: config/cluster_schema.py MODULE
+    return f"\n# slurm.modules of the cluster file: module load {names}\n. launch/modules.sh {names}\n\n"
 
 
 def render(name: str, shape: Shape, signal_seconds: int, *, extra: Sequence[str] = (), source: str | None = None) -> str:
@@ -92,7 +100,7 @@ def render(name: str, shape: Shape, signal_seconds: int, *, extra: Sequence[str]
         *extra,
     ]
     note = "# Derived by clustertune submit from the recipe and the cluster file; below the header it is launch/run.sbatch.\n"
-    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + body
+    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + module_lines(shape) + body
 
 
 def escape_pattern(path: Path) -> str:

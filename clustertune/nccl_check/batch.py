@@ -54,6 +54,8 @@ def shape(cluster: Cluster, nodes: int | None, time: str | None, seconds: float)
         minutes=math.ceil(minutes or 0),
         partition=cluster.slurm.partition,
         gres=cluster.slurm.gres,
+        site=cluster.slurm.site_options(),
+        modules=cluster.slurm.modules,
     )
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clustertune.config.resolved import Resolved, expand_home
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import Manifest, read_manifest
+from clustertune.manifest import MANIFEST, Manifest, read_manifest
 
 KIND = "parcel"
 HUB, MODEL, DATA, EVAL, NLTK, CONTAINER, RECIPES, SUMS = (
@@ -96,6 +97,28 @@ def find_problems(resolved: Resolved) -> list[Problem]:
             fix = "stage the recipe again into a new folder, or name its folder: staged=DIR"
             problems.append(Problem(text, file=str(folder), key=what, fix=fix))
     return problems
+
+
+def offered(resolved: Resolved, models: Path | None) -> tuple[Path | None, list[str]]:
+    """The parcel that lies for a recipe in the cluster's folder of models, under the recipe's name, and why it is passed over.
+
+    It is taken where nobody else can have written it: who names ``staged=DIR`` trusts the folder, this is found by its name.
+    """
+    if models is None or resolved.recipe.staged or resolved.tiny or resolved.recipe.model.weights == "random":
+        return None, []
+    folder = models / resolved.name
+    try:
+        if not (folder / MANIFEST).is_file():
+            return None, []
+        found = folder.stat()
+    except OSError as error:
+        return None, [f"{folder} is passed over: {error.strerror or error}"]
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        return None, [f"{folder} is passed over: others can write there -> staged={folder} takes it all the same"]
+    recipe = resolved.recipe.model_copy(update={STAGED: str(folder)})
+    if problems := find_problems(replace(resolved, recipe=recipe)):
+        return None, [f"{folder} is passed over: {problems[0].message}"]
+    return folder, []
 
 
 def _model_of(resolved: Resolved) -> dict[str, Any]:

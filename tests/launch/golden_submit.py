@@ -24,7 +24,7 @@ def document(recipe: str, cluster: str, tiny: bool) -> str:
     before = dict(os.environ)
     for name in EXPORTED:
         os.environ.pop(name, None)
-    os.environ["PATH"] = "/usr/bin"
+    os.environ |= {"PATH": "/usr/bin", "HOME": "/h/me", "USER": "me"}
     try:
         found = Submission.make(recipe, [], tiny, cluster, REPO / "runs" / "X", None, "report", one_job=False)
         lines = [*(str(problem) for problem in found.find_problems(dry_run=True)), *found.warnings(), *found.lines()]

@@ -52,7 +52,10 @@ def test_pyxis_on_the_reference_cluster() -> None:
     mounts = f"--container-mounts={REPO}:{REPO},/pool/run:/pool/run,/tmp:/tmp,/pool:/pool,/a:/b:ro"
     assert mounts in found
     assert {"--no-container-mount-home", "--no-container-remap-root", "--no-container-entrypoint"} <= set(found)
-    assert "--export=PATH,PYTHONNOUSERSITE=1" in found and "--container-env=PYTHONNOUSERSITE" in found
+    assert (
+        "--export=PATH,USER,LOGNAME,LANG,LC_ALL,TMPDIR,PYTHONNOUSERSITE=1" in found
+        and "--container-env=PYTHONNOUSERSITE" in found
+    )
     assert found[-3:] == ["python3", "-m", "x"] and "canary-5e" not in str(found)
     assert not any(word in str(found) for word in ("apptainer", "inside.sh"))
 
@@ -60,7 +63,7 @@ def test_pyxis_on_the_reference_cluster() -> None:
 def test_without_a_container_nothing_is_added() -> None:
     """The clusters without one go on as before."""
     found = words(cluster())
-    assert found[-3:] == ["/v/bin/python", "-m", "x"] and "--export=PATH,HOME,LD_LIBRARY_PATH" in found
+    assert found[-3:] == ["/v/bin/python", "-m", "x"] and f"--export={','.join(step.BASIC)}" in found
 
 
 @pytest.mark.parametrize("runtime", sorted(CONTAINER_OPTIONS))

@@ -111,7 +111,7 @@ def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
     assert "#SBATCH --array=0-3%2\n" in script and "#SBATCH --nodes=2\n" in script
     assert script.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
     after = words[words.index(shown["job"]["file"]) + 1 :]
-    assert after[1:] == [
+    assert after[1:9] == [
         "--sweep",
         str(Path(shown["sweep_dir"]).absolute()),
         "--from",
@@ -121,6 +121,7 @@ def test_the_job_array_of_the_reference_cluster(call: Call) -> None:
         "--cluster",
         name,
     ]
+    assert set(after[9::2]) == {"--env"} and any(word.startswith("HF_HOME=") for word in after[10::2])
     assert lint(script, "sweep.sbatch") == []
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from clustertune.config.cluster_schema import Brick, Cluster, Host
+from clustertune.config.cluster_schema import FOLDERS, Brick, Cluster, Host
 from clustertune.config.hardware import load_hardware
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.errors import Problem, UserError
@@ -17,8 +17,6 @@ from clustertune.errors import Problem, UserError
 DATA = "data"
 """The folder of a brick that the pool is made of. It exists on the brick only: where the brick is not mounted, the pool has no
 such branch, and writes nothing to the disk below the mount point."""
-FOLDERS = ("hf_cache", "models", "checkpoints", "logs")
-"""Made below ``storage.shared``, on every brick: the pool then finds each where it wants to write."""
 CACHE_FILES = "auto-full"
 """mergerfs' page cache. ``off`` makes shared mappings fail with ENODEV, and safetensors and arrow read through mappings."""
 EXPORT_FILE = "/etc/exports.d/clustertune.exports"
@@ -306,7 +304,7 @@ def _names(cluster: Cluster) -> tuple[str, ...]:
     shared, image = cluster.storage.shared, cluster.container.image
     parent = PurePosixPath(image).parent if image else None
     extra = (parent.name,) if shared and parent and str(parent.parent) == (shared.rstrip("/") or "/") else ()
-    return tuple(dict.fromkeys((*FOLDERS, *extra)))
+    return tuple(dict.fromkeys((*FOLDERS.values(), *extra)))
 
 
 def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[Folder]:

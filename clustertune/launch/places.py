@@ -1,0 +1,206 @@
+"""Where caches, models and runs lie: what the shell that submits exports, else the cluster file, else the libraries' defaults.
+
+A job sees nothing of the shell that submits it but the variables named here: `submit` hands each on as ``--env NAME=VALUE``,
+with its final value, so that a ``$SCRATCH`` of the cluster file means the same on every node.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.launch.environment import Setting
+from clustertune.secrets import SECRET
+
+REPO = Path(__file__).resolve().parents[2]
+FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "NLTK_DATA")
+"""Variables that name a folder of the user's (NLTK_DATA several, parted by ``:``), in which libraries keep what they loaded."""
+VARIABLES = (*FOLDERS, "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "WANDB_MODE")
+"""What a job takes over of the shell that submits it. No token is among them: those stand in ``.env``."""
+_WRITTEN = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
+_KEY = {"caches": "HF_HOME", "runs": "--run-dir"}
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def folder(cluster: Cluster | None, what: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder for ``caches``, ``models`` or ``runs``, with ``~`` and variables put in; None where the cluster file has none.
+
+    Raises UserError where a variable is not set here, or no absolute path comes out.
+    """
+    text = cluster.storage.place(what) if cluster else None
+    if cluster is None or text is None:
+        return None
+    key = f"storage.{what}"
+    known = {**_user(), **environ}
+    named = [one or two for one, two in _VARIABLE.findall(text)]
+    instead = f", or give {_KEY[what]}" if what in _KEY else ""
+    if lacking := [name for name in named if not known.get(name)]:
+        fix = f"clustertune submit in a shell that has it{instead}, or write the path itself: a job sees no variable of a shell"
+        raise UserError(Problem(f"{text}: {', '.join(lacking)} is not set here", file=cluster.source, key=key, fix=fix))
+    filled = _VARIABLE.sub(lambda match: known[match[1] or match[2]], text)
+    path = Path(known["HOME"] + filled[1:] if filled.startswith("~/") else filled)
+    if not path.is_absolute() or not str(path).isprintable():
+        fix = f"an absolute path{instead}"
+        raise UserError(Problem(f"{text} gives {str(path)!r}, no absolute path", file=cluster.source, key=key, fix=fix))
+    return path
+
+
+def _user() -> dict[str, str]:
+    """What a login sets and a job may lack."""
+    try:
+        found = pwd.getpwuid(os.getuid())
+    except KeyError:
+        return {"USER": str(os.getuid()), "HOME": "/"}
+    return {"USER": found.pw_name, "LOGNAME": found.pw_name, "HOME": found.pw_dir}
+
+
+def here() -> Cluster | None:
+    """The cluster whose file names this machine: its folders are those of the commands that run without ``--cluster``."""
+    from clustertune.config.cluster import of_this_machine
+
+    return of_this_machine()
+
+
+def runs(cluster: Cluster | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder below which runs lie: the cluster file's, else ``runs`` of the working folder. Raises UserError."""
+    return folder(cluster, "runs", environ) or Path("runs")
+
+
+def enter_here() -> Path:
+    """Take on the cache variables of the cluster that this machine belongs to; returns where its runs lie."""
+    machine = here()
+    enter(machine)
+    return runs(machine)
+
+
+def existing(path: Path) -> Path:
+    """``runs/NAME/ID`` in the folder of the cluster that this machine belongs to, where it is not in the working folder."""
+    if path.exists() or path.is_absolute() or path.parts[:1] != ("runs",):
+        return path
+    found = runs(here()).joinpath(*path.parts[1:])
+    return found if found.exists() else path
+
+
+def parse(words: Iterable[str]) -> dict[str, str]:
+    """``NAME=VALUE`` words of ``--env``. Raises UserError for names beside :data:`VARIABLES`, and for values of two lines."""
+    found, problems = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in VARIABLES or not equals:
+            fix = f"NAME=VALUE of {', '.join(VARIABLES)}; tokens stand in .env"
+            problems.append(Problem(f"{name[:40]!r} is none that a job takes", file="command line", key="--env", fix=fix))
+        elif not value.isprintable():
+            problems.append(
+                Problem(f"{name} holds a line break or control character", file="command line", key="--env", fix="rename it")
+            )
+        else:
+            found[name] = value
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def settings(
+    cluster: Cluster | None, given: Mapping[str, str] | None = None, environ: Mapping[str, str] = os.environ
+) -> list[Setting]:
+    """The variables of every stage and rank, each with the reason of its value.
+
+    ``given``: of ``--env``, which wins over ``environ`` (the shell, or a job's own), which wins over the cluster file: the more
+    particular over the more general, as Slurm has it for ``SBATCH_ACCOUNT``. Raises UserError.
+    """
+    said = parse(f"{name}={environ[name]}" for name in VARIABLES if environ.get(name))
+    origin = dict.fromkeys(said, "exported by the shell or job that this starts in")
+    for name, value in (given or {}).items():
+        said[name], origin[name] = value, "given by --env: the value where it was submitted"
+    text = cluster.storage.place("caches") if cluster else None
+    if cluster is not None and text is not None:
+        rule = f"storage.caches of {cluster.source}"
+        if cluster.storage.caches is None:
+            rule = f"the caches' folder of clustertune ops storage, below storage.shared of {cluster.source}"
+        if "HF_HOME" not in said:
+            said["HF_HOME"], origin["HF_HOME"] = str(folder(cluster, "caches", environ)), rule
+        elif said["HF_HOME"] == text:
+            origin["HF_HOME"] = rule
+        else:
+            origin["HF_HOME"] += f"; {rule} says {text}"
+        if "HF_TOKEN_PATH" not in said:
+            home = environ.get("HOME") or _user()["HOME"]
+            said["HF_TOKEN_PATH"] = f"{home}/.cache/huggingface/token"
+            origin["HF_TOKEN_PATH"] = "a token never lies in a folder that others share"  # noqa: S105
+    return [Setting(name, _absolute(name, said[name]), origin[name]) for name in VARIABLES if name in said]
+
+
+def _absolute(name: str, value: str) -> str:
+    """A job has another working folder than the shell that submits it."""
+    if name not in (*FOLDERS, "HF_TOKEN_PATH"):
+        return value
+    parts = value.split(":") if name == "NLTK_DATA" else [value]
+    return ":".join(os.path.abspath(os.path.expanduser(part)) for part in parts)  # noqa: PTH100, PTH111
+
+
+def flags(found: Sequence[Setting]) -> list[str]:
+    """The words by which a job gets them."""
+    return [word for setting in found for word in ("--env", f"{setting.name}={setting.value}")]
+
+
+def enter(
+    cluster: Cluster | None, given: Mapping[str, str] | None = None, environ: MutableMapping[str, str] = os.environ
+) -> list[Setting]:
+    """Set the variables in this process, and so in all that it starts. Call before a library of the Hub is loaded."""
+    found = settings(cluster, given, environ)
+    environ.update({setting.name: setting.value for setting in found})
+    return found
+
+
+def binds(environ: Mapping[str, str]) -> list[str]:
+    """The folders that a container has to see for these variables. Of NLTK_DATA launch/inside.sh shows those that are there."""
+    values = [environ[name] for name in FOLDERS if name != "NLTK_DATA" and environ.get(name)]
+    return list(dict.fromkeys(value for value in values if value.startswith("/")))
+
+
+def of_modules(environ: Mapping[str, str]) -> list[str]:
+    """The variables that the cluster's modules changed (launch/modules.sh)."""
+    return [name for name in environ.get("CLUSTERTUNE_MODULE_VARIABLES", "").split() if name in environ and name not in SECRET]
+
+
+def load_modules(cluster: Cluster) -> None:
+    """Begin this process anew in a shell that has loaded the cluster's modules; returns where that is done, or there are none.
+
+    A submitted script has loaded them already; of launch/run.sbatch by hand only this process knows the cluster.
+    """
+    names = " ".join(cluster.slurm.modules) if cluster.slurm else ""
+    if not names or os.environ.get("CLUSTERTUNE_MODULES") == names:
+        return
+    script = f'. launch/modules.sh {names} && exec "$@"'  # plain words: config/cluster_schema.py MODULE
+    sys.stdout.flush()
+    os.chdir(REPO)
+    os.execv("/bin/bash", ["bash", "-c", script, "bash", sys.executable, "-m", "clustertune", *sys.argv[1:]])  # noqa: S606
+
+
+def make(environ: Mapping[str, str] = os.environ) -> None:
+    """Make the cache folders on this machine. Raises UserError for one that cannot be, or cannot be written to.
+
+    A cache that is only read (``HF_HUB_OFFLINE=1``) need not be writable.
+    """
+    offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    for name in _WRITTEN:
+        if not (value := environ.get(name)):
+            continue
+        path = Path(value)
+        try:
+            if path.exists() and not path.is_dir():
+                text = f"{os.uname().nodename}: is no folder, {name} needs one"
+                raise UserError(Problem(text, file=str(path), key=name, fix="name another one: storage.caches, or export it"))
+            path.mkdir(parents=True, exist_ok=True)
+            if not offline:
+                with tempfile.TemporaryFile(dir=path):
+                    pass
+        except OSError as error:
+            raise storage_error(error, f"{os.uname().nodename}: cannot be used as {name}", path) from None

@@ -1,0 +1,162 @@
+"""Where a job's caches, models and runs lie: by cluster file and shell, seen by every rank; the checkout stays clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clustertune.cluster.cluster import Cluster
+from tests.command import REPO
+from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
+from tests.slurm_job import SETTINGS, SHAPE, Job
+
+pytestmark = pytest.mark.timeout(1200)
+FILE = """
+name: here
+nodes:
+  - {{name: login1, address: 10.99.0.254, roles: [login, slurmctld]}}
+  - {{name: node1, address: 10.99.0.1, roles: [compute]}}
+  - {{name: node2, address: 10.99.0.2, roles: [compute]}}
+compute: {{gpus: 1, gpu: h100-sxm, cores: 1, threads: 2, memory_gb: 20, interconnect: none}}
+network: {{interface: eth0, kind: ethernet, gbit: 100}}
+storage: {{{storage}}}
+slurm: {{partition: gpu, account: abc@h100, qos: normal{slurm}}}
+doctor: {{preflight: false}}
+"""
+
+
+def cluster_file(folder: Path, storage: str, slurm: str = "") -> Path:  # noqa: F811 - a section
+    path = folder / "here.yaml"
+    path.write_text(FILE.format(storage=storage, slurm=slurm))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout of its own under git: what a job leaves in it can be seen."""
+    root = tmp_path_factory.mktemp("job places") / "checkout"
+    listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, check=True)
+    for name in listed.stdout.decode().split("\0"):
+        if name and (REPO / name).is_file() and not name.startswith(("tests/", "docs/")):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, root / name)
+    (root / ".venv").symlink_to(REPO / ".venv")
+    git(root, "init", "--quiet")
+    (root / ".git" / "info" / "exclude").write_text("/.venv\n")
+    git(root, "add", "--all")
+    git(root, "-c", "user.name=t", "-c", "user.email=t@t", "commit", "--quiet", "--message=t")
+    return root
+
+
+def git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def left_in(root: Path) -> list[str]:
+    """What is not git's, ignored files too, but for Python's bytecode."""
+    lines = git(root, "status", "--porcelain", "--ignored", "--untracked-files=all").splitlines()
+    return [line for line in lines if "__pycache__" not in line and not line.endswith(" .venv")]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    pairs = (pair.partition("=") for pair in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def all_ranks(job: Job, seen: list[dict[str, str]]) -> bool:
+    """Whether the ranks of both nodes are there at once; what they were started with into ``seen``."""
+    try:
+        seen[:] = [environment_of(job.rank(node)) for node in (1, 2)]
+    except (IndexError, OSError):
+        return False
+    return all(seen)
+
+
+def dry_run(checkout: Path, *words: str | Path, **environment: str) -> str:
+    done = subprocess.run(
+        [".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, "--dry-run", *map(str, words)],
+        cwd=checkout,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def submitted(slurm_session: Cluster, checkout: Path) -> Iterator[tuple[Job, str, list[dict[str, str]], Path]]:  # noqa: F811
+    """``submit --one-job`` on a cluster whose file gives folders, by a variable of this shell; paths have blanks."""
+    big = checkout.parent / "big disk"
+    big.mkdir()
+    file = cluster_file(checkout.parent, 'caches: "$BIG/hf cache", runs: "${BIG}/my runs"')
+    words = ["slurm.nodes=2", "--cluster", str(file), "--to", "export", "--one-job"]
+    shown = dry_run(checkout, *words, BIG=str(big), CANARY="canary-77")
+    done = slurm_session.run(
+        [checkout / ".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, *words],
+        cwd=checkout,
+        env={"BIG": str(big), "CANARY": "canary-77"},
+    )
+    run = next(Path(line.removeprefix("run folder: ")) for line in done.stderr.splitlines() if line.startswith("run folder: "))
+    job = Job(slurm_session, run, id=json.loads((run / "jobs" / "jobs.json").read_text())["jobs"][0]["id"])
+    seen: list[dict[str, str]] = []
+    job.until(lambda: all_ranks(job, seen), "the ranks")
+    found = job.end()
+    assert found["JobState"] == "COMPLETED", next((run / "logs").iterdir()).read_text()
+    yield job, shown, seen, big
+
+
+@pytest.mark.jobs
+def test_every_rank_sees_the_folders_of_the_cluster_file(submitted: tuple[Job, str, list[dict[str, str]], Path]) -> None:
+    job, _, seen, big = submitted
+    assert job.run.parent == big / "my runs" / "tiny-oasst2"
+    for environment in seen:
+        assert environment["HF_HOME"] == str(big / "hf cache")
+        assert not [name for name in environment if "CANARY" in name or environment[name] == "canary-77"]
+    body = json.loads((job.run / "run.json").read_text())
+    kept = {entry["name"]: entry for entry in body["environment"]}
+    assert kept["HF_HOME"]["value"] == str(big / "hf cache") and "storage.caches" not in body["command"]
+    assert (big / "hf cache").is_dir()
+
+
+@pytest.mark.jobs
+def test_the_dry_run_prints_what_was_run(submitted: tuple[Job, str, list[dict[str, str]], Path]) -> None:
+    """The line of srun is the same, letter by letter."""
+    job, shown, _, big = submitted
+    log = next((job.run / "logs").iterdir()).read_text()
+    ran = shlex.split(next(line for line in log.splitlines() if line.startswith("on every node: "))[len("on every node: ") :])
+    line = next(line for line in shown.splitlines() if line.startswith("$ srun"))
+    assert shlex.split(line[2:]) == ran
+    assert f"HF_HOME={big}/hf cache  # storage.caches of" in shown
+    assert "#SBATCH --account=abc@h100\n#SBATCH --qos=normal\n" in shown
+
+
+@pytest.mark.jobs
+def test_a_submitted_job_leaves_nothing_in_the_checkout(
+    submitted: tuple[Job, str, list[dict[str, str]], Path], checkout: Path
+) -> None:
+    assert left_in(checkout) == []
+
+
+def test_by_hand(slurm: Cluster, checkout: Path, tmp_path: Path) -> None:  # noqa: F811
+    """``sbatch launch/run.sbatch`` takes over HF_HOME as exported; the log goes to the run's others, the header's is gone."""
+    file = cluster_file(tmp_path, f"caches: {tmp_path}/unused, runs: {tmp_path}/runs")
+    exported = {"HF_HOME": str(tmp_path / "mine"), "CANARY": "canary-78"}
+    words = ["tiny-oasst2", "--tiny", "--to", "prepare", *SETTINGS, "--cluster", str(file)]
+    number = slurm.submit("launch/run.sbatch", *words, options=SHAPE, cwd=checkout, env=exported)
+    job = Job(slurm, tmp_path, id=number)
+    found = job.end()
+    logs = list((tmp_path / "runs").glob("tiny-oasst2/*/logs/*.log"))
+    assert found["JobState"] == "COMPLETED" and [path.name for path in logs] == [f"clustertune-{number}.log"]
+    text = logs[0].read_text()
+    assert f"HF_HOME={tmp_path}/mine  # exported by" in text and f"says {tmp_path}/unused" in text and "canary-78" not in text
+    assert (tmp_path / "mine").is_dir() and not (tmp_path / "unused").exists()
+    assert left_in(checkout) == []

@@ -1,0 +1,278 @@
+"""Which folders a job uses, from odd cluster files and shells; the site's options and modules in scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.arguments import existing_folder, newest_merged
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster, SlurmFacts, Storage
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.launch import allocation, places, shape, submit
+from clustertune.staging import parcel
+from tests.command import run
+from tests.launch.machines import machine
+from tests.launch.test_job_places import cluster_file
+
+REPO = Path(__file__).resolve().parents[2]
+ME = {"HOME": "/h/me", "USER": "me"}
+
+
+def on(**storage: Any) -> Cluster:
+    return machine(storage=Storage(**storage))
+
+
+def values(cluster: Cluster, environ: dict[str, str], **given: str) -> dict[str, str]:
+    return {setting.name: setting.value for setting in places.settings(cluster, given, {**ME, **environ})}
+
+
+def test_what_is_more_particular_wins_and_both_are_told() -> None:
+    cluster = on(caches="/big/hf")
+    assert values(cluster, {})["HF_HOME"] == "/big/hf"
+    assert values(cluster, {"HF_HOME": ""})["HF_HOME"] == "/big/hf", "empty is not set, as for the libraries"
+    assert values(cluster, {"HF_HOME": "/mine"})["HF_HOME"] == "/mine"
+    assert values(cluster, {"HF_HOME": "/mine"}, HF_HOME="/given")["HF_HOME"] == "/given"
+    told = {s.name: s.reason for s in places.settings(cluster, {}, {**ME, "HF_HOME": "/mine"})}
+    assert "exported" in told["HF_HOME"] and "storage.caches" in told["HF_HOME"] and "/big/hf" in told["HF_HOME"]
+    assert values(on(), {}) == {}, "a cluster file that says nothing changes nothing"
+
+
+def test_a_token_stays_at_home() -> None:
+    """HF_HOME/token of a folder that others share would be anybody's."""
+    assert values(on(caches="/big/hf"), {})["HF_TOKEN_PATH"] == "/h/me/.cache/huggingface/token"  # noqa: S105
+    assert not {"HF_TOKEN", "WANDB_API_KEY"} & values(on(caches="/c"), {"HF_TOKEN": "x", "WANDB_API_KEY": "x"}).keys()
+
+
+def test_the_folders_of_ops_storage_are_the_default() -> None:
+    """Made by it only where there are bricks; caches and runs of each user, who would meet in one folder."""
+    rno = load_cluster("rno-rtxpro6000")
+    assert [str(places.folder(rno, what, ME)) for what in ("caches", "models", "runs")] == [
+        "/pool/hf_cache/me", "/pool/models", "/pool/checkpoints/me",
+    ]  # fmt: skip
+    assert places.folder(load_cluster("dgx-h100"), "runs", ME) is None and places.runs(None) == Path("runs")
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("~/runs", "/h/me/runs"),
+        ("$SCRATCH", "/fast/me"),
+        ("${SCRATCH}/a b/$USER", "/fast/me/a b/me"),
+        ("/x/$USER", "/x/me"),
+        ("/x/$(id)", "/x/$(id)"),
+    ],
+)
+def test_what_is_put_in(text: str, path: str) -> None:
+    assert places.folder(on(runs=text), "runs", {**ME, "SCRATCH": "/fast/me"}) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [({}, "SCRATCH is not set"), ({"SCRATCH": ""}, "SCRATCH is not set"), ({"SCRATCH": "here"}, "no absolute path"),
+     ({"SCRATCH": "/a\nb"}, "no absolute path")],
+)  # fmt: skip
+def test_what_cannot_be_put_in(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        places.folder(on(caches="$SCRATCH/hf"), "caches", {**ME, **environ})
+    assert words in str(error.value) and error.value.problems[0].key == "storage.caches"
+    assert values(on(caches="$SCRATCH/hf"), environ, HF_HOME="/given")["HF_HOME"] == "/given"
+
+
+@pytest.mark.parametrize("text", ["runs", "./runs", "~other/runs", "$", "/a,b", "/a:b", "/a\\b", "", 7])
+def test_a_cluster_file_says_no_such_folder(text: object, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load_cluster(str(cluster_file(tmp_path, f"runs: {text!r}".replace("\\n", "\n").replace("'", '"'))))
+    assert "storage.runs" in str(error.value) or "here.yaml" in str(error.value)
+
+
+def test_relative_and_home_folders_of_the_shell_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A job starts in the checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/h/me")
+    found = values(on(), {"HF_HOME": "hf", "HF_HUB_CACHE": "~/hub", "NLTK_DATA": "a:/b"})
+    assert found == {"HF_HOME": f"{tmp_path}/hf", "HF_HUB_CACHE": "/h/me/hub", "NLTK_DATA": f"{tmp_path}/a:/b"}
+
+
+@pytest.mark.parametrize("word", ["HF_TOKEN=x", "LD_PRELOAD=/x", "HF_HOME", "=x", "HF_HOME=/a\nb"])
+def test_env_takes_no_other_variable(word: str) -> None:
+    with pytest.raises(UserError):
+        places.parse([word])
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    """A file in the way, and one where nothing can be made: with the machine, the path and the variable."""
+    file = tmp_path / "file"
+    file.touch()
+    places.make({"HF_HOME": str(tmp_path / "new" / "hf")})
+    assert (tmp_path / "new" / "hf").is_dir()
+    for path in (file, file / "below", Path("/proc/none/hf")):
+        with pytest.raises(UserError) as error:
+            places.make({"HF_HOME": str(path)})
+        assert str(path) in str(error.value) and "HF_HOME" in str(error.value) and os.uname().nodename in str(error.value)
+    with pytest.raises(UserError):
+        places.make({"HF_HOME": "/proc/self"})  # there, and nothing can be written to it
+    places.make({"HF_HOME": "/proc/self", "HF_HUB_OFFLINE": "1"})
+
+
+SITE = {"account": "abc@h100", "qos": "qos_gpu-dev", "constraint": "h100&ib|(a[1-2])", "reservation": "r1"}
+
+
+def test_site_options_are_in_headers_and_in_the_line_to_paste() -> None:
+    cluster = machine(slurm=SlurmFacts(partition="gpu", gres="h100", modules=("arch/h100", "cuda/12.4.1"), **SITE))
+    resolved = resolve("llama8b-lima", ["slurm.nodes=1"])
+    shapes = shape.stage_shapes(resolved, cluster)
+    for stage, found in shapes.items():
+        header, body = submit.split_script(submit.render(f"x-{stage}", found, 60))
+        for name, value in SITE.items():
+            assert f"#SBATCH --{name}={value}\n" in header
+        assert body.strip().startswith("# slurm.modules") and "\n. launch/modules.sh arch/h100 cuda/12.4.1\n" in body
+        assert body.endswith(submit.split_script(submit.SCRIPT.read_text())[1])
+    pasted = shlex.split(allocation.sbatch_line(resolved, cluster, ["llama8b-lima"]))
+    assert {f"--{name}={value}" for name, value in SITE.items()} <= set(pasted)
+
+
+@pytest.mark.parametrize(
+    "slurm",
+    ['modules: ["a; id"]', "modules: [-x]", "modules: [$(id)]", 'modules: ["a b"]', 'account: "a b"', "account: -x",
+     'constraint: "a --wrap=id"', 'qos: "x#"'],
+)  # fmt: skip
+def test_site_values_are_plain_words(slurm: str, tmp_path: Path) -> None:
+    given = (tmp_path / "here.yaml", slurm)
+    text = cluster_file(tmp_path, "scratch: /tmp").read_text().replace("account: abc@h100, qos: normal", slurm)
+    given[0].write_text(text)
+    with pytest.raises(UserError) as error:
+        load_cluster(str(given[0]))
+    assert "slurm." in str(error.value)
+
+
+LOADER = """
+module() {
+    [[ $1 == load && $2 != gone* ]] || return 1
+    export CUDA_HOME=/site/$2 LD_LIBRARY_PATH=/site/$2/lib
+}
+: "$NEVER_SET"
+"""
+
+
+def in_shell(*names: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = '. launch/modules.sh "$@"; echo "$CUDA_HOME|$CLUSTERTUNE_MODULES|$CLUSTERTUNE_MODULE_VARIABLES"'
+    return subprocess.run(
+        ["bash", "-c", script, "bash", *names],
+        cwd=REPO,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_modules_are_loaded_and_what_they_set_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text(LOADER)
+    done = in_shell("gcc/12", "cuda/12.4", MODULESHOME=str(tmp_path))
+    where, names, variables = done.stdout.strip().split("|")
+    assert (where, names) == ("/site/cuda/12.4", "gcc/12 cuda/12.4") and set(variables.split()) == {
+        "CUDA_HOME",
+        "LD_LIBRARY_PATH",
+    }
+    environ = {"CUDA_HOME": where, "HF_TOKEN": "x", "CLUSTERTUNE_MODULE_VARIABLES": f"{variables} HF_TOKEN"}
+    assert places.of_modules(environ) == ["CUDA_HOME"]
+    failed = in_shell("cuda", "gone/1", MODULESHOME=str(tmp_path))
+    assert failed.returncode == 2 and "module load gone/1 failed" in failed.stderr and not failed.stdout
+
+
+def test_by_hand_the_program_begins_anew_with_the_modules(tmp_path: Path) -> None:
+    """Once: where they are loaded it goes on."""
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text('module() { echo "LOADED $2 $CUDA" >&2; export CUDA=$2; }\n')
+    code = """
+import os, sys
+from clustertune.launch import places
+from tests.launch.test_places import machine, SlurmFacts
+places.load_modules(machine(slurm=SlurmFacts(partition="p", modules=("a/1", "b"))))
+print("went on", os.environ.get("CLUSTERTUNE_MODULES"))
+"""
+    words = [sys.executable, "-c", code, "show-cluster", "dgx-h100", "--json"]
+    environ = {**os.environ, "MODULESHOME": str(tmp_path)}
+    anew = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(anew.stdout)["name"] == "dgx-h100" and anew.stderr.split("\n")[:2] == ["LOADED a/1 ", "LOADED b a/1"]
+    environ["CLUSTERTUNE_MODULES"] = "a/1 b"
+    gone_on = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True, check=True)
+    assert gone_on.stdout == "went on a/1 b\n"
+
+
+def test_a_node_without_modules_says_so() -> None:
+    if any(
+        Path(path).exists() for path in ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/usr/share/modules/init/bash")
+    ):
+        pytest.skip("this machine has environment modules")
+    done = in_shell("cuda/12.4")
+    assert done.returncode == 2 and "no module command" in done.stderr and "slurm.modules" in done.stderr
+
+
+def test_collected_models_are_taken_by_the_recipes_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that others can write, or of another model, is passed over with the reason."""
+    resolved = resolve("llama8b-lima")
+    folder = tmp_path / "llama8b-lima"
+    assert parcel.offered(resolved, None) == parcel.offered(resolved, tmp_path) == (None, [])
+    folder.mkdir(mode=0o755)
+    (folder / "MANIFEST.json").write_text("{}")
+    found, notes = parcel.offered(resolved, tmp_path)
+    assert found is None and "passed over" in notes[0]
+    monkeypatch.setattr(parcel, "find_problems", lambda _resolved: [])
+    assert parcel.offered(resolved, tmp_path) == (folder, [])
+    folder.chmod(0o777)
+    found, notes = parcel.offered(resolved, tmp_path)
+    assert found is None and f"staged={folder}" in notes[0]
+
+
+def test_the_lists_of_variables_are_one() -> None:
+    """launch/inside.sh and the header of launch/run.sbatch cannot import the list."""
+    inside = re.search(r"\npassed=\((.*?)\n\)", (REPO / "launch" / "inside.sh").read_text(), re.DOTALL)
+    header = re.search(r"#SBATCH --export=(\S+)", (REPO / "launch" / "run.sbatch").read_text())
+    assert inside and set(places.VARIABLES) <= set(inside[1].split())
+    assert header and tuple(header[1].split(",")) == places.VARIABLES
+
+
+def test_a_run_cannot_lie_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = cluster_file(tmp_path, f"runs: {tmp_path}/file/runs")
+    done = run("submit", "tiny-oasst2", "--tiny", "--cluster", file, "--dry-run")
+    assert done.code == 2 and f"{tmp_path}/file" in done.err and "storage.runs" in done.err
+
+
+def test_a_sweep_and_its_points_take_the_same_folders(tmp_path: Path) -> None:
+    file = cluster_file(tmp_path, f"runs: {tmp_path}/runs, caches: {tmp_path}/hf")
+    done = run("sweep", "tiny-oasst2", "train.learning_rate=1e-4,2e-4", "--tiny", "--cluster", file, "--dry-run", "--json")
+    command = done.json["job"]["command"]
+    assert done.json["sweep_dir"].startswith(f"{tmp_path}/runs/tiny-oasst2/sweep-")
+    assert f"HF_HOME={tmp_path}/hf" in command and command[command.index(f"HF_HOME={tmp_path}/hf") - 1] == "--env"
+
+
+def test_commands_of_a_login_node_find_the_runs_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``runs/NAME/ID`` and the newest merged model, in the folder that the cluster file of this machine names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(places, "here", lambda: on(runs=f"{tmp_path}/far"))
+    with pytest.raises(UserError):
+        newest_merged(places.runs(places.here()))
+    for age, name in ((10, "old"), (5, "new")):
+        merged = tmp_path / "far" / "recipe" / name / "merged"
+        merged.mkdir(parents=True)
+        (merged / "MANIFEST.json").write_text("{}")
+        os.utime(merged / "MANIFEST.json", (1e9 - age, 1e9 - age))
+    assert newest_merged(places.runs(places.here())) == tmp_path / "far" / "recipe" / "new" / "merged"
+    assert existing_folder(Path("runs/recipe/old"), "a run") == tmp_path / "far" / "recipe" / "old"
+    (tmp_path / "runs" / "recipe" / "old").mkdir(parents=True)
+    assert existing_folder(Path("runs/recipe/old"), "a run") == Path("runs/recipe/old"), "what is here goes first"
+    with pytest.raises(UserError):
+        existing_folder(Path("runs/recipe/none"), "a run")
