@@ -142,7 +142,7 @@ def check_training() -> None:
 
 
 def check_compilers() -> None:
-    """What recipes compile at run time: torch.compile's C++; where DeepSpeed is locked, its CPU optimizer and its access to NVMe.
+    """What recipes compile at run time: torch.compile's C++; where DeepSpeed is locked, its CPU optimizer and NVMe access.
 
     A CUDA build of torch compiles as on a machine with a GPU, so that nvcc and what async_io links are looked for too.
     """
