@@ -39,7 +39,7 @@ def packs(train: Mapping[str, Any]) -> bool:
     return bool(train.get("padding_free")) or bool(train.get("packing") and train.get("packing_strategy") != "wrapped")
 
 
-def cannot_pack(architecture: Mapping[str, Any]) -> str | None:
+def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911 - a reason each
     """Why ``packed_varlen`` does not compute the attention of a model; None where it does."""
     values, kind = Values(architecture), str(architecture["model_type"])
     taken = attention_takes(kind)
@@ -142,7 +142,7 @@ def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], mic
     because = [f"the recipe names {named}"] if named else []
     because += [f"{PACKED} cannot compute it: {why}"] if why else []
     fix = "train.packing=false avoids it" if why else f"leave train.{_KEY} out: {PACKED} computes each conversation alone"
-    row = micro_batch * int(train.get("max_length") or 0)
+    row = micro_batch * int(train.get("max_length") or 1024)  # SFTConfig's own
     yield (
         f"a dense mask keeps packed conversations apart ({'; '.join(because)}): every head computes {row:,} x {row:,} scores a "
         f"micro batch, without causality; {fix}"

@@ -178,7 +178,9 @@ def attention_takes(kind: str) -> list[str] | None:
     stated = {name for node in classes(module).values() for name, value in _constants(node).items() if value is True}
     if not {"_supports_attention_backend", "_supports_flash_attn"} <= stated:
         return None
-    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "attention_interface"]
+    calls = [
+        node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "attention_interface"
+    ]
     return sorted({word.arg for call in calls for word in call.keywords if word.arg})
 
 

@@ -194,15 +194,15 @@ def real_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list
 
 
 def _packed_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list[str]]:
+    around = lengths.around_token(used.sequence) if lengths else 0.0
     if used.attention != "flash":
-        text = f"{used.attention} keeps packed conversations apart by a mask: attention counts {used.row:,} tokens for every token"
-        around = lengths.around_token(used.sequence) if lengths else 0.0
-        return replace(used, conversation=around), [f"{text} of a micro batch, twice its causal half and more"]
-    if lengths is None:
-        return used, ["packed, lengths unknown: attention counts a row as one conversation, the most there can be"]
-    around = lengths.around_token(used.sequence)
-    spread = "" if len(lengths.tokens) > 1 else ", spread as chat data are"
-    text = f"packed: attention counts the causal half of conversations, {around:,.0f} tokens around a token ({lengths.source}{spread})"
+        text = f"packed, with {used.attention}: attention counts the whole square of a micro batch, {used.row:,} x {used.row:,}"
+    elif lengths is None:
+        text = "packed, lengths unknown: attention counts a row as one conversation, the most there can be"
+    else:
+        spread = "" if len(lengths.tokens) > 1 else ", spread as chat data are"
+        text = f"packed: attention counts the causal half of conversations, {around:,.0f} tokens around a token "
+        text += f"({lengths.source}{spread})"
     return replace(used, conversation=around), [text]
 
 

@@ -42,7 +42,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Causal attention within each conversation; an implementation for transformers. Padded rows and generation go to sdpa.
 
-    ``types``: what torch's kernel computes in here; in another one each conversation is a call of sdpa. Shapes: ``query`` [batch, heads, tokens, size], ``key`` and ``value`` the same with the key-value heads. ``cu_seq_lens_q``
+    ``types``: what torch's kernel computes in here; in another one each conversation is a call of sdpa.
+
+    Shapes: ``query`` [batch, heads, tokens, size], ``key`` and ``value`` the same with the key-value heads. ``cu_seq_lens_q``
     [conversations + 1], int32: where each one begins in the rows laid end to end, as TRL's collator counts them; without them
     it is where ``position_ids`` [batch, tokens] begin anew. Returns [batch, tokens, heads, size].
     """
@@ -75,7 +77,14 @@ def attend(
 
 
 def _padded(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     return found
@@ -164,7 +173,8 @@ def _forward(
 @torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,  # noqa: ARG001
-    max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None, window_size: list[int] | None = None,  # noqa: ARG001
+    max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None,  # noqa: ARG001
+    window_size: list[int] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of query, key and value; those of a group of heads are added up."""
     left = (window_size or (-1, -1))[0]

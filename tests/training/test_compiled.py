@@ -37,7 +37,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
 
 
 def trains(folder: Path, same: Sequence[str]) -> Iterator[Train]:
-    """Trains the tiny recipe with the settings ``same``, under an accelerate file with some overrides; returns the run folder."""
+    """Trains the tiny recipe with the settings ``same`` under an accelerate file with overrides; returns the run folder."""
     recipe = folder / "tiny"
     shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
     shutil.copytree(REPO / "recipes" / "_base", folder / "_base")

@@ -41,7 +41,9 @@ def registered() -> None:
     packing.register()
 
 
-def model(kind: str, attention: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> PreTrainedModel:
+def model(
+    kind: str, attention: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any
+) -> PreTrainedModel:
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind], **changes})
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)
@@ -113,7 +115,7 @@ class Watch(TorchDispatchMode):
         self.names: list[str] = []
         self.largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         self.names.append(str(func))
         self.largest = max(self.largest, found.numel() if isinstance(found, torch.Tensor) else 0)
@@ -158,8 +160,8 @@ def test_padded_rows_and_generation_are_sdpa() -> None:
         for mask in (left, left.flip(1), torch.ones_like(tokens), None):
             one, other = (m(input_ids=tokens, attention_mask=mask).logits for m in (ours, theirs))
             torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-        made = [m.generate(input_ids=tokens, attention_mask=left, max_new_tokens=9, do_sample=False, pad_token_id=0) for m in (ours, theirs)]
-        assert torch.equal(*made)
+        words = {"attention_mask": left, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(*(m.generate(input_ids=tokens, **words) for m in (ours, theirs)))
 
 
 def test_autocast_computes_in_its_type() -> None:
@@ -235,7 +237,8 @@ PACKS = [
 DENSE = "train.model_init_kwargs.attn_implementation=sdpa"
 NO = "train.activation_checkpointing=false"
 KEPT = ["activation_checkpointing.ratio=1", "activation_checkpointing.save=[attention,every_second_matmul]"]
-FSDP1 = {"distributed_type": "FSDP", "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}}
+FULL_SHARD = {"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}
+FSDP1 = {"distributed_type": "FSDP", "fsdp_config": {**FSDP2["fsdp_config"], **FULL_SHARD}}
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +264,8 @@ def test_ranks_train_the_same_as_with_a_mask(train: Train) -> None:
     for name, (accelerate, words) in cases.items():
         path = train(name, accelerate, *words)
         assert curve(path) == pytest.approx(curve(masked), rel=2e-5, abs=2e-5), name
-        assert distributed(path)["attention"] == PACKED and distributed(path)["packing"] == {"isolated": True, "attention": PACKED}
+        assert distributed(path)["attention"] == PACKED
+        assert distributed(path)["packing"] == {"isolated": True, "attention": PACKED}
 
 
 # -- the kernels of a GPU -------------------------------------------------------------------------------------------------
