@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from clustertune.config.kernels import PACKED
-
-Tensor = torch.Tensor
 
 
 def attend(
@@ -152,7 +151,7 @@ def _wide(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
-@torch.library.register_kernel("torch_attn::_varlen_attn", "cpu")
+@torch.library.register_kernel("torch_attn::_varlen_attn", "cpu")  # type: ignore[untyped-decorator]
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,  # noqa: ARG001
     is_causal: bool = False, scale: float | None = None, window_size: list[int] | None = None, *args: Any, **kwargs: Any,  # noqa: ARG001
@@ -170,7 +169,7 @@ def _forward(
     return out, torch.cat([lse[0] for _, lse in found], dim=-1), torch.zeros(2, dtype=torch.uint64)
 
 
-@torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
+@torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")  # type: ignore[untyped-decorator]
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,  # noqa: ARG001
     max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None,  # noqa: ARG001
