@@ -43,7 +43,7 @@ def test_run_json_says_what_really_was(finished: tuple[Path, Done]) -> None:
     assert (distributed["type"], distributed["fsdp_version"], distributed["world_size"]) == ("FSDP", 2, 2)
     assert distributed["mesh"] == {"dp_shard": 2} and distributed["backend"] == "gloo"
     assert 0.45 < distributed["sharded_share"] < 0.6
-    assert distributed["packing"] == {"isolated": True, "attention": "sdpa"}
+    assert distributed["packing"] == {"isolated": True, "attention": "packed_varlen"}
     assert body["versions"]["torch"] and body["recipe"]["world_size"] == 2
 
 

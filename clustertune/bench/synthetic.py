@@ -8,9 +8,9 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from clustertune.plan.lengths import SIGMA
+
 WORDS = 1000
-SIGMA = 0.8
-"""Of the lengths' logarithms: about what chat data sets have."""
 SHORTEST = 8
 TEMPLATE_TOKENS = 12
 """Header and end of two turns in the chat template."""

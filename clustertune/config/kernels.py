@@ -7,7 +7,17 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.checks import Place
+from clustertune.config.modeling import attention_takes
+from clustertune.config.parameters import count
+from clustertune.config.resolved import Derived
+from clustertune.config.values import Values
 from clustertune.errors import Problem
+
+PACKED = "packed_varlen"
+"""The attention of packed conversations, each for itself: ``clustertune/training/packing.py``."""
+_KEY = "model_init_kwargs.attn_implementation"
+_WIDEST = 256
+"""The largest head of torch's FlashAttention, which also takes multiples of 8 only (aten, flash_attn/flash_api.cpp of 2.13)."""
 
 LIGER_MODELS = frozenset({
     "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text",
@@ -19,12 +29,56 @@ LIGER_MODELS = frozenset({
 MODEL_TYPE_TO_APPLY_LIGER_FN). Of others transformers says "not supported" in the log and trains without."""
 
 
+def attention_of(train: Mapping[str, Any]) -> str:
+    """The attention implementation that the arguments name; sdpa is transformers' default where the model supports it."""
+    return str((train.get("model_init_kwargs") or {}).get("attn_implementation") or "sdpa")
+
+
+def packs(train: Mapping[str, Any]) -> bool:
+    """Whether a micro batch is one row of conversations that TRL keeps apart: all of its packing but ``wrapped``."""
+    return bool(train.get("padding_free")) or bool(train.get("packing") and train.get("packing_strategy") != "wrapped")
+
+
+def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911 - a reason each
+    """Why ``packed_varlen`` does not compute the attention of a model; None where it does."""
+    values, kind = Values(architecture), str(architecture["model_type"])
+    taken = attention_takes(kind)
+    if taken is None or {"s_aux", "position_bias"} & set(taken):
+        what = "sinks or a position bias" if taken else "code of its own"
+        return f"the attention of {kind} has {what} in transformers"
+    given = [key for key in values.keys() if "attn" in key or "attention" in key]  # noqa: SIM118
+    if on := next((key for key in given if "drop" in key and values.get(key)), None):
+        return f"it has no dropout, and the model has {on}: {values.get(on)}"
+    if on := next((key for key in given if "softcap" in key and values.get(key)), None):
+        return f"it has no soft cap of scores, and the model has {on}: {values.get(on)}"
+    if values.get("alibi"):
+        return "it has no alibi"
+    if "chunked_attention" in values.attention_types:
+        return "the model attends within chunks, which it does not"
+    counted = count(architecture)
+    if counted is None and values.get("kv_lora_rank"):
+        return f"keys and values of {kind} have heads of different sizes"
+    sizes = {(one.attention.qk_dim, one.attention.v_dim) for one in counted.layers} if counted else {(values.head_dim,) * 2}
+    if odd := next((pair for pair in sorted(sizes) if pair[0] != pair[1] or pair[0] % 8 or pair[0] > _WIDEST), None):
+        return f"heads of {odd[0]} (keys) and {odd[1]} (values): it takes equal multiples of 8, up to {_WIDEST}"
+    return None
+
+
+def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Derived | None:
+    """``packed_varlen`` where conversations are packed, the recipe names no attention, and this one computes the model's."""
+    stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
+    if not packs(train) or stated or architecture is None or cannot_pack(architecture):
+        return None
+    reason = "packed: each conversation attends to itself alone, by torch's variable-length attention; sdpa would need a mask"
+    return Derived(f"train.{_KEY}", PACKED, reason)
+
+
 def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Key, value and the packages of which one must be installed. Without GPUs the run leaves these kernels out."""
-    attention = str((train.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
-    if attention.startswith("flash_attention") and gpus:
+    named = attention_of(train)
+    if named.startswith("flash_attention") and gpus:
         # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
-        yield "train.model_init_kwargs.attn_implementation", attention, ("flash-attn", "kernels")
+        yield f"train.{_KEY}", named, ("flash-attn", "kernels")
     if train.get("use_liger_kernel") and gpus:
         yield "train.use_liger_kernel", "true", ("liger-kernel",)
 
@@ -45,10 +99,12 @@ def find_problems(
             "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own fused loss"
         )
         yield problem("liger_kernel_config", text, "leave it out: TRL computes the loss in tiles")
-    attention = str((train.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
-    if attention.startswith("flash_attention") and train.get("bf16") is False and not train.get("fp16"):
-        text = f"{attention} computes in 16 bits only, and bf16 is false"
-        yield problem("model_init_kwargs.attn_implementation", text, "use sdpa, or train.bf16=true")
+    named = attention_of(train)
+    if named.startswith("flash_attention") and train.get("bf16") is False and not train.get("fp16"):
+        text = f"{named} computes in 16 bits only, and bf16 is false"
+        yield problem(_KEY, text, "use sdpa, or train.bf16=true")
+    if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
+        yield problem(_KEY, f"{PACKED}: {why}", "leave it out: sdpa is taken")
     yield from _compilers(train, accelerate, file, place)
 
 
@@ -76,6 +132,21 @@ def compiled(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> tuple[b
     on = bool(named) or backend not in ("NO", "NONE", "FALSE")
     regional = dynamo.get("dynamo_use_regional_compilation", dynamo.get("use_regional_compilation", False))
     return on, on and str(regional).lower() in ("true", "1", "yes")
+
+
+def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], micro_batch: int) -> Iterator[str]:
+    """What packing costs where a mask keeps conversations apart, and why it does. ``micro_batch`` in rows of ``max_length``."""
+    if not packs(train) or attention_of(train) not in ("sdpa", "eager"):
+        return
+    named, why = (train.get("model_init_kwargs") or {}).get("attn_implementation"), cannot_pack(architecture)
+    because = [f"the recipe names {named}"] if named else []
+    because += [f"{PACKED} cannot compute it: {why}"] if why else []
+    fix = "train.packing=false avoids it" if why else f"leave train.{_KEY} out: {PACKED} computes each conversation alone"
+    row = micro_batch * int(train.get("max_length") or 1024)  # SFTConfig's own
+    yield (
+        f"a dense mask keeps packed conversations apart ({'; '.join(because)}): every head computes {row:,} x {row:,} scores a "
+        f"micro batch, without causality; {fix}"
+    )
 
 
 def warnings(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> Iterator[str]:

@@ -167,6 +167,23 @@ def has_sdpa(kind: str) -> bool:
     return any(_constants(node).get("_supports_sdpa") is True for node in found)
 
 
+@remembered
+def attention_takes(kind: str) -> list[str] | None:
+    """The arguments that a model type's attention hands to whichever attention implementation is chosen; None where the
+    implementation cannot be chosen, or where what tells packed conversations apart is not handed on to it.
+
+    ``_supports_attention_backend``: the attention is looked up by name, and every layer passes on what it does not know.
+    """
+    module = read_source(kind, "modeling")
+    stated = {name for node in classes(module).values() for name, value in _constants(node).items() if value is True}
+    if not {"_supports_attention_backend", "_supports_flash_attn"} <= stated:
+        return None
+    calls = [
+        node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "attention_interface"
+    ]
+    return sorted({word.arg for call in calls for word in call.keywords if word.arg})
+
+
 @cache
 def parallel_plans(kind: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """transformers' tensor-parallel and expert-parallel plans of a model type: module or parameter -> style; empty without."""

@@ -146,7 +146,7 @@ LORA_OWNED = {
 }
 
 MODEL_INIT: dict[str, tuple[str, ...]] = {
-    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "packed_varlen"),
     "dtype": ("bfloat16", "float16", "float32"),
 }
 """What ``train.model_init_kwargs`` may say; name, revision and code of the model have their own place."""

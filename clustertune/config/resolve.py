@@ -221,6 +221,8 @@ class _Work:
                 self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
             )
         self.derived += [derived] if found is None else [found, derived]
+        if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
+            self.derived.append(attention)
         if self.deepspeed is not None and found is not None:
             lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
             said = deepspeed.read(self.train, total, found.value, self.world, self.dp, self.architecture, lora=lora)
@@ -291,7 +293,11 @@ class _Work:
         for item in self.derived:
             section, _, key = item.key.partition(".")
             if section == "train":
-                train_args[key] = item.value
+                holder, _, last = key.rpartition(".")
+                if holder:
+                    train_args[holder] = {**train_args.get(holder, {}), last: item.value}
+                else:
+                    train_args[key] = item.value
         resolved = Resolved(
             name=self.layers.folder.name,
             folder=str(self.layers.folder),
@@ -345,4 +351,7 @@ def _warnings(resolved: Resolved) -> list[str]:
     if resolved.accelerate.get("distributed_type") == "MULTI_GPU" and resolved.world_size > 1:
         found.append(f"{resolved.accelerate_file}: distributed_type MULTI_GPU keeps the whole model on every rank")
     found += kernels.warnings(resolved.train_args, resolved.accelerate)
+    if resolved.recipe.megatron is None:
+        micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or derive.DEFAULT_MICRO_BATCH)
+        found += kernels.mask_warnings(resolved.train_args, resolved.architecture, micro_batch)
     return found

@@ -27,6 +27,10 @@ class Values:
                     return known[name]
         return None
 
+    def keys(self) -> frozenset[str]:
+        """All keys that have a value or a default."""
+        return frozenset(self._given) | frozenset(self._defaults)
+
     def whole(self, key: str) -> int:
         """A whole number that must be there. Raises KeyError where it is not."""
         value = self.get(key)

@@ -3,6 +3,8 @@
 FLOPs of a matrix product of (t x n) and (n x m): 2 t n m. Backward takes as many for the input's gradient and, for trained
 weights, as many again for the weight's. LoRA's frozen base has no weight gradients. A checkpointed layer runs forward twice.
 Attention by a fused kernel: forward 2 products over the causal half, backward 5 (https://arxiv.org/abs/2307.08691, 3.1).
+Packed conversations: the causal half of each, or under a mask the whole square of the micro batch, which no kernel skips parts
+of. Padded rows count as the causal half, as in the runs that ``attention_share`` was fitted to.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from clustertune.plan.kept import Kept
 from clustertune.plan.machine import Machine
 from clustertune.plan.policy import Policy
 from clustertune.plan.shape import Shape
+from clustertune.plan.strategy import Strategy
 from clustertune.plan.term import SECONDS, Term, total
 
 ATTENTION_BACKWARD = 2.5
@@ -65,7 +68,8 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
 def flops(shape: Shape, *, hardware: bool) -> float:
     """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what checkpointing computes again.
 
-    Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts its causal half.
+    Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts the causal half of each
+    conversation, with ``hardware`` what a mask makes of it.
     """
     plan, counted = shape.strategy, shape.counted
     policy = Policy(shape, Kept(shape, Constants()))
@@ -74,18 +78,21 @@ def flops(shape: Shape, *, hardware: bool) -> float:
     looks = 1 + ATTENTION_BACKWARD + again * policy.attention_again
     per_token = 0.0
     for kind in counted.layers:
-        per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan.sequence) * looks)
+        per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan, masks=hardware) * looks)
     per_token += 2 * shape.head_weights * (2 if plan.lora else 3) + 6 * shape.adapters
     return per_token * shape.step_tokens
 
 
-def _attention_flops(kind: LayerKind, sequence: int) -> float:
-    """Forward FLOPs of one token in one layer: it sees half of the sequence, or its window."""
-    attention = kind.attention
-    seen = sequence / 2
-    if attention.window is not None and attention.window < sequence:
+def _attention_flops(kind: LayerKind, plan: Strategy, *, masks: bool = True) -> float:
+    """Forward FLOPs of one token in one layer: it sees half of its conversation, or its window; under a mask (unless not
+    ``masks``) the kernel computes the whole row."""
+    attention, length = kind.attention, plan.conversation or plan.sequence
+    seen = length / 2
+    if attention.window is not None and attention.window < length:
         window = attention.window
-        seen = window * (1 - window / (2 * sequence))
+        seen = window * (1 - window / (2 * length))
+    if masks and plan.packing and plan.isolated and plan.attention != "flash":
+        seen = plan.row
     return 2 * attention.heads * (attention.qk_dim + attention.v_dim) * seen
 
 
@@ -135,7 +142,7 @@ class _Work:
     def attention(self, passes: float, name: str) -> Term:
         """Scores and weighted sums of attention."""
         plan, shape = self.shape.strategy, self.shape
-        per_token = sum(kind.count * _attention_flops(kind, plan.sequence) for kind in shape.counted.layers) / plan.pp / plan.tp
+        per_token = sum(kind.count * _attention_flops(kind, plan) for kind in shape.counted.layers) / plan.pp / plan.tp
         machine, constants = self.machine, self.constants
         speed = machine.peak_flops * constants.gemm(machine.generation) * constants.attention_share / constants.compute_scale
         value = passes * per_token * shape.tokens / speed

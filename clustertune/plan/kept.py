@@ -95,13 +95,13 @@ class Kept:
     def scores(self, kind: LayerKind) -> float:
         """Without a fused kernel: a score for every head and token before, as products give it and as the softmax's float32."""
         plan = self.shape.strategy
-        return kind.attention.heads * plan.sequence * (self.width + FULL) if plan.attention == "eager" else 0.0
+        return kind.attention.heads * plan.row * (self.width + FULL) if plan.attention == "eager" else 0.0
 
     def mask(self) -> float:
         """An entry for every token of the row, shared by all heads: sdpa makes a boolean mask one of the queries' type, anew in
         every layer."""
         plan = self.shape.strategy
-        return float(self.width * plan.sequence) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
+        return float(self.width * plan.row) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
 
     def experts(self, kind: LayerKind) -> float:
         """Each token's row once for every expert that it goes to: sorted before, and their output before it is weighed."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError, storage_error
@@ -15,7 +16,10 @@ from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 PACKED_SHARE = 0.98
 """Share of a packed sequence that is tokens, best-fit decreasing (TRL's "bfd"): https://arxiv.org/abs/2404.10830, 3.2, has
 more than 99 % for long lists; 98 % leaves room for short ones."""
+SIGMA = 0.8
+"""Standard deviation of the lengths' logarithms where only their mean is known: about what chat data sets have."""
 MOST = 10_000_000
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,24 @@ class Lengths:
     def mean(self, longest: int) -> float:
         """Mean tokens of a conversation that is cut at ``longest``."""
         return sum(min(length, longest) for length in self.tokens) / len(self.tokens)
+
+    def around_token(self, longest: int) -> float:
+        """Mean length of the conversation that a token is in, cut at ``longest``: long ones count once for each of theirs.
+
+        Where the mean alone is known, the lengths are taken to be log-normal around it (:data:`SIGMA`).
+        """
+        if len(self.tokens) > 1:
+            cut = [min(length, longest) for length in self.tokens]
+            return sum(length**2 for length in cut) / sum(cut)
+        center = math.log(self.tokens[0]) - SIGMA**2 / 2
+        above = (math.log(longest) - center) / SIGMA
+
+        def moment(power: int) -> float:
+            """Of the cut lengths: https://en.wikipedia.org/wiki/Log-normal_distribution#Partial_expectation."""
+            below = math.exp(power * center + (power * SIGMA) ** 2 / 2) * _NORMAL.cdf(above - power * SIGMA)
+            return float(below + longest**power * _NORMAL.cdf(-above))
+
+        return moment(2) / moment(1)
 
     def padded(self, batch: int, longest: int) -> float:
         """Mean length of the longest of ``batch`` random conversations: what a micro batch is padded to."""

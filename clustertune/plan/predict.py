@@ -178,9 +178,10 @@ def _all_linear(counted: Any) -> tuple[str, ...]:
 
 
 def real_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list[str]]:
-    """Without packing a micro batch is as long as its longest conversation; with a note on it."""
+    """The strategy with its lengths, and a note on them: without packing a micro batch is as long as its longest conversation,
+    and of packed rows attention computes conversations."""
     if used.packing:
-        return used, []
+        return _packed_length(used, lengths) if used.isolated else (used, [])
     if lengths is None:
         return used, [
             f"not packed, lengths unknown: every sequence is taken to be {used.sequence} tokens, the most there can be"
@@ -190,6 +191,19 @@ def real_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list
     if used.grouped:
         text += "; grouped by length, so that padding within it is left out"
     return replace(used, sequence=length), [text]
+
+
+def _packed_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list[str]]:
+    around = lengths.around_token(used.sequence) if lengths else 0.0
+    if used.attention != "flash":
+        text = f"packed, with {used.attention}: attention counts the whole square of a micro batch, {used.row:,} x {used.row:,}"
+    elif lengths is None:
+        text = "packed, lengths unknown: attention counts a row as one conversation, the most there can be"
+    else:
+        spread = "" if len(lengths.tokens) > 1 else ", spread as chat data are"
+        text = f"packed: attention counts the causal half of conversations, {around:,.0f} tokens around a token "
+        text += f"({lengths.source}{spread})"
+    return replace(used, conversation=around), [text]
 
 
 def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:

@@ -70,7 +70,7 @@ class Strategy:
     """What recomputation starts from lies in host memory."""
     compiled: bool
     attention: str
-    """``sdpa``, ``eager`` or ``flash``."""
+    """``sdpa``, ``eager``, or ``flash`` for every kernel that takes where conversations begin and no mask."""
     lora: bool
     weight_bytes: float
     """A parameter of the base on the GPU between uses, block scales of a quantised one included (config/quantization.py)."""
@@ -111,7 +111,9 @@ class Strategy:
     """Embedding and head are FSDP units of their own and the embedding is given back after use; else they are the root's, which
     stays gathered."""
     isolated: bool = False
-    """Packed conversations do not see each other: attention gets a mask."""
+    """Packed conversations do not see each other: attention gets a mask, or their lengths."""
+    conversation: float = 0.0
+    """Tokens of the packed conversation that a token is in, on average over tokens; 0: not known, at most ``sequence``."""
     grouped: bool = False
     """Micro batches hold conversations of like length (train_sampling_strategy: group_by_length)."""
     tiled_loss: bool = False
@@ -122,6 +124,11 @@ class Strategy:
     """Norms, rotary embeddings and gates are Liger's kernels, each one pass over its rows."""
     whole_forward: bool = False
     """The loss takes a forward pass with whole logits, and its metrics a second one without gradient."""
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row of attention: TRL lays the packed rows of a micro batch end to end where it keeps them apart."""
+        return self.sequence * (self.micro_batch if self.packing and self.isolated else 1)
 
     @property
     def nodes(self) -> int:
@@ -182,7 +189,7 @@ def strategy(resolved: Resolved) -> Strategy:
         whole_bytes=kept.whole,
         compute=kept.compute,
         ends_apart=split.kind == "FSDP2",  # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model
-        isolated=split.kind != "Megatron",
+        isolated=split.kind != "Megatron" and kernels.packs(args),
         grouped=args.get("train_sampling_strategy") == "group_by_length",
         tiled_loss=fused,
         save=save,
@@ -193,7 +200,7 @@ def strategy(resolved: Resolved) -> Strategy:
 
 def _speeds(args: Mapping[str, Any], compute: str, attention: str) -> list[str]:
     """Where a kernel's speed is taken from another's."""
-    notes = ["flex_attention is counted as sdpa"] if attention == "flex_attention" else []
+    notes = ["flex_attention is counted as flash attention"] if attention == "flex_attention" else []
     return [*notes, TF32] if compute == "fp32" and not args.get("tf32") else notes
 
 
@@ -246,8 +253,8 @@ def _attention(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[str, 
     """The kind of attention, and its name in transformers."""
     if split.kind == "Megatron":
         return "flash", "flash"
-    named = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
-    return ("eager" if named == "eager" else "flash" if "flash" in named else "sdpa"), named
+    named = kernels.attention_of(args)
+    return (named if named in ("eager", "sdpa") else "flash"), named
 
 
 def _find_problems(resolved: Resolved, split: sharding.Sharding) -> list[Problem]:

@@ -41,10 +41,9 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     values |= {"use_cpu": True, "dataloader_pin_memory": False}
     if values.pop("tf32", None):
         notes.append("tf32 off: there is no GPU")
-    model = dict(values.get("model_init_kwargs") or {})
-    if "flash" in str(model.get("attn_implementation", "")):
-        notes.append(f"attn_implementation sdpa: {model['attn_implementation']} needs a GPU")
-        values["model_init_kwargs"] = {**model, "attn_implementation": "sdpa"}
+    if (named := kernels.attention_of(values)).startswith("flash_attention"):
+        notes.append(f"attn_implementation sdpa: {named} needs a GPU")
+        values["model_init_kwargs"] = {**values["model_init_kwargs"], "attn_implementation": "sdpa"}
     if values.pop("use_liger_kernel", None):
         values.pop("liger_kernel_config", None)
         notes.append("use_liger_kernel off: its kernels need a GPU")
@@ -85,11 +84,6 @@ def check_packages(train_args: Mapping[str, Any], *, cuda: bool = False) -> None
             problems.append(Problem(problem, key=key, fix=f"install {packages[0]} in the image, or leave {key} out"))
     if problems:
         raise UserError(problems)
-
-
-def attention_of(train_args: Mapping[str, Any]) -> str:
-    """The attention implementation that the run uses; sdpa is transformers' default where the model supports it."""
-    return str((train_args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
 
 
 def machine_facts() -> dict[str, str | None]:

@@ -34,9 +34,11 @@ def _overloads(names: Sequence[str]) -> frozenset[Any]:
 
 
 def is_attention(operator: Any, known: frozenset[Any]) -> bool:
-    """Whether an operation is an attention kernel: torch's (``known``), flex_attention, or FlashAttention's by its name."""
-    # flash-attn and the kernels from the Hub register under names such as _flash_attn2_cuda_f12afc9::varlen_fwd.
-    return operator in known or "flash_attn" in str(operator) or str(operator).startswith("flex_attention")
+    """Whether an operation is an attention kernel: torch's (``known``), or by its name."""
+    # flash-attn and the kernels from the Hub register under names such as _flash_attn2_cuda_f12afc9::varlen_fwd, torch its
+    # variable-length attention as torch_attn::_varlen_attn.
+    name = str(operator)
+    return operator in known or "flash_attn" in name or name.startswith(("flex_attention", "torch_attn._varlen_attn"))
 
 
 def make_policy(save: Sequence[str]) -> Callable[..., CheckpointPolicy]:

@@ -15,6 +15,7 @@ from trl import SFTConfig
 
 from clustertune import manifest, secrets
 from clustertune.config.architecture import scale_down
+from clustertune.config.kernels import attention_of
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
@@ -101,6 +102,7 @@ class Session:
         notes = [*notes, *kernels.set_environment(resolved.train_args, resolved.accelerate)]
         build.check_packages(resolved.train_args, cuda=torch.cuda.is_available())
         deepspeed.prepare(resolved)
+        packing.register()
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
@@ -233,7 +235,7 @@ class Session:
         check_labels(sample, {tokenizer.eos_token_id})
         trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
         total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
-        attention = build.attention_of(self.args.to_dict())
+        attention = attention_of(self.args.to_dict())
         self.facts |= {"trainable_parameters": trainable, "total_parameters": total, "attention": attention}
         self.facts |= build.machine_facts()
         expected = self.resolved.recipe.expect.trainable_parameters
@@ -245,7 +247,7 @@ class Session:
             if not isolated:
                 self.notes.append(
                     f"packed conversations see each other: {attention} attention does not keep them apart for this model; "
-                    "train.packing=false, or an attn_implementation that does (flash_attention_2), avoids it"
+                    "train.packing=false, or an attn_implementation that does, avoids it"
                 )
 
     def _init_tracker(self, key: str | None) -> None:

@@ -54,6 +54,25 @@ def test_model_flops_are_six_per_weight_and_the_causal_half_of_attention() -> No
     assert flops(shape(checkpointed=1.0), hardware=False) == pytest.approx(expected), "MFU does not count what is done again"
 
 
+def test_packed_attention_counts_what_is_computed() -> None:
+    """The causal half of each conversation; under a mask the square of the micro batch, of which MFU counts the same half."""
+    apart = {"packing": True, "isolated": True, "conversation": 128.0}
+    plain = seconds(shape(attention="flash"), "attention")["attention, forward"]
+    assert seconds(shape(**apart, attention="flash"), "attention")["attention, forward"] == pytest.approx(plain * 128 / 512)
+    for dense in ("sdpa", "eager"):
+        found = seconds(shape(**apart, attention=dense), "attention")["attention, forward"]
+        assert found == pytest.approx(plain * TOKENS / (512 / 2))
+    rest = flops(shape(), hardware=False) - LAYERS * 3.5 * SCORES * TOKENS * 16
+    for kind, hardware, seen in (("flash", True, 64), ("sdpa", False, 64), ("sdpa", True, TOKENS)):
+        total = flops(shape(**apart, attention=kind), hardware=hardware)
+        assert total == pytest.approx(rest + LAYERS * 3.5 * SCORES * seen / 256 * TOKENS * 16)
+    narrow = counted(window=32)
+    assert seconds(shape(narrow, **apart, attention="flash"), "attention")["attention, forward"] < plain * 32 / 256
+    assert seconds(shape(narrow, **apart), "attention")["attention, forward"] == pytest.approx(plain * TOKENS / 256), (
+        "no kernel"
+    )
+
+
 def test_lora_has_no_weight_gradients_of_the_base() -> None:
     """4 N for the frozen base and 6 for the adapters."""
     expected = 4 * (LAYERS * MATMUL + HEAD) + 6 * ADAPTERS + LAYERS * 3.5 * SCORES

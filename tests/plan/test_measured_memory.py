@@ -46,6 +46,9 @@ MORE: dict[str, dict[str, Any]] = {
     "full, padded": {"whole": True, "packing": False, "batch": 2, "length": 128, "lengths": [128, 100]},
     "recomputed, some kept": {"section": {"save": ["attention", "every_second_matmul"]}},
     "full, packed": {},
+    "full, packed under a mask": {"attention": "sdpa"},
+    "two rows under a mask": {"attention": "sdpa", "batch": 2, "length": 256, "lengths": [128, 64, 64]},
+    "two rows under a mask, recomputed": {"attention": "sdpa", "batch": 2, "recompute": True},
     "full, fp32": {"bf16": False},
     "LoRA, recomputed": {"lora": ALL, "dropout": 0.05, "recompute": True, "model": WIDE},
     "weights above all": {"model": WIDE, **SHORT},
@@ -90,7 +93,7 @@ def accelerate(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, case: dict[str, Any]) -> Path:
-    """The recipe of a case. A row of packed ones holds three conversations, so that attention needs a mask."""
+    """The recipe of a case. A row of packed ones holds three conversations, so that sdpa needs a mask."""
     folder.mkdir(parents=True)
     half, batch = case.get("bf16", True), case.get("batch", 1)
     train = {
@@ -108,6 +111,8 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
     if "section" in case:
         body["activation_checkpointing"] = case["section"]
         del train["activation_checkpointing"]
+    if "attention" in case:
+        train["model_init_kwargs"] = {"attn_implementation": case["attention"]}
     if "lora" in case:
         body["lora"] = {"r": 8, "lora_alpha": 16, "lora_dropout": case.get("dropout", 0.0), "target_modules": case["lora"]}
         train["model_init_kwargs"] = {"dtype": "bfloat16" if half else "float32"}

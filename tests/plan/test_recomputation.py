@@ -158,8 +158,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Callable[[flo
     "flash attention, packed": (
         {"checkpointed": 0.0, "isolated": True},
         {"checkpointed": 0.0, "isolated": True, "attention": "flash"},
-        # No mask of 512 numbers a token, and keys and values are not written out for each head.
-        {"activations": lambda b, a: b - a == LAYERS * TOKENS * 2 * (512 + 2 * (HIDDEN - NARROW))},
+        # No mask of 2 x 512 numbers a token, and keys and values are not written out for each head.
+        {"activations": lambda b, a: b - a == LAYERS * TOKENS * 2 * (1024 + 2 * (HIDDEN - NARROW))},
     ),
     "eager attention": ({}, {"attention": "eager"}, {"peak": lambda b, a: a > b}),
     "whole logits": (

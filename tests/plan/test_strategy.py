@@ -232,6 +232,9 @@ def test_compilation_and_attention() -> None:
     check(read("accelerate.dynamo_config.dynamo_backend=INDUCTOR"), compiled=True)
     check(read("train.model_init_kwargs.attn_implementation=flash_attention_2"), attention="flash")
     check(read("train.model_init_kwargs.attn_implementation=eager"), attention="eager")
+    check(read("train.model_init_kwargs.attn_implementation=packed_varlen"), attention="flash", isolated=True)
+    check(read("train.model_init_kwargs.attn_implementation=flex_attention"), attention="flash")
+    check(read("train.packing_strategy=wrapped"), attention="sdpa", packing=True, isolated=False)
 
 
 def test_megatron() -> None:

@@ -127,7 +127,7 @@ def train(folder: Path) -> Tracker:
     from trl import SFTConfig, SFTTrainer
 
     from clustertune.config.resolve import resolve
-    from clustertune.training import accelerate_env, build, cpu_fsdp, recompute
+    from clustertune.training import accelerate_env, build, cpu_fsdp, packing, recompute
 
     resolved = resolve(folder)
     version = resolved.accelerate.get("fsdp_config", {}).get("fsdp_version")
@@ -136,6 +136,7 @@ def train(folder: Path) -> Tracker:
         os.environ.setdefault(key, value)
     cpu_fsdp.install()
     leave_tiles_alone()
+    packing.register()
     config = json.loads((folder / "tracked.json").read_text())
     tracker = Tracker()
 

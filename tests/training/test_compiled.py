@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,21 @@ Train = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
-    """Trains the tiny recipe under an accelerate file with some overrides; returns the run folder."""
-    folder = tmp_path_factory.mktemp("compiled")
+    yield from trains(tmp_path_factory.mktemp("compiled"), SAME)
+
+
+def trains(folder: Path, same: Sequence[str]) -> Iterator[Train]:
+    """Trains the tiny recipe with the settings ``same`` under an accelerate file with overrides; returns the run folder."""
     recipe = folder / "tiny"
     shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
     shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
-    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
+    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *same)
     assert done.code == 0, done.err
     forge = Forge(folder / "log")
 
     def one(name: str, accelerate: dict[str, Any], *more: str) -> Path:
         (recipe / f"{name}.yaml").write_text(json.dumps(accelerate))
-        resolved = resolve(recipe, [*SAME, f"accelerate={name}.yaml", *more], ranks=2)
+        resolved = resolve(recipe, [*same, f"accelerate={name}.yaml", *more], ranks=2)
         path = folder / name
         open_run(resolved, path, ["test"]).write_own_files(resolved)
         for part in ("data", "model"):
