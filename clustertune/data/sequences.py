@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from clustertune.data import packing, tokens
+from clustertune.data.shards import LABEL
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
 
@@ -38,8 +39,8 @@ class Sequences:
             raise IndexError(number)
         pieces = self._pieces[self._begins[number] : self._begins[number + 1]]
         raw = np.concatenate([self._read(int(piece["offset"]), int(piece["length"])) for piece in pieces])
-        ids = (raw & ~tokens.LABEL).astype(np.int64)
-        row = {"input_ids": ids, "labels": np.where(raw & tokens.LABEL, ids, -100)}
+        ids = (raw & ~LABEL).astype(np.int64)
+        row = {"input_ids": ids, "labels": np.where(raw & LABEL, ids, -100)}
         if self._separated:
             row["seq_lengths"] = pieces["length"].tolist()
         return row

@@ -30,22 +30,19 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from clustertune.config.native import train_fields
 from clustertune.console import byte_progress, say
 from clustertune.data import packing
 from clustertune.data.prepare import SPLITS
 from clustertune.data.publish import KIND as DATASET
 from clustertune.data.publish import locked
-from clustertune.data.tokenizer import identity, training_template
+from clustertune.data.shards import RECORD, Encoder, Job, Refused, make_shard, read_shard
+from clustertune.data.tokenizer import identity
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
 
@@ -59,29 +56,13 @@ CHUNK = 8 << 20
 PART_BYTES = 256 << 20
 SUMMARY = ("tokens", "sequences", "labelled_share", "tokens_per_s")
 """What ``prepare --json`` and the record of the stage say of them."""
-BATCH = 256
-"""Conversations per call of the tokenizer: 20 % faster than one by one."""
-LABEL = np.uint32(1 << 31)
-"""The bit of a token that carries a label. Vocabularies stay far below."""
-_HEAD = 40
-"""Bytes before a shard's records: their number (int64), and the SHA-256 of all that follows."""
-_RECORD = np.dtype([(name, packing.INDEX[name]) for name in packing.INDEX.names or () if name != "offset"])
-
-Job = tuple[Path, int, int, Path]
-"""A file, the first byte and the one behind the last of a shard's part of it, and the shard."""
-
-
-class _Refused(Exception):
-    """A conversation that cannot be trained on: the byte that its line begins with, and why."""
-
-
 # --- keys --------------------------------------------------------------------------------------------------------------
 
 
 def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides tokens, labels and rows. Raises UserError: no dataset, or a template that marks no answer."""
     digests = read_manifest(dataset, DATASET).files
-    encoder = _Encoder.of(tokenizer, train_args)
+    encoder = Encoder.of(tokenizer, train_args)
     tokens = {
         "format": FORMAT,
         "data": {split: digests[f"{split}.jsonl"].sha256 for split in SPLITS},
@@ -102,68 +83,10 @@ def _key(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# --- one shard ---------------------------------------------------------------------------------------------------------
+_ENCODER: Encoder | None = None
 
 
-@dataclass
-class _Encoder:
-    """What a process tokenises with."""
-
-    tokenizer: Any
-    template: str
-    answers: bool
-    """Only the assistant's words carry labels."""
-
-    @classmethod
-    def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> _Encoder:
-        """As a recipe's ``train`` section asks. Raises UserError where the template marks no answers."""
-        asked = train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default)
-        return cls(tokenizer, training_template(tokenizer, marked=bool(asked)), bool(asked))
-
-    def encode(self, conversations: list[list[dict[str, str]]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
-        """Tokens with their label bits, and length, first and last label and count of labels, of each conversation."""
-        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": self.answers}
-        made = self.tokenizer.apply_chat_template(conversations, chat_template=self.template, **asked)
-        for number, found in enumerate(made["input_ids"]):
-            ids = np.asarray(found, np.uint32)
-            if not self.answers:
-                yield ids | LABEL, (len(ids), 0, len(ids) - 1, len(ids))
-                continue
-            mask = np.asarray(made["assistant_masks"][number], bool)
-            places = np.flatnonzero(mask)
-            first, last = (int(places[0]), int(places[-1])) if len(places) else (np.iinfo(np.int32).max, -1)
-            yield np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places))
-
-    def encode_lines(self, lines: list[tuple[int, bytes]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
-        """The same of lines, each with the place of its first byte. Raises _Refused."""
-        from jinja2 import TemplateError
-
-        conversations = [json.loads(line)["messages"] for _, line in lines]
-        try:
-            found = list(self.encode(conversations))
-        except TemplateError as error:
-            for (place, _), conversation in zip(lines, conversations, strict=True):
-                try:
-                    list(self.encode([conversation]))
-                except TemplateError as own:
-                    raise _Refused(place, f"the chat template refuses it: {own}") from None
-            raise _Refused(lines[0][0], f"the chat template refuses it: {error}") from None
-        for (place, _), (ids, heads) in zip(lines, found, strict=True):
-            if heads[3] == 0:
-                raise _Refused(place, "no token carries a label: the chat template marks no assistant's words in it")
-            yield ids, heads
-
-
-_ENCODER: _Encoder | None = None
-
-
-def look(conversation: list[dict[str, str]], tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens of one conversation, and how many of them carry a label. Raises UserError."""
-    ((_, (count, _, _, labelled)),) = _Encoder.of(tokenizer, train_args).encode([conversation])
-    return count, labelled
-
-
-def _begin(encoder: _Encoder) -> None:
+def _begin(encoder: Encoder) -> None:
     global _ENCODER  # noqa: PLW0603 - a process of the pool serves one tokenizer
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends the pool
@@ -181,56 +104,7 @@ def _end_with_parent() -> None:
 
 def _work(job: Job) -> float:
     assert _ENCODER is not None
-    return _make_shard(job, _ENCODER)
-
-
-def _make_shard(job: Job, encoder: _Encoder) -> float:
-    """Write one shard, whole or not at all. Returns the CPU seconds that it took. Raises _Refused, OSError."""
-    began = time.process_time()
-    path, start, end, out = job
-    heads: list[tuple[int, ...]] = []
-    parts: list[npt.NDArray[Any]] = []
-    lines = _lines(path, start, end)
-    while batch := list(islice(lines, BATCH)):
-        for ids, head in encoder.encode_lines(batch):
-            parts.append(ids)
-            heads.append(head)
-    records = np.array(heads, _RECORD)
-    content = hashlib.sha256(records.tobytes())
-    for part in parts:
-        content.update(part.data)
-    aside = out.with_suffix(f".{os.getpid()}.tmp")
-    with aside.open("wb") as file:
-        file.write(np.int64(len(records)).tobytes() + content.digest())
-        for array in (records, *parts):
-            array.tofile(file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(out)
-    return time.process_time() - began
-
-
-def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """The lines whose first byte is in [start, end), each with its place."""
-    with path.open("rb") as file:
-        file.seek(max(start - 1, 0))
-        if start:
-            file.readline()  # the rest of a line that belongs to the chunk before
-        while (place := file.tell()) < end and (line := file.readline()):
-            yield place, line
-
-
-def _read_shard(path: Path) -> tuple[npt.NDArray[Any], memoryview] | None:
-    """Records and tokens (bytes) of a shard; None where it is not there, cut off or damaged."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if len(data) < _HEAD or hashlib.sha256(memoryview(data)[_HEAD:]).digest() != data[8:_HEAD]:
-        return None
-    count = int(np.frombuffer(data, "<i8", 1)[0])
-    records = np.frombuffer(data, _RECORD, count, _HEAD)
-    return records, memoryview(data)[_HEAD + records.nbytes :]
+    return make_shard(job, _ENCODER)
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------
@@ -294,16 +168,16 @@ def _tokenise(
         cuts = range(0, size, chunk)
         jobs[split] = [(path, at, min(at + chunk, size), work / f"{split}-{n:06}.bin") for n, at in enumerate(cuts)]
     everything = [job for split in SPLITS for job in jobs[split]]
-    missing = [job for job in everything if _read_shard(job[3]) is None]
+    missing = [job for job in everything if read_shard(job[3]) is None]
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards were there")
-    encoder = _Encoder.of(tokenizer, {"assistant_only_loss": what["assistant_only_loss"]})
+    encoder = Encoder.of(tokenizer, {"assistant_only_loss": what["assistant_only_loss"]})
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
     try:
         cpu = _run(missing, encoder, processes)
-    except _Refused as refused:
+    except Refused as refused:
         place, text = refused.args
         raise _refusal(missing, place, text) from None
     finally:
@@ -332,14 +206,14 @@ def _refusal(jobs: list[Job], place: int, text: str) -> UserError:
     return UserError(Problem(text, file=f"{path}:{number}", fix=fix))
 
 
-def _run(jobs: list[Job], encoder: _Encoder, processes: int) -> float:
+def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
     """Make shards, at most ``processes`` at a time. Returns the CPU seconds of all."""
     with byte_progress() as bar:
         task = bar.add_task("tokenising", total=sum(end - start for _, start, end, _ in jobs))
         if processes == 1:
             cpu = 0.0
             for job in jobs:
-                cpu += _make_shard(job, encoder)
+                cpu += make_shard(job, encoder)
                 bar.advance(task, job[2] - job[1])
             return cpu
         # Not fork: the tokenizer's threads may hold a lock. The server imports transformers once, which takes 4 s.
@@ -378,11 +252,11 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
         with (out / name).open("wb") as target:
             while waiting and size < PART_BYTES:
                 path = waiting.pop(0)
-                if (found := _read_shard(path)) is None:
+                if (found := read_shard(path)) is None:
                     raise UserError(Problem("was damaged meanwhile", file=str(path), fix="run the same command again"))
                 heads, tokens = found
                 record = np.empty(len(heads), packing.INDEX)
-                for field in _RECORD.names or ():
+                for field in RECORD.names or ():
                     record[field] = heads[field]
                 ends = at + np.cumsum(heads["length"], dtype=np.int64)
                 record["offset"] = ends - heads["length"]

@@ -165,14 +165,14 @@ class Rehearsal:
         """Loaded, and the chat template renders a conversation of the data."""
         if self._model is None:
             raise Lacking("left out, for want of the model")
-        from clustertune.data import tokens
+        from clustertune.data import shards
         from clustertune.data.tokenizer import load_tokenizer
 
         args = self.resolved.train_args
         self._tokenizer = load_tokenizer(str(self._model), None, self.resolved.chat_template, args)
         if not self._conversation:
             return "loaded"
-        count, labelled = tokens.look(self._conversation, self._tokenizer, args)
+        count, labelled = shards.look(self._conversation, self._tokenizer, args)
         return f"a conversation of {len(self._conversation)} messages is {count} tokens, {labelled} of them trained"
 
     def training(self) -> str:

@@ -204,7 +204,7 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
     """Those that are there stay untouched, a cut or damaged one is made again, and the end is the same bytes."""
     tokens.make(fill(tmp_path / "other"), tokenizer, ASKED, chunk=CHUNK)
     made: list[str] = []
-    real = tokens._make_shard
+    real = tokens.make_shard
 
     def fails(job: Any, encoder: Any) -> float:
         if len(made) == 3:
@@ -213,7 +213,7 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
         return real(job, encoder)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    monkeypatch.setattr(tokens, "_make_shard", fails)
+    monkeypatch.setattr(tokens, "make_shard", fails)
     with pytest.raises(KeyboardInterrupt):
         tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
     assert find_problems(dataset / "tokens", tokens.KIND), "nothing there counts as whole"
@@ -225,7 +225,7 @@ def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
         shards[1].write_bytes(body if damage == "flipped" else body[:-8])
     before = {path: path.stat().st_mtime_ns for path in shards}
     again: list[str] = []
-    monkeypatch.setattr(tokens, "_make_shard", lambda job, encoder: again.append(job[3].name) or real(job, encoder))
+    monkeypatch.setattr(tokens, "make_shard", lambda job, encoder: again.append(job[3].name) or real(job, encoder))
     monkeypatch.setattr(tokens.shutil, "rmtree", lambda path: None)
     tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
     kept = [path for path in shards if path.name not in again]

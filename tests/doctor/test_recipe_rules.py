@@ -307,6 +307,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     *RUN_CASES,
 ]
 COMPANIONS = {
+    "prepare-time": {"time-limit"},
     "gated-model": {"model-absent"},
     "cache-in-home": {"model-absent"},
     "model-absent": {"gated-model", "ifeval-data"},
