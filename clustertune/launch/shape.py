@@ -149,11 +149,11 @@ def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, m
 
 
 def _prepare(resolved: Resolved, cluster: Cluster) -> Shape:
-    """Enough cores to tokenise in two minutes, and time for twice as long as it takes."""
+    """Enough cores to tokenise in two minutes, and time for at least twice as long as it takes."""
     cpu_seconds = (tokens_to_prepare(resolved) or 0.0) / TOKENS_PER_CPU_S
     cpus = min(max(PREPARE_CPUS, math.ceil(cpu_seconds / PREPARE_SECONDS)), cluster.compute.threads)
     memory = 3 * PROCESS_GB + TOKENISER_GB * cpus
-    return _helper(resolved, cluster, cpus=cpus, memory=memory, minutes=PREPARE_MINUTES + 2 * cpu_seconds / cpus / 60)
+    return _helper(resolved, cluster, cpus=cpus, memory=memory, minutes=max(PREPARE_MINUTES, 30 + 2 * cpu_seconds / cpus / 60))
 
 
 def _export_gb(resolved: Resolved) -> float:

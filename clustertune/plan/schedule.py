@@ -18,8 +18,8 @@ from clustertune.plan.traffic import traffic
 
 START_S = 60.0
 """Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""
-TOKENS_PER_CPU_S = 1.8e5
-"""Tokens that ``prepare`` makes in a CPU second: the slower of two measurements (docs/results/data.md)."""
+TOKENS_PER_CPU_S = 1.5e5
+"""Tokens that ``prepare`` makes in a CPU second: the slowest measured (docs/results/data.md)."""
 DEFAULT_EVAL_BATCH = 8
 """``TrainingArguments``' own ``per_device_eval_batch_size``."""
 DEFAULT_SAVE_STEPS, DEFAULT_LOGGING_STEPS = 500, 10
