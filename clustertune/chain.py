@@ -27,11 +27,10 @@ from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
 from clustertune.report import source
 from clustertune.rundir import STAGES, RunDir
-from clustertune.staging import parcel
+from clustertune.staging import needs, parcel
 from clustertune.training.events import EventLog
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
-_OF_THE_HUB = ("HF_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -209,10 +208,24 @@ class Chain:
         return same and (self.run.eval / "ifeval.json").is_file() and bool(judge(record["scores"], wanted.pass_mark)["passed"])
 
     def _has_base(self, stage: str) -> bool:
-        """The model that the first stage makes itself is there; true of all other stages and models."""
-        if stage != "prepare" or self.resolved.recipe.model.weights != "random":
+        """What the first stage makes beside the conversations is there; true of all other stages."""
+        if stage != "prepare":
             return True
-        return not manifest.find_problems(self.base_folder(), "model", hashes=False, allow_extra=True)
+        recipe = self.resolved.recipe
+        if recipe.megatron is None and not self._has_tokens():
+            return False
+        return recipe.model.weights != "random" or not manifest.find_problems(
+            self.base_folder(), "model", hashes=False, allow_extra=True
+        )
+
+    def _has_tokens(self) -> bool:
+        """The tokens that the first stage makes, by the packages that are installed now: the ranks accept no others."""
+        from clustertune.data import tokens
+
+        if manifest.find_problems(self.run.tokens, tokens.KIND, hashes=False, allow_extra=True):
+            return False
+        made_from = manifest.read_manifest(self.run.tokens).meta["made_from"]
+        return bool(made_from["tokens"]["versions"] == tokens.versions())
 
     def run_stage(self, stage: str) -> None:
         """Run one stage here and record it. Raises what the stage raises."""
@@ -247,14 +260,13 @@ class Chain:
 
     def _tokens(self, stage: str) -> dict[str, str]:
         """What ``.env`` holds for the Hub, where a stage may load from it. The ranks of the training read it themselves."""
-        if stage not in ("prepare", "merge", "eval"):
-            return {}
-        found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
-        return {key: value for key, value in found.items() if key in _OF_THE_HUB}
+        return secrets.of_the_hub() if stage in ("prepare", "merge", "eval") else {}
 
     def prepare(self) -> dict[str, Any]:
-        """The conversations, and the base model where the recipe makes its own."""
+        """The conversations, the base model where the recipe makes its own, and the tokens that the ranks read."""
+        from clustertune.data import tokens
         from clustertune.data.prepare import prepare
+        from clustertune.data.tokenizer import load_tokenizer
 
         recipe = self.resolved.recipe
         folder = Path(self.resolved.folder)
@@ -265,12 +277,13 @@ class Chain:
             from clustertune.data.local_model import conversation_texts, make_local_model
 
             make_local_model(self.resolved.architecture, conversation_texts(self.run.data), self.base_folder(), seed)
-        if recipe.megatron is not None:
-            staged = parcel.staged_folder(self.resolved)
-            near = (staged and parcel.model_folder(staged)) or recipe.model.path
-            from_where = (str(near), None) if near else (recipe.model.name, recipe.model.revision)
+        found = {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
+        from_where, train_args = needs.model_source(self.run, self.resolved), self.resolved.train_args
+        if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
             inputs.make(self.resolved, self.run.path, self.run.data, from_where)
-        return {"conversations": {split: result[split]["conversations"] for split in ("train", "eval")}}
+            return found
+        made = tokens.make(self.run.data, load_tokenizer(*from_where, self.resolved.chat_template, train_args), train_args)
+        return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:
         """All ranks on this machine, resumed from the newest whole checkpoint."""

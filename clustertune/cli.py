@@ -113,34 +113,27 @@ def prepare(
         typer.Option("--input", metavar="PATH", parser=path_argument, help="A file or folder instead of the recipe's data."),
     ] = None,
     out: OutOption = None,
+    show_count: Annotated[
+        int, typer.Option("--show", metavar="N", min=0, help="Print N training samples, the trained tokens marked.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a recipe's data into conversations on disk.
+    """Turn a recipe's data into conversations, and these into the tokens that training reads.
 
-    Every bad row is reported with file and line, and counted.
+    Every bad row is reported with file and line, and counted. All cores tokenise; what is made is kept and reused.
     """
+    from clustertune.commands.preparing import prepare as make
+    from clustertune.commands.preparing import tell
     from clustertune.config.resolve import resolve
-    from clustertune.data.prepare import prepare as run_prepare
     from clustertune.launch import places
 
     resolved = resolve(recipe, overrides or [])
     below = places.enter_here()
-    folder = out or below / resolved.name / "data"
-    result = run_prepare(
-        resolved.recipe.data,
-        recipe_folder=Path(resolved.folder),
-        seed=int(resolved.train_args.get("seed", 42)),
-        out=folder,
-        input_path=input_path,
-    )
+    result = make(resolved, out or below / resolved.name / "data", input_path, show_count)
     if as_json:
-        emit_json({key: result[key] for key in ("dir", "train", "eval", "rejected")})
-        return
-    for split in ("train", "eval"):
-        say(f"{split}: {result[split]['conversations']} conversations, {result[split]['messages']} messages")
-    for reason, count in sorted(result["rejected"].items()):
-        say(f"rejected, {reason}: {count}")
-    say(f"in {result['dir']}")
+        emit_json(result)
+    else:
+        tell(result)
 
 
 @app.command()

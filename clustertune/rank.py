@@ -27,7 +27,7 @@ from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, Plan, check_fence
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
-from clustertune.staging import node, parcel, worker
+from clustertune.staging import needs, node, parcel, worker
 from clustertune.storage import is_full, storage_cause
 from clustertune.training import course, tracker
 from clustertune.training.beat import Beat
@@ -173,7 +173,7 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
     plan = Plan.read(records) if (records / PLAN).exists() else None
     keys = _take_secrets()
     near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
-    source = (str(near["model"]), None) if "model" in near else model_source(run, resolved)
+    source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
     notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
 
     from clustertune.training import measure
@@ -195,10 +195,10 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
         fence()
         run.update(distributed=dict(found))
 
-    sys.stderr.write(f"base model from {source[0]}, data from {near.get('data', run.data)}\n")
+    data = near.get("data", run.tokens)
+    sys.stderr.write(f"base model from {source[0]}, tokens from {data}\n")
     if session.log is not None and plan is not None:
         _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
-    data = near.get("data", run.data)
     trainer = session.make_trainer(store, source, data, lambda folder: _describe(folder, resolved), report, keys)
     if (steps := course.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
@@ -212,7 +212,7 @@ def _train_megatron(run: RunDir, resolved: Resolved, number: int, stop: StopFlag
     records = run.attempt(number)
     keys = _take_secrets()
     near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
-    source = (str(near["model"]), None) if "model" in near else model_source(run, resolved)
+    source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
     parcel.enter(resolved)
     notes = _follow_plan(Plan.read(records))
 
@@ -259,15 +259,6 @@ def _follow_plan(plan: Plan | None) -> list[str]:
         if "not bound" in bound:
             notes.append(bound)
     return notes
-
-
-def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
-    """Where the base model is read from: a folder, or a Hub id and its commit."""
-    if resolved.recipe.model.weights == "random":
-        return str(run.local_model(resolved.recipe.model.name)), None
-    if (staged := parcel.staged_folder(resolved)) and (found := parcel.model_folder(staged)):
-        return str(found), None
-    return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
 
 
 def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bool) -> list[str]:

@@ -44,6 +44,11 @@ class RunDir:
     def data(self) -> Path:
         return self.path / "data"
 
+    @property
+    def tokens(self) -> Path:
+        """What the ranks read of the data, below the conversations that it was made of."""
+        return self.data / "tokens"
+
     def local_model(self, name: str) -> Path:
         """Where a model that the run makes itself lies; the folder has the model's name, which the adapter records."""
         return self.path / "model" / name.rsplit("/", 1)[-1]

@@ -26,6 +26,8 @@ KNOWN = (
     *SECRET, "HF_REPO_ID", "HF_ENDPOINT", "WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
 )  # fmt: skip
+OF_THE_HUB = ("HF_TOKEN", "HF_ENDPOINT", *KNOWN[-6:])
+"""What a command that loads from the Hub needs."""
 _MAX_BYTES = 64 << 10
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*|https?_proxy|no_proxy")
 """Other names in lower case are refused and not repeated: ``hfAbC...=`` is a token that ends in base64's padding."""
@@ -63,6 +65,11 @@ def apply_env(path: Path = DEFAULT, names: Iterable[str] = KNOWN) -> tuple[str, 
             os.environ[name] = values[name]
             set_now.append(name)
     return tuple(set_now)
+
+
+def of_the_hub() -> dict[str, str]:
+    """What ``.env`` holds for the Hub, to be :func:`lent` to what loads from it. Raises UserError."""
+    return {key: value for key, value in read_env(DEFAULT, lambda _note: None).items() if key in OF_THE_HUB}
 
 
 def drop(names: Iterable[str] = SECRET) -> dict[str, str]:

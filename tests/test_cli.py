@@ -159,15 +159,11 @@ def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
 def test_prepare_in_the_agreed_shape(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("prepare", TINY, "--out", tmp_path / "data", "--json")
     found = strict(out)
-    assert (
-        code == 0
-        and list(found) == ["dir", "train", "eval", "rejected"]
-        and set(found["train"])
-        == {
-            "conversations",
-            "messages",
-        }
-    )
+    made = ["tokens", "sequences", "labelled_share", "tokens_per_s"]
+    assert code == 0 and list(found) == ["dir", "train", "eval", "rejected", *made]
+    assert {"conversations", "messages", "tokens", "sequences"} <= set(found["train"])
+    for key in ("tokens", "sequences"):
+        assert found[key] == found["train"][key] + found["eval"][key] > 0
     lines = [json.loads(line) for name in ("train", "eval") for line in (tmp_path / "data" / f"{name}.jsonl").open()]
     assert len(lines) == found["train"]["conversations"] + found["eval"]["conversations"]
     assert all(set(line) == {"messages", "source"} and line["source"]["tree"] for line in lines)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
     from clustertune.staging.worker import Bounds
 
-OF_THE_HUB = ("HF_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 SRUN_SECONDS = 7 * 86400
 """The longest job of common sites: each node gives up by itself long before."""
 
@@ -237,10 +236,9 @@ def _collect(
     from clustertune.staging.collect import Collector
     from clustertune.staging.worker import amount
 
-    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
     collector = Collector(resolved, _machine(cluster), out, ifeval, bounds)
     collector.check()
-    with secrets.lent({key: value for key, value in found.items() if key in OF_THE_HUB}):
+    with secrets.lent(secrets.of_the_hub()):
         parts = collector.plan()
         if dry_run:
             for part in parts:

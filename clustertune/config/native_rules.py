@@ -69,7 +69,6 @@ TRAIN_RANGES = {
     "save_total_limit": _AT_LEAST_1,
     "torch_empty_cache_steps": _AT_LEAST_1,
     "pad_to_multiple_of": _AT_LEAST_1,
-    "dataset_num_proc": _AT_LEAST_1,
     "dataloader_num_workers": _NOT_NEGATIVE,
     "dataloader_prefetch_factor": _AT_LEAST_1,
     "ddp_timeout": _AT_LEAST_1,
@@ -88,6 +87,7 @@ _LAUNCHER = "the launcher says so for each machine"
 _RUN = "the run folder decides it"
 _DISTRIBUTION = "the distribution stands in the recipe's accelerate.yaml"
 _HUB = "a run publishes nothing"
+_PREPARED = "prepare makes the rows before the job, on all of its cores"
 _RESUME = "a run resumes by itself from its newest whole checkpoint"
 
 TRAIN_OWNED = {
@@ -115,6 +115,10 @@ TRAIN_OWNED = {
     "accelerator_config": _DISTRIBUTION,
     "trust_remote_code": "code from a model repository is never run",
     "chat_template_path": "write model.chat_template",
+    "dataset_num_proc": _PREPARED,
+    "dataset_kwargs": _PREPARED,
+    "dataset_text_field": _PREPARED,
+    "remove_unused_columns": _PREPARED,
     "push_to_hub": _HUB,
     "push_to_hub_model_id": _HUB,
     "push_to_hub_organization": _HUB,

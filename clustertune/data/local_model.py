@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from clustertune.data import random_weights
 KIND = "model"
 LARGE = 2_000_000_000
 """Parameters beyond which a model is written shard by shard, from a block of random numbers."""
+TEXT = 16 << 20
+"""Characters that a local tokenizer learns from at most: more take memory and time, and change little."""
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 """Turns in the Llama 3.1 form (header tokens around the role, ``<|eot_id|>`` after each turn), with the assistant's part
 between generation markers so that TRL can mask the rest."""
@@ -60,6 +62,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> A
     return tokenizer
 
 
+def local_tokenizer(architecture: Mapping[str, Any], texts: Iterable[str]) -> Any:
+    """The tokenizer of such a model."""
+    return train_tokenizer(texts, int(architecture["vocab_size"]), int(architecture["max_position_embeddings"]))
+
+
 def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out: Path, seed: int) -> Path:
     """Write a bf16 model and its tokenizer to ``out``, whole (with a manifest) or not at all; a whole one is kept.
 
@@ -77,7 +84,7 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    tokenizer = train_tokenizer(texts, int(architecture["vocab_size"]), int(architecture["max_position_embeddings"]))
+    tokenizer = local_tokenizer(architecture, texts)
     keys = {
         key: value for key, value in architecture.items() if key not in ("architectures", "model_type", "torch_dtype", "dtype")
     }
@@ -105,10 +112,14 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
     return out
 
 
-def conversation_texts(folder: Path) -> list[str]:
-    """The text of every message of a prepared dataset, in file order: what a local tokenizer is trained on."""
-    texts = []
+def conversation_texts(folder: Path) -> Iterator[str]:
+    """The text of the messages of a prepared dataset, in file order, up to :data:`TEXT`: what a local tokenizer learns from."""
+    left = TEXT
     for name in ("train.jsonl", "eval.jsonl"):
         with (folder / name).open(encoding="utf-8") as lines:
-            texts += [message["content"] for line in lines for message in json.loads(line)["messages"]]
-    return texts
+            for line in lines:
+                if left <= 0:
+                    return
+                texts = [message["content"] for message in json.loads(line)["messages"]]
+                left -= sum(map(len, texts))
+                yield from texts

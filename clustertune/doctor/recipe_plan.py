@@ -12,7 +12,7 @@ from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.launch import lead, shape
 from clustertune.plan.host import reads_rows
 from clustertune.plan.predict import GIB, Plan, make_plan
-from clustertune.plan.schedule import START_S
+from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 
 TIGHT = 0.95
 """Share of a GPU's memory above which a plan is called tight: its activations are predicted within a few per cent
@@ -25,8 +25,6 @@ SAVING, CHEAP = 0.05, 0.01
 """Shares of the time that saving may take: above the first it is called often, at the second the next cadence is proposed."""
 EVALUATING = 0.30
 """Share of the time above which evaluating is called much."""
-TOKENS_PER_S = 1e5
-"""Tokens that one process tokenises in a second, chat template included. Assumed: fast tokenizers do 1 to 5 x 10^5."""
 GAIN = 1.5
 """How many times faster a larger micro batch must be foreseen to be worth a word."""
 
@@ -61,9 +59,9 @@ LOADING = Rule(
     "https://github.com/axolotl-ai-cloud/axolotl/issues/3443",
 )
 TOKENISING = Rule(
-    "prepare-timeout",
-    "tokenising in the job against the time-out of collectives",
-    "one rank tokenises while the others wait at a barrier, which ends them",
+    "prepare-time",
+    "tokenising against the time limit of its job",
+    "the job of prepare is ended, and the training that waits for it never starts",
     "https://github.com/huggingface/trl/issues/1519",
 )
 SELDOM = Rule(
@@ -184,19 +182,16 @@ def _loading(context: Context) -> Iterator[Finding]:
 
 
 def _tokenising(context: Context) -> Iterator[Finding]:
-    expect, limit = context.resolved.recipe.data.expect, _timeout(context)
-    if not context.is_real or expect is None or not expect.train or context.resolved.world_size == 1:
+    tokens = tokens_to_prepare(context.resolved) if context.is_real else None
+    if tokens is None or context.cluster.slurm is None:
         return
-    args = context.resolved.train_args
-    mean = float(expect.mean_tokens or args.get("max_length") or 1024)
-    processes = int(args.get("dataset_num_proc") or 1)
-    seconds = expect.train * mean / (TOKENS_PER_S * processes)
-    if seconds > limit / 2:
-        text = f"{expect.train:,} conversations x {mean:,.0f} tokens take about {hours(seconds)} in {processes} process"
-        fix = f"train.dataset_num_proc={min(64, math.ceil(4 * processes * seconds / limit))}, or a longer train.ddp_timeout"
-        yield finding(
-            TOKENISING, WARN, f"{text}{'es' if processes > 1 else ''}, ranks wait {hours(limit)}", fix, where=context.name
-        )
+    asked = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
+    seconds = tokens / TOKENS_PER_CPU_S / asked.cpus_per_node
+    if seconds > 60 * asked.minutes:
+        text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {asked.cpus_per_node} cores"
+        text += f", the job of prepare may run {hours(60 * asked.minutes)}"
+        fix = "clustertune prepare beforehand, or submit again: what is finished is kept"
+        yield finding(TOKENISING, WARN, text, fix, where=context.name)
 
 
 def _cadence(context: Context) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from clustertune.errors import Problem
 from clustertune.launch import fit
 from clustertune.launch.slurm import format_minutes, parse_minutes
 from clustertune.plan.host import RANK_HOST_BYTES
+from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.rundir import STAGES
 
 GIB = 1 << 30
@@ -25,6 +26,8 @@ PROCESS_GB = 4
 TINY_RANK_GB, TINY_CPUS = 4, 4
 TINY_MINUTES = 60
 PREPARE_MINUTES, EXPORT_MINUTES, REPORT_MINUTES = 120, 60, 30
+PREPARE_CPUS, PREPARE_SECONDS, TOKENISER_GB = 8, 120.0, 0.5
+"""Of prepare: cores at least, the time in which it should have tokenised, and a process's memory (docs/results/data.md)."""
 MERGE_BYTES_PER_SECOND = 0.2e9
 """Network storage that reads and writes at once; docs/results/merge.md has four times that from a local disk."""
 TINY_RANKS = 2
@@ -104,7 +107,7 @@ def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, Shape]:
     """The shape of each stage's job."""
     limit = _limit(cluster)
     shapes = {
-        "prepare": _helper(resolved, cluster, cpus=8, memory=16, minutes=PREPARE_MINUTES),
+        "prepare": _prepare(resolved, cluster),
         "train": train_shape(resolved, cluster),
         "export": _helper(resolved, cluster, cpus=4, memory=_export_gb(resolved), minutes=EXPORT_MINUTES),
         "merge": _helper(resolved, cluster, cpus=16, memory=PROCESS_GB + 2 * MERGE_SHARD_GB, minutes=_merge_minutes(resolved)),
@@ -143,6 +146,14 @@ def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, m
         cpus, memory, minutes = min(cpus, TINY_CPUS), min(memory, 2 * PROCESS_GB), TINY_MINUTES
     cpus = min(cpus, cluster.compute.threads)
     return Shape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *_place(cluster))
+
+
+def _prepare(resolved: Resolved, cluster: Cluster) -> Shape:
+    """Enough cores to tokenise in two minutes, and time for at least twice as long as it takes."""
+    cpu_seconds = (tokens_to_prepare(resolved) or 0.0) / TOKENS_PER_CPU_S
+    cpus = min(max(PREPARE_CPUS, math.ceil(cpu_seconds / PREPARE_SECONDS)), cluster.compute.threads)
+    memory = 3 * PROCESS_GB + TOKENISER_GB * cpus
+    return _helper(resolved, cluster, cpus=cpus, memory=memory, minutes=max(PREPARE_MINUTES, 30 + 2 * cpu_seconds / cpus / 60))
 
 
 def _export_gb(resolved: Resolved) -> float:

@@ -111,7 +111,9 @@ def on_first_node(
     Pyxis is a part of srun: there it is a step of one task.
     """
     if cluster.container.runtime == "pyxis":
+        asked = environ.get("SLURM_CPUS_PER_TASK", "")  # all of the job's: prepare tokenises on each of them
+        cpus = int(asked) if asked.isdigit() else None
         return in_step(
-            command, cluster, binds=binds, nodes=1, cpus=None, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
+            command, cluster, binds=binds, nodes=1, cpus=cpus, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
         )
     return list(container.place(command, cluster, binds=[*binds, *places.binds(environ)], gpus=gpus).command)

@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from clustertune import manifest
 from clustertune.config.resolved import Resolved
@@ -76,27 +75,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _write_tokenizer(resolved: Resolved, source: tuple[str, str | None], out: Path) -> None:
-    from clustertune.training.tokens import load_tokenizer
+    from clustertune.data.tokenizer import load_tokenizer, training_template
 
-    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args.get("pad_token"))
-    tokenizer.chat_template = marked_template(tokenizer, resolved.name)
+    tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args)
+    tokenizer.chat_template = training_template(tokenizer, marked=True)
     shutil.rmtree(out, ignore_errors=True)
     tokenizer.save_pretrained(out)
     manifest.seal(out, TOKENIZER_KIND, {"source": resolved.recipe.model.name, "revision": source[1]})
-
-
-def marked_template(tokenizer: Any, recipe: str) -> str:
-    """The tokenizer's chat template with ``generation`` marks: its own, or TRL's form of it. Raises UserError."""
-    from trl.chat_template_utils import get_training_chat_template
-
-    own = str(tokenizer.chat_template)
-    if "{% generation %}" in own or "{%- generation %}" in own:
-        return own
-    try:
-        return str(get_training_chat_template(tokenizer) or own)
-    except ValueError as error:
-        fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
-        text = (
-            f"Megatron-Bridge needs marks in the chat template, and TRL knows none for it: {str(error).splitlines()[0][:200]}"
-        )
-        raise UserError(Problem(text, file=recipe, key="model.chat_template", fix=fix)) from None

@@ -48,7 +48,7 @@ CARRIED = {
 """Keys of ``train`` that mean the same here."""
 WITHOUT_EFFECT = {
     "logging_first_step", "ddp_find_unused_parameters", "report_to", "run_name", "eval_on_start", "tf32", "model_init_kwargs",
-    "per_device_eval_batch_size", "dataset_num_proc", "dataloader_num_workers", "loss_type", "use_liger_kernel",
+    "per_device_eval_batch_size", "dataloader_num_workers", "loss_type", "use_liger_kernel",
     "ddp_timeout", "dataloader_pin_memory",
 }  # fmt: skip
 """Keys that say how TRL does it; Megatron has its own way. ``report_to``: the run's metrics.jsonl is written all the same."""

@@ -9,6 +9,7 @@ from clustertune.config.prices import Price
 from clustertune.plan import words
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.predict import GIB, Plan
+from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 
 
 def cost(plan: Plan, price: Price | None) -> dict[str, Any] | None:
@@ -59,6 +60,8 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
         "peak_moment": plan.peak.name,
         "memory_parts_gib": memory_parts(plan),
         "host_gib_per_node": plan.host_bytes / GIB,
+        "prepare_tokens": (made := tokens_to_prepare(plan.resolved)),
+        "prepare_cpu_s": None if made is None else made / TOKENS_PER_CPU_S,
         "storage_gb": {name: size / 1e9 for name, size in plan.schedule.disk.items()},
         "parameters": plan.shape.counted.total,
         "trainable_parameters": plan.shape.trained,

@@ -9,7 +9,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.plan.compute import micro_batch
 from clustertune.plan.constants import Constants
 from clustertune.plan.host import reads_rows
-from clustertune.plan.lengths import PACKED_SHARE, Lengths
+from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import Machine
 from clustertune.plan.shape import Shape
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
@@ -18,6 +18,8 @@ from clustertune.plan.traffic import traffic
 
 START_S = 60.0
 """Interpreter, imports, NCCL's first connections, data set and trainer of one start, seconds. Assumed."""
+TOKENS_PER_CPU_S = 1.5e5
+"""Tokens that ``prepare`` makes in a CPU second: the slowest measured (docs/results/data.md)."""
 DEFAULT_EVAL_BATCH = 8
 """``TrainingArguments``' own ``per_device_eval_batch_size``."""
 DEFAULT_SAVE_STEPS, DEFAULT_LOGGING_STEPS = 500, 10
@@ -78,6 +80,18 @@ def rows(resolved: Resolved, lengths: Lengths | None) -> Rows:
     tokens = f"{counts.train:,} conversations x {mean:,.0f} tokens ({lengths.source})"
     why = f"{tokens} / ({longest} x {PACKED_SHARE}) = {sequences:,.0f} sequences"
     return Rows(sequences, _packed(held, lengths, longest) if packs_eval else float(held), why)
+
+
+def tokens_to_prepare(resolved: Resolved, lengths: Lengths | None = None) -> float | None:
+    """Tokens of both splits, none of them cut; None where it is not known how many conversations there are.
+
+    Without lengths a conversation has ``max_length`` tokens, which is more than the mean of most data.
+    """
+    found, lengths = resolved.recipe.data.expect, lengths or known_lengths(resolved)
+    if found is None or found.train is None or resolved.recipe.megatron is not None:
+        return None
+    longest = int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
+    return (found.train + (found.eval or 0)) * (lengths.mean(10**9) if lengths else float(longest))
 
 
 def _packed(count: float, lengths: Lengths | None, longest: int) -> float:

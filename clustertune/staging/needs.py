@@ -38,6 +38,15 @@ def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
     return snapshot(hub_cache(), "models", model.name, model.revision or "main")
 
 
+def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
+    """Where the base model is read from: a folder, or a Hub id and its commit."""
+    if resolved.recipe.model.weights == "random":
+        return str(run.local_model(resolved.recipe.model.name)), None
+    if (staged := parcel.staged_folder(resolved)) and (found := parcel.model_folder(staged)):
+        return str(found), None
+    return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
+
+
 def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[Source], list[str]]:
     """What the ranks of a run read, and a note for each thing that is not there yet."""
     found, notes = [], []
@@ -48,8 +57,10 @@ def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[Source], list[
         notes.append(f"{recipe.model.name} is made by the run itself, which has not prepared it yet: clustertune prepare")
     else:
         found.append(Source("model", recipe.model.name.rsplit("/", 1)[-1], root, recipe.model.revision))
-    if run is not None and (run.data / MANIFEST).is_file():
-        found.append(Source("data", "data", run.data))
+    if run is not None and recipe.megatron is None and (run.tokens / MANIFEST).is_file():
+        found.append(Source("data", "data", run.tokens))
+    elif recipe.megatron is not None:
+        notes.append("Megatron-Bridge reads its data from the run folder")
     else:
         notes.append(f"no prepared data{f' in {run.path}' if run else ''}: the chain's first stage makes it, and jobs copy it")
     return found, notes

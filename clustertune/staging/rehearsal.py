@@ -165,17 +165,18 @@ class Rehearsal:
         """Loaded, and the chat template renders a conversation of the data."""
         if self._model is None:
             raise Lacking("left out, for want of the model")
-        from clustertune.training.tokens import load_tokenizer
+        from clustertune.data import shards
+        from clustertune.data.tokenizer import load_tokenizer
 
-        pad = self.resolved.train_args.get("pad_token")
-        self._tokenizer = load_tokenizer(str(self._model), None, self.resolved.chat_template, pad)
+        args = self.resolved.train_args
+        self._tokenizer = load_tokenizer(str(self._model), None, self.resolved.chat_template, args)
         if not self._conversation:
             return "loaded"
-        ids = self._tokenizer.apply_chat_template(self._conversation, tokenize=True, return_dict=True)["input_ids"]
-        return f"a conversation of {len(self._conversation)} messages is {len(ids)} tokens"
+        count, labelled = shards.look(self._conversation, self._tokenizer, args)
+        return f"a conversation of {len(self._conversation)} messages is {count} tokens, {labelled} of them trained"
 
     def training(self) -> str:
-        """The trainer's arguments and the rows that it reads."""
+        """The trainer's arguments."""
         from peft import LoraConfig
         from trl import SFTConfig
 
@@ -187,8 +188,7 @@ class Rehearsal:
         SFTConfig(output_dir=str(self._scratch / "run"), **values)
         if self.resolved.recipe.lora is not None:
             LoraConfig(**self.resolved.recipe.lora)
-        train, held_out = build.load_conversations(self._scratch / "data")
-        return f"{len(train)} and {len(held_out or [])} rows"
+        return f"{len(values)} arguments"
 
     def forward(self) -> str:
         """One step of a model that is small enough."""

@@ -93,28 +93,6 @@ def machine_facts() -> dict[str, str | None]:
     return {"gpu0": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "torch": torch.__version__}
 
 
-def load_conversations(folder: Path) -> tuple[Any, Any | None]:
-    """The prepared train and eval conversations as ``datasets.Dataset`` with one column ``messages``; eval may be None."""
-    from datasets import load_dataset
-
-    files = {"train": folder / "train.jsonl", "eval": folder / "eval.jsonl"}
-    missing = [
-        Problem("missing", file=str(path), fix="clustertune prepare RECIPE") for path in files.values() if not path.is_file()
-    ]
-    if missing:
-        raise UserError(missing)
-    present = {name: str(path) for name, path in files.items() if path.stat().st_size}
-    if "train" not in present:
-        raise UserError(Problem("holds no conversation", file=str(files["train"]), fix="look at rejected.jsonl beside it"))
-    loaded = {
-        name: load_dataset("json", data_files=path, split="train", cache_dir=str(folder / ".cache")).select_columns(
-            ["messages"]
-        )
-        for name, path in present.items()
-    }
-    return loaded["train"], loaded.get("eval")
-
-
 def set_tracker_environment(run_dir: Path, run_id: str, project: str, *, has_key: bool = False) -> None:
     """W&B's own variables: one run across attempts, below the run folder, offline unless someone is logged in.
 

@@ -26,14 +26,11 @@ def filled(rows: Any, multiple: int) -> Any:
 
     accelerate 1.15 would repeat the first rows, labels and all. What is no ``datasets.Dataset`` with labels is left alone.
     """
-    lacking = -len(rows) % multiple if isinstance(rows, datasets.Dataset) and "labels" in rows.column_names else 0
-    if not lacking:
+    lacking = -len(rows) % multiple if isinstance(rows, datasets.Dataset) else 0
+    if not lacking or "labels" not in (first := rows[0]):
         return rows
-    plain = rows.with_format(None)
-    first = plain[0]
     blank = {**first, "labels": [IGNORED_LABEL] * len(first["labels"])}
-    columns = {name: [value] * lacking for name, value in blank.items()}
-    return datasets.concatenate_datasets([plain, datasets.Dataset.from_dict(columns, features=rows.features)])
+    return torch.utils.data.ConcatDataset([rows, [blank] * lacking])
 
 
 def labels_of(inputs: Mapping[str, Any]) -> torch.Tensor:

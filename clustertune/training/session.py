@@ -17,8 +17,11 @@ from clustertune import manifest, secrets
 from clustertune.config.architecture import scale_down
 from clustertune.config.kernels import attention_of
 from clustertune.config.resolved import Resolved
+from clustertune.data import sequences
+from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
+from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, kernels, packing, recompute, sharding, tracker
 from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
@@ -26,7 +29,6 @@ from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.stop import StopFlag
-from clustertune.training.tokens import check_labels, load_tokenizer
 from clustertune.training.trainer import NothingLeft, Saved, Store, Trainer
 from clustertune.training.watch import Watch
 from clustertune.training.world import check_world
@@ -106,6 +108,9 @@ class Session:
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
+        values |= sequences.TRAINER
+        if values.get("padding_free") and not values.get("packing"):
+            values["max_length"] = None  # TRL asks for it: the rows are cut already
         args = SFTConfig(output_dir=str(run_path), **build.spelt(values, SFTConfig.__dataclass_fields__))
         notes += deepspeed.fit_to_cpu(args)
         group = Group()
@@ -138,7 +143,7 @@ class Session:
         report: Callable[[Mapping[str, Any]], None],
         keys: Mapping[str, str],
     ) -> Trainer:
-        """TRL's trainer on the prepared conversations, with tokenizer, LoRA and callbacks.
+        """TRL's trainer on the prepared tokens, with tokenizer, LoRA and callbacks.
 
         ``keys``: the user's tokens by the names of their variables. W&B starts a process, which would inherit them all.
         """
@@ -160,8 +165,9 @@ class Session:
             self._compare(base_model.folder(*source), data)
         base_model.check(*source, self.resolved)
         with self.startup.part("data"):
-            tokenizer = load_tokenizer(*source, self.resolved.chat_template, self.resolved.train_args.get("pad_token"))
-            train, held_out = build.load_conversations(data)
+            train_args = self.resolved.train_args
+            tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args)
+            train, held_out = sequences.load(data, RunDir(self.run_path).data, tokenizer, train_args)
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False
             self.notes.append("no evaluation: the eval split is empty")

@@ -17,10 +17,6 @@ class TimedTrainer(MeshTrainer):
         self.loading, self.startup = loading, loading.startup
         super().__init__(*args, **kwargs)
 
-    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
-        with self.startup.part("data"):
-            return super()._prepare_dataset(*args, **kwargs)
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self.startup.part("sharding"):
             self.loading.upcast(self.model, self.accelerator.mixed_precision)

@@ -59,6 +59,10 @@ def edit(name: str, **changes: Any) -> Spoil:
     return lambda case: case.edit(name, **changes)
 
 
+def counted(**counts: int) -> Spoil:
+    return lambda case: case.recipe["data"]["expect"].update(counts)
+
+
 def both(*parts: Spoil) -> Spoil:
     return lambda case: [part(case) for part in parts]
 
@@ -241,7 +245,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("host-memory", FAIL, both(fsdp1(), cluster(compute__memory_gb=24))),
     ("load-timeout", WARN, both(fsdp1(), slow_storage(0.012))),
     ("load-timeout", FAIL, both(fsdp1(), slow_storage(0.005))),
-    ("prepare-timeout", WARN, lambda c: c.recipe["data"]["expect"].update(train=400_000)),
+    ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), counted(train=10**12))),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
     ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=1))),
     ("warning-lead", WARN, both(long_steps(300), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
@@ -303,6 +307,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     *RUN_CASES,
 ]
 COMPANIONS = {
+    "prepare-time": {"time-limit"},
     "gated-model": {"model-absent"},
     "cache-in-home": {"model-absent"},
     "model-absent": {"gated-model", "ifeval-data"},
@@ -394,7 +399,6 @@ def test_what_loading_is_held_against_is_the_recipes_own_timeout(tmp_path: Path)
         ("saves-seldom", both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
         ("saves-often", both(section("train", save_steps=1), cluster(storage__write_gb_s=1))),
         ("small-micro-batch", both(long_steps(20), section("train", per_device_train_batch_size=1))),
-        ("prepare-timeout", lambda c: c.recipe["data"]["expect"].update(train=400_000)),
     ],
 )
 def test_the_remedy_is_one(rule: str, spoil: Spoil, tmp_path: Path) -> None:

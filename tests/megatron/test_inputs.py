@@ -11,6 +11,7 @@ import pytest
 from clustertune import manifest
 from clustertune.config.resolved import Resolved
 from clustertune.data.local_model import make_local_model
+from clustertune.data.tokenizer import training_template
 from clustertune.errors import UserError
 from clustertune.megatron import inputs
 from clustertune.rundir import RunDir
@@ -68,8 +69,8 @@ def test_a_template_without_marks_is_told_before_the_queue(model: Path) -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = MARKED
-    assert inputs.marked_template(tokenizer, "r") == MARKED
+    assert training_template(tokenizer, marked=True) == MARKED
     tokenizer.chat_template = UNKNOWN
-    with pytest.raises(UserError, match="Megatron-Bridge needs marks") as error:
-        inputs.marked_template(tokenizer, "r")
+    with pytest.raises(UserError, match="does not mark") as error:
+        training_template(tokenizer, marked=True)
     assert error.value.problems[0].key == "model.chat_template"

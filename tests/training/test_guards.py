@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
-from clustertune.training import build, packing, sharding, tokens
+from clustertune.training import build, packing, sharding
 from clustertune.training.events import EventLog
 from tests.conftest import TINY_LLAMA
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,11 +43,19 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
     )
 
 
-def load_tokenizer(source: str, revision: str | None, template: str | None, pad_token: str | None) -> Any:
-    """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``) and a padding token."""
+def load_tokenizer(source: str, revision: str | None, template: str | None, train_args: Mapping[str, Any]) -> Any:
+    """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
+
+    ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section. Raises UserError where it cannot be had.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
+        raise UserError(Problem(f"the tokenizer of {source} cannot be had: {words}", key="model.name", fix=fix)) from None
     if not tokenizer.chat_template:
         if template is None:
             raise UserError(
@@ -56,8 +66,47 @@ def load_tokenizer(source: str, revision: str | None, template: str | None, pad_
                 )
             )
         tokenizer.chat_template = template
-    tokenizer.pad_token = choose_pad_token(tokenizer, pad_token)
+    if (eos := train_args.get("eos_token")) is not None:
+        if eos not in tokenizer.get_vocab():
+            raise UserError(Problem(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token"))
+        tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
+    tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
     return tokenizer
+
+
+def training_template(tokenizer: Any, *, marked: bool) -> str:
+    """The chat template that training renders with: the tokenizer's own, or where ``marked`` is asked for and it has no
+    ``{% generation %}`` marks, the one that TRL puts in its place (sft_trainer.py of 1.16).
+
+    Raises UserError where TRL knows none.
+    """
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    own = str(tokenizer.get_chat_template())
+    if not marked or has_generation_markers(own):
+        return own
+    try:
+        return str(get_training_chat_template(tokenizer) or own)
+    except ValueError as error:
+        fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
+        text = f"the chat template does not mark what the assistant says: {str(error).splitlines()[0][:200]}"
+        raise UserError(Problem(text, key="model.chat_template", fix=fix)) from None
+
+
+def identity(tokenizer: Any) -> str:
+    """SHA-256 (hex) of what decides the tokens of a text: vocabulary, merges, normalisation and special tokens.
+
+    The padding token is not in it unless the tokenizer has it as a special one: rows are padded by the collator. Nor is where
+    the tokenizer came from.
+    """
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        body = json.loads(backend.to_str())
+        content = {key: value for key, value in body.items() if key not in ("padding", "truncation")}
+    else:
+        content = {"vocabulary": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.added_tokens_decoder.items()))}
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if key != "pad_token"}
+    text = json.dumps([type(tokenizer).__name__, special, content], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_labels(rows: Iterable[Mapping[str, Sequence[int]]], eos_ids: set[int]) -> None:

@@ -1,0 +1,111 @@
+"""The rows that training reads, out of the memory-mapped tokens: nothing is tokenised, packed or copied here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clustertune.data import packing, tokens
+from clustertune.data.shards import LABEL
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import MANIFEST, find_problems, read_manifest
+
+
+class Sequences:
+    """The rows of one split by number: ``input_ids``, ``labels`` (-100 where masked), and ``seq_lengths`` of packed ones."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        meta = read_manifest(folder, tokens.KIND).meta
+        asked, parts = meta["made_from"]["rows"], meta["splits"][split]["parts"]
+        pieces, begins = tokens.row_files(split, asked)
+        self._pieces, self._begins = (np.load(folder / name, mmap_mode="r") for name in (pieces, begins))
+        self._parts = [str(folder / f"{split}-{number:05}.u32") for number in range(len(parts))]
+        self._starts = np.concatenate(([0], np.cumsum(parts)))
+        self._maps: dict[int, Any] = {}
+        self._separated = asked["packing"][split] in packing.SEPARATED
+
+    def __getstate__(self) -> dict[str, Any]:  # a DataLoader's worker maps the files itself
+        return self.__dict__ | {"_maps": {}}
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Arrays of int64, and a list of lengths."""
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        pieces = self._pieces[self._begins[number] : self._begins[number + 1]]
+        raw = np.concatenate([self._read(int(piece["offset"]), int(piece["length"])) for piece in pieces])
+        ids = (raw & ~LABEL).astype(np.int64)
+        row = {"input_ids": ids, "labels": np.where(raw & LABEL, ids, -100)}
+        if self._separated:
+            row["seq_lengths"] = pieces["length"].tolist()
+        return row
+
+    def _read(self, offset: int, length: int) -> Any:
+        part = int(np.searchsorted(self._starts, offset, side="right")) - 1
+        if part not in self._maps:
+            self._maps[part] = np.memmap(self._parts[part], dtype="<u4", mode="r")
+        begin = offset - int(self._starts[part])
+        return self._maps[part][begin : begin + length]
+
+    def as_dataset(self) -> Any:
+        """A ``datasets.Dataset`` of row numbers that reads a row when it is asked for.
+
+        TRL 1.16 takes no other class (sft_trainer.py:674), and a transform only with ``skip_prepare_dataset``.
+        ``remove_unused_columns`` must be off: the Trainer would drop the column of numbers.
+        """
+        import datasets
+
+        def read(batch: Mapping[str, list[int]]) -> dict[str, list[Any]]:
+            rows = [self[number] for number in batch["row"]]
+            return {name: [row[name] for row in rows] for name in rows[0]}
+
+        return datasets.Dataset.from_dict({"row": np.arange(len(self))}).with_transform(read)
+
+
+TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False, "assistant_only_loss": False}
+"""What ``SFTConfig`` must say for rows that are made: with ``assistant_only_loss`` TRL asks for conversations."""
+
+
+def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[Any, Any | None]:
+    """The train and eval rows of a run as ``datasets.Dataset``; eval is None where it is empty.
+
+    ``folder``: the tokens, or a node's copy of them; ``dataset``: the run's conversations, of whose manifest alone is read.
+    Raises UserError where the tokens are missing, or were made of anything else than the recipe says now.
+    """
+    again = f"remove {dataset / tokens.FOLDER}, then the same command with --from prepare"
+    if problems := find_problems(folder, tokens.KIND, hashes=False, allow_extra=True):
+        raise UserError([*problems, Problem("holds no tokens to train on", file=str(folder), fix=again)])
+    found, wanted = read_manifest(folder, tokens.KIND).meta["made_from"], tokens.made_from(dataset, tokenizer, train_args)
+    if found != wanted:
+        differ = [key for part in wanted for key in wanted[part] if found.get(part, {}).get(key) != wanted[part][key]]
+        text = f"the tokens were made with another {', '.join(differ) or 'form'} than the recipe and this machine have"
+        raise UserError(Problem(text, file=str(folder / MANIFEST), key="made_from", fix=again))
+    train, held_out = (Sequences(folder, split) for split in ("train", "eval"))
+    if not len(train):
+        text = "no row to train on: no conversation keeps a label within train.max_length"
+        raise UserError(Problem(text, file=str(folder), key="train.max_length", fix="a longer train.max_length"))
+    return train.as_dataset(), held_out.as_dataset() if len(held_out) else None
+
+
+def shown(folder: Path, tokenizer: Any, count: int, marks: tuple[str, str]) -> list[str]:
+    """The text of the first ``count`` conversations of the training rows as they are cut, with labelled tokens in ``marks``."""
+    rows, found = Sequences(folder, "train"), list[str]()
+    for number in range(len(rows)):
+        row, at = rows[number], 0
+        for length in row.get("seq_lengths", [len(row["input_ids"])]):
+            if len(found) == count:
+                return found
+            ids, labels = row["input_ids"][at : at + length], row["labels"][at : at + length]
+            at += length
+            turns = np.flatnonzero(np.diff(labels != -100)) + 1
+            text = ""
+            for run, learnt in zip(np.split(ids, turns), np.split(labels != -100, turns), strict=True):
+                said = tokenizer.decode(run, skip_special_tokens=False)
+                text += f"{marks[0]}{said}{marks[1]}" if learnt[0] else said
+            found.append(text)
+    return found

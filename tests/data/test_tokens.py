@@ -1,0 +1,328 @@
+"""Tokens on disk: the same bytes however they are cut; kept over a kill; made anew for every cause and no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clustertune.config.schema import Data
+from clustertune.data import sequences, tokens
+from clustertune.data.local_model import CHAT_TEMPLATE, train_tokenizer
+from clustertune.data.prepare import prepare
+from clustertune.data.tokenizer import choose_pad_token, training_template
+from clustertune.errors import ExitCode, UserError
+from clustertune.manifest import MANIFEST, find_problems, read_manifest
+
+CHUNK = 2000
+ASKED = {"assistant_only_loss": True, "packing": True, "max_length": 64}
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    said = f"answer {number} " + "with some words " * (number % 7)
+    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": said}]
+
+
+def fill(folder: Path, count: int = 120) -> Path:
+    """A prepared data set."""
+    rows = folder / "rows.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows.write_text("".join(json.dumps({"messages": chat(number)}) + "\n" for number in range(count)))
+    data = Data(name="made", format="messages", eval_fraction=0.2)
+    prepare(data, recipe_folder=folder, seed=1, out=folder / "data", input_path=rows)
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer((message["content"] for number in range(120) for message in chat(number)), 400, 512)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    return fill(tmp_path)
+
+
+def content(dataset: Path) -> dict[str, bytes]:
+    """What is on disk, without the rates of this making."""
+    found = {path.name: path.read_bytes() for path in (dataset / "tokens").iterdir() if path.name != MANIFEST}
+    return found | {"files": json.dumps(sorted(read_manifest(dataset / "tokens", tokens.KIND).files)).encode()}
+
+
+def test_tokens_and_labels_are_the_templates(dataset: Path, tokenizer: Any) -> None:
+    """Conversation by conversation, in the order of the file, and what is said of them is counted."""
+    made = tokens.make(dataset, tokenizer, {**ASKED, "packing": False, "max_length": None}, chunk=CHUNK)
+    total = labelled = 0
+    for split in ("train", "eval"):
+        rows = sequences.Sequences(dataset / "tokens", split)
+        lines = (dataset / f"{split}.jsonl").read_text().splitlines()
+        assert len(rows) == len(lines) == made["splits"][split]["conversations"]
+        for number, line in enumerate(lines):
+            expected = tokenizer.apply_chat_template(
+                json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
+            )
+            row = rows[number]
+            assert row["input_ids"].tolist() == expected["input_ids"]
+            assert (row["labels"] != -100).tolist() == [bool(bit) for bit in expected["assistant_masks"]]
+            total, labelled = total + len(expected["input_ids"]), labelled + sum(expected["assistant_masks"])
+    assert (made["tokens"], made["sequences"]) == (total, 120)
+    assert made["labelled_share"] == pytest.approx(labelled / total, abs=1e-6) and made["tokens_per_s"] > 0
+    assert find_problems(dataset / "tokens", tokens.KIND) == []
+
+
+def test_the_bytes_do_not_depend_on_processes_and_cuts(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = {"one": (CHUNK, {0}), "two": (CHUNK, {0, 1}), "whole": (1 << 20, {0}), "small": (150, {0})}
+    found = {}
+    for name, (chunk, cores) in cuts.items():
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, cores=cores: cores)
+        dataset = fill(tmp_path / name)
+        made = tokens.make(dataset, tokenizer, ASKED, chunk=chunk)
+        assert made["processes"] == (2 if name == "two" else 1)
+        found[name] = content(dataset)
+    assert all(one == found["one"] for one in found.values())
+
+
+def test_a_part_ends_between_conversations(dataset: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a bounded size: ranks share out their digests."""
+    tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+    whole = [sequences.Sequences(dataset / "tokens", "train")[number] for number in range(10)]
+    assert len(list((dataset / "tokens").glob("train-*.u32"))) == 1
+    monkeypatch.setattr(tokens, "PART_BYTES", 3000)
+    monkeypatch.setattr(tokens, "FORMAT", 2)
+    tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+    assert len(list((dataset / "tokens").glob("train-*.u32"))) > 2
+    parts = sequences.Sequences(dataset / "tokens", "train")
+    for number, expected in enumerate(whole):
+        assert all(np.array_equal(expected[key], parts[number][key]) for key in expected)
+
+
+def test_reused_while_nothing_that_decides_it_changed(dataset: Path, tokenizer: Any) -> None:
+    first = tokens.make(dataset, tokenizer, ASKED)
+    before = {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").iterdir()}
+    assert first["reused"] is False
+    more = {**ASKED, "learning_rate": 1.0, "per_device_train_batch_size": 4}
+    assert tokens.make(dataset, tokenizer, more) == {**first, "reused": True}
+    assert {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").iterdir()} == before
+
+
+@pytest.mark.parametrize("change", [{"max_length": 32}, {"packing": False}, {"packing_strategy": "bfd_split"}, {"seed": 3}])
+def test_other_rows_are_another_index_of_the_same_tokens(change: dict[str, Any], dataset: Path, tokenizer: Any) -> None:
+    """Nothing is tokenised for them."""
+    tokens.make(dataset, tokenizer, ASKED)
+    before = {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").glob("*.u32")}
+    assert tokens.make(dataset, tokenizer, ASKED | change)["reused"] is False
+    assert {path.name: path.stat().st_mtime_ns for path in (dataset / "tokens").glob("*.u32")} == before
+    assert find_problems(dataset / "tokens", tokens.KIND) == [], "the rows before are gone"
+
+
+def changed(what: str, dataset: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """A tokenizer and settings after one cause changed."""
+    asked = dict(ASKED)
+    if what == "data":
+        fill(dataset.parent, 121)
+    elif what == "tokenizer":
+        tokenizer = train_tokenizer(["other words"] * 9, 300, 512)
+    elif what == "template":
+        tokenizer.chat_template = tokenizer.chat_template.replace("| trim", "")
+    elif what == "labels":
+        asked["assistant_only_loss"] = False
+    elif what == "a special token":
+        tokenizer.bos_token = "<|end_of_text|>"  # noqa: S105
+    elif what == "the code":
+        monkeypatch.setattr(tokens, "FORMAT", 2)
+    elif what == "a package":
+        monkeypatch.setattr(tokens, "version", lambda name: "9.9")
+    return tokenizer, asked
+
+
+CAUSES = {
+    "data": "data", "tokenizer": "tokenizer", "template": "template", "labels": "assistant_only_loss",
+    "a special token": "tokenizer", "the code": "format", "a package": "versions",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CAUSES)
+def test_each_cause_makes_them_anew_and_stops_a_rank_before(what: str, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_tokenizer((message["content"] for number in range(120) for message in chat(number)), 400, 512)
+    tokens.make(dataset, tokenizer, ASKED)
+    sequences.load(dataset / "tokens", dataset, tokenizer, ASKED)
+    tokenizer, asked = changed(what, dataset, tokenizer, monkeypatch)
+    with pytest.raises(UserError, match=f"another {CAUSES[what]} than"):
+        sequences.load(dataset / "tokens", dataset, tokenizer, asked)
+    old = read_manifest(dataset / "tokens").meta["made_from"]["tokens"]
+    assert tokens.make(dataset, tokenizer, asked)["reused"] is False
+    assert read_manifest(dataset / "tokens").meta["made_from"]["tokens"] != old
+    sequences.load(dataset / "tokens", dataset, tokenizer, asked)
+
+
+def test_a_rank_stops_where_rows_are_others_or_missing(dataset: Path, tokenizer: Any) -> None:
+    tokens.make(dataset, tokenizer, ASKED)
+    with pytest.raises(UserError, match="another max_length than"):
+        sequences.load(dataset / "tokens", dataset, tokenizer, {**ASKED, "max_length": 32})
+    (dataset / "tokens" / "train-00000.u32").write_bytes(b"")
+    with pytest.raises(UserError, match="0 bytes"):
+        sequences.load(dataset / "tokens", dataset, tokenizer, ASKED)
+    tokens.make(dataset, tokenizer, ASKED)
+    (dataset / "tokens" / MANIFEST).unlink()
+    with pytest.raises(UserError, match="no tokens to train on"):
+        sequences.load(dataset / "tokens", dataset, tokenizer, ASKED)
+
+
+def test_the_padding_token_changes_nothing(dataset: Path, tokenizer: Any) -> None:
+    """The collator pads; where the token is a special one already, another recipe's choice keeps the tokens."""
+    tokens.make(dataset, tokenizer, ASKED)
+    own = tokenizer.pad_token
+    try:
+        tokenizer.pad_token = choose_pad_token(tokenizer, "<|eom_id|>")
+        assert tokens.make(dataset, tokenizer, ASKED)["reused"] is True
+    finally:
+        tokenizer.pad_token = own
+
+
+def test_damaged_tokens_are_made_anew(dataset: Path, tokenizer: Any) -> None:
+    tokens.make(dataset, tokenizer, ASKED)
+    good, path = content(dataset), dataset / "tokens" / "train-00000.u32"
+    damaged = bytearray(path.read_bytes())
+    damaged[17] ^= 1
+    path.write_bytes(damaged)
+    assert tokens.make(dataset, tokenizer, ASKED)["reused"] is False
+    assert content(dataset) == good
+
+
+@pytest.mark.parametrize("damage", ["", "cut", "flipped"])
+def test_a_stopped_prepare_goes_on_behind_its_whole_shards(
+    damage: str, dataset: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are there stay untouched, a cut or damaged one is made again, and the end is the same bytes."""
+    tokens.make(fill(tmp_path / "other"), tokenizer, ASKED, chunk=CHUNK)
+    made: list[str] = []
+    real = tokens.make_shard
+
+    def fails(job: Any, encoder: Any) -> float:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(job[3].name)
+        return real(job, encoder)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    monkeypatch.setattr(tokens, "make_shard", fails)
+    with pytest.raises(KeyboardInterrupt):
+        tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+    assert find_problems(dataset / "tokens", tokens.KIND), "nothing there counts as whole"
+    shards = sorted((dataset / "tokens").glob(".shards-*/*.bin"))
+    assert [path.name for path in shards] == made
+    if damage:
+        body = bytearray(shards[1].read_bytes())
+        body[50] ^= 1
+        shards[1].write_bytes(body if damage == "flipped" else body[:-8])
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    again: list[str] = []
+    monkeypatch.setattr(tokens, "make_shard", lambda job, encoder: again.append(job[3].name) or real(job, encoder))
+    monkeypatch.setattr(tokens.shutil, "rmtree", lambda path: None)
+    tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+    kept = [path for path in shards if path.name not in again]
+    assert len(kept) == (2 if damage else 3) and all(path.stat().st_mtime_ns == before[path] for path in kept)
+    for path in (dataset / "tokens").glob(".shards-*"):
+        for shard in path.iterdir():
+            shard.unlink()
+        path.rmdir()
+    assert content(dataset) == content(tmp_path / "other" / "data")
+
+
+KILLED = """
+import json, sys
+from pathlib import Path
+from clustertune.data import tokens
+from clustertune.data.tokenizer import load_tokenizer
+asked = json.loads(sys.argv[3])
+tokens.make(Path(sys.argv[1]), load_tokenizer(sys.argv[2], None, None, asked), asked, chunk=int(sys.argv[4]))
+"""
+
+
+@pytest.mark.jobs
+def test_a_killed_prepare_keeps_its_shards_and_leaves_no_process(tokenizer: Any, tmp_path: Path) -> None:
+    """SIGKILL of the command alone, with two processes at work: these end too."""
+    dataset = fill(tmp_path, 6000)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = [sys.executable, "-c", KILLED, str(dataset), str(tmp_path / "tokenizer"), json.dumps(ASKED), "20000"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while len(shards := list(dataset.glob("tokens/.shards-*/*.bin"))) < 3 and child.poll() is None:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert shards and child.returncode == -signal.SIGKILL, "it was killed at work"
+    while _group(child.pid):
+        time.sleep(0.05)
+    there = {path: path.stat().st_mtime_ns for path in dataset.glob("tokens/.shards-*/*.bin")}
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert f"{len(there)} of " in done.stderr, "the whole ones were not made again"
+    other = fill(tmp_path / "other", 6000)
+    tokens.make(other, tokenizer, ASKED)
+    assert content(dataset) == content(other)
+
+
+def _group(leader: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(group) == leader and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def test_what_cannot_be_trained_on_is_named_by_file_and_line(dataset: Path, tokenizer: Any) -> None:
+    lines = (dataset / "train.jsonl").read_text().splitlines()
+    line = 1 + next(number for number, text in enumerate(lines) if '"question 71"' in text)
+    own = tokenizer.chat_template
+    try:
+        refuses = "{%- if messages[0].content == 'question 71' %}{{ raise_exception('no such word') }}{%- endif %}"
+        tokenizer.chat_template = refuses + own
+        with pytest.raises(UserError, match="no such word") as caught:
+            tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+        assert caught.value.problems[0].file == f"{dataset / 'train.jsonl'}:{line}" and caught.value.code is ExitCode.CONFIG
+        marks = "{%- if messages[0].content == 'question 71' %}{{ 'nothing marked' }}{%- else %}"
+        tokenizer.chat_template = marks + own + "{%- endif %}"
+        with pytest.raises(UserError, match="no token carries a label") as caught:
+            tokens.make(dataset, tokenizer, ASKED, chunk=CHUNK)
+        assert caught.value.problems[0].file == f"{dataset / 'train.jsonl'}:{line}"
+    finally:
+        tokenizer.chat_template = own
+
+
+def test_a_template_without_marks_is_replaced_as_trl_does_or_refused(dataset: Path) -> None:
+    from trl import chat_template_utils
+
+    tokenizer = train_tokenizer((message["content"] for number in range(120) for message in chat(number)), 400, 512)
+    marked = training_template(tokenizer, marked=True)
+    assert marked == CHAT_TEMPLATE.read_text()
+    tokenizer.chat_template = chat_template_utils.llama3_chat_template
+    made = training_template(tokenizer, marked=True)
+    assert made == chat_template_utils.get_training_chat_template(tokenizer) != tokenizer.chat_template
+    assert training_template(tokenizer, marked=False) == tokenizer.chat_template
+    assert 0 < tokens.make(dataset, tokenizer, ASKED)["labelled_share"] < 1
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(UserError, match="does not mark what the assistant says"):
+        tokens.make(dataset, tokenizer, ASKED)
+    assert tokens.make(dataset, tokenizer, {**ASKED, "assistant_only_loss": False})["labelled_share"] == 1
+
+
+def test_samples_show_what_is_trained(dataset: Path, tokenizer: Any) -> None:
+    tokens.make(dataset, tokenizer, ASKED)
+    found = sequences.shown(dataset / "tokens", tokenizer, 3, ("[[", "]]"))
+    assert len(found) == 3
+    for text in found:
+        inside = [part.partition("]]")[0] for part in text.split("[[")[1:]]
+        assert len(inside) == 1 and inside[0].startswith("answer ") and inside[0].endswith("<|eot_id|>")
+        assert "question" in text.partition("[[")[0]

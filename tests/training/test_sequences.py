@@ -1,0 +1,150 @@
+"""The rows that ranks map are TRL's own: every row, every collated batch, every loss, of both splits."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.schema import Data
+from clustertune.data import sequences, tokens
+from clustertune.data.local_model import train_tokenizer
+from clustertune.data.prepare import prepare
+
+WORDS = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("r", "s", "t", "")]
+COUNT, HELD = 1150, 60
+"""More than one group of packing."""
+
+
+def conversation(draw: random.Random) -> dict[str, Any]:
+    def text() -> str:
+        return " ".join(draw.choices(WORDS, k=max(1, min(90, int(draw.lognormvariate(2.2, 1.0))))))
+
+    turns = [("user", "assistant")[number % 2] for number in range(2 * draw.choice([1, 1, 2]))]
+    return {"messages": [{"role": role, "content": text()} for role in turns]}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations prepared by the project, 1150 and 60."""
+    folder, draw = tmp_path_factory.mktemp("rows"), random.Random(3)
+    for name, count in (("train", COUNT), ("eval", HELD)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(conversation(draw)) + "\n" for _ in range(count)))
+    out = folder / "data"
+    data = Data(name="made", format="messages", input=str(folder))
+    prepare(data, recipe_folder=folder, seed=1, out=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(WORDS * 3, 700, 4096)
+
+
+def trainer(train: Any, held: Any, tokenizer: Any, folder: Path, **asked: Any) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    class Watched(SFTTrainer):  # type: ignore[misc]
+        seen: list[Any]
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            found = super().compute_loss(model, inputs, *args, **more)
+            self.__dict__.setdefault("seen", []).append(
+                (dict(inputs), float((found[0] if isinstance(found, tuple) else found).detach()))
+            )
+            return found
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **small))
+    plain = {"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True, "max_steps": 3}
+    plain |= {"gradient_checkpointing": False, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "seed": 7}
+    args = SFTConfig(str(folder), **{**plain, **asked})
+    return Watched(model=model, args=args, train_dataset=train, eval_dataset=held, processing_class=tokenizer)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["answers", "all"])
+def whole(request: pytest.FixtureRequest, dataset: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """TRL's own trainer on the conversations, none of them cut: its rows have all tokens and labels."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    chats = [
+        datasets.Dataset.from_list([{"messages": json.loads(line)["messages"]} for line in (dataset / f"{split}.jsonl").open()])
+        for split in ("train", "eval")
+    ]
+    asked = {"assistant_only_loss": request.param, "max_length": None}
+    return trainer(*chats, tokenizer, tmp_path_factory.mktemp("whole"), **asked)
+
+
+def made(dataset: Path, tokenizer: Any, **asked: Any) -> tuple[Any, Any]:
+    """What a rank maps for these settings."""
+    tokens.make(dataset, tokenizer, {"seed": 7, **asked})
+    train, held = sequences.load(dataset / tokens.FOLDER, dataset, tokenizer, {"seed": 7, **asked})
+    assert held is not None
+    return train, held
+
+
+def equal_rows(theirs: Any, ours: Any) -> None:
+    assert len(theirs) == len(ours)
+    for expected, found in zip(theirs, ours, strict=True):
+        assert set(found) == {"input_ids", "labels", "seq_lengths"} & set(expected)
+        assert all(list(expected[key]) == list(found[key]) for key in found)
+
+
+CASES = {
+    "packed": {"packing": True, "max_length": 128},
+    "packed and shuffled": {"packing": True, "max_length": 200, "shuffle_dataset": True},
+    "packed short": {"packing": True, "max_length": 24},
+    "packed and split": {"packing": True, "packing_strategy": "bfd_split", "max_length": 40, "shuffle_dataset": True},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 64},
+    "padded": {"max_length": 48},
+    "padded and shuffled": {"max_length": 64, "shuffle_dataset": True},
+    "padded, the end kept": {"max_length": 32, "truncation_mode": "keep_end"},
+    "whole": {"max_length": None},
+    "eval not packed": {"packing": True, "max_length": 96, "eval_packing": False},
+    "eval alone packed": {"max_length": 96, "eval_packing": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_is_trls(name: str, whole: Any, dataset: Path, tokenizer: Any, tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    asked, answers = CASES[name], whole.args.assistant_only_loss
+    train, held = made(dataset, tokenizer, assistant_only_loss=answers, **asked)
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, seed=7, **asked)
+    packing = bool(args.packing)
+    theirs = whole._prepare_dataset(whole.train_dataset, tokenizer, args, packing, None, "train")
+    equal_rows(theirs, train)
+    packing = packing if args.eval_packing is None else args.eval_packing
+    equal_rows(whole._prepare_dataset(whole.eval_dataset, tokenizer, args, packing, None, "eval"), held)
+    if answers and name == "padded":
+        assert len(train) < COUNT, "those without a label within max_length are left out"
+
+
+@pytest.mark.parametrize("whole", [True], indirect=True, ids=["answers"])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("packed and shuffled", 2), ("wrapped", 0), ("padded", 0), ("eval not packed", 0)]
+)
+def test_every_batch_and_loss_is_trls(
+    name: str, workers: int, whole: Any, dataset: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    import torch
+
+    rows = made(dataset, tokenizer, assistant_only_loss=True, **CASES[name])
+    theirs = trainer(whole.train_dataset, whole.eval_dataset, tokenizer, tmp_path, **CASES[name])
+    ours = trainer(*rows, tokenizer, tmp_path, **CASES[name], **sequences.TRAINER, dataloader_num_workers=workers)
+    for one in (theirs, ours):
+        one.train()
+        one.evaluate()
+    assert [loss for _, loss in theirs.seen] == [loss for _, loss in ours.seen], "equal to the last bit"
+    for (expected, _), (found, _) in zip(theirs.seen, ours.seen, strict=True):
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            assert torch.equal(value, found[key]) if torch.is_tensor(value) else value == found[key]
