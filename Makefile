@@ -10,8 +10,9 @@ SHELL := /bin/bash
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
 unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF
-plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:-]*|-*) ;; (*) echo yes;; esac),,\
-	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : -))
+comma := ,
+plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:$(comma)-]*|-*) ;; (*) echo yes;; esac),,\
+	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : $(comma) -))
 $(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
 $(call plain,DATABASE)$(call plain,SIF)
@@ -84,7 +85,7 @@ test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: p
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
-bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
+bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl,trl-defaults]
 	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/

@@ -25,8 +25,20 @@ def bench(
         int | None, typer.Option(min=1, max=100, help="Whole trainings; 2 with --against, in turn.", show_default=False)
     ] = None,
     against: Annotated[
-        str | None,
-        typer.Option(metavar="trl|SCRIPT.py", help="Another program on the same model and data.", show_default=False),
+        list[str] | None,
+        typer.Option(
+            metavar="trl|trl-defaults|SCRIPT.py",
+            help="Another program on the same model and data: TRL with the recipe's arguments, or as it comes. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    interleave: Annotated[
+        bool | None,
+        typer.Option(
+            "--interleave/--no-interleave",
+            help="Take turns with TRL, a step each, both alive: steadier, needs the memory of both. Without it: on CPUs.",
+            show_default=False,
+        ),
     ] = None,
     ends: Annotated[bool, typer.Option("--ends/--no-ends", help="Evaluate and save once behind the steps.")] = True,
     synthetic: Annotated[
@@ -55,10 +67,15 @@ def bench(
 
     The ranks are those of clustertune run. Warm-up is left out; the result stands beside what plan says.
     """
+    from clustertune import chain
     from clustertune.bench.ask import Asked
+    from clustertune.bench.peer import NAMES, words_of
     from clustertune.commands.benching import Wanted, answer, new_run_path
     from clustertune.training.course import Course
 
+    peers = words_of(against or ())
+    if interleave is None:  # a script of one's own knows no turns
+        interleave = bool(peers) and set(peers) <= set(NAMES) and not (submit or inside or chain.visible_gpus())
     asked = Asked(
         recipe=recipe,
         overrides=tuple(overrides or ()),
@@ -66,8 +83,9 @@ def bench(
         ranks=ranks,
         course=Course(warmup, steps, profile, save=ends),
         ends=ends,
-        rounds=rounds or (2 if against else 1),
-        against=against,
+        rounds=rounds or (2 if peers else 1),
+        against=peers,
+        interleave=interleave,
         synthetic=synthetic,
         run_path=run_dir or new_run_path(recipe, cluster),
         elsewhere=submit or inside,
