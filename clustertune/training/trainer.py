@@ -67,7 +67,8 @@ def untouched_random_state() -> Any:
     """
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        # Without devices torch warns on a machine of several GPUs, of which this rank uses one.
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
     finally:
         random.setstate(python)
