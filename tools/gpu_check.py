@@ -310,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("error: NAME is letters, digits, '.', '_' and '-'\n")
         return 2
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the command under way ends with this one
     gpus = 0 if asked.backend == "gloo" else visible_gpus(sys.executable)
     backend = asked.backend if asked.backend != "auto" else ("nccl" if gpus else "gloo")
     name = asked.name or (gpu_parts.gpu_name() if backend == "nccl" else "cpu")

@@ -81,12 +81,12 @@ def parts() -> dict[str, Part]:
 def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
     """The parts that a list with commas names, in their own order, and the words that name none. Empty: all.
 
-    The beginning of a name up to a hyphen takes all that begin so: ``tiny``, ``bench-8b``.
+    A word that is no name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
     """
     asked = [word.strip() for word in words.split(",") if word.strip()]
 
     def takes(word: str, name: str) -> bool:
-        return name == word or name.startswith(word + "-")
+        return name == word if word in known else name.startswith(word + "-")
 
     unknown = [word for word in asked if not any(takes(word, name) for name in known)]
     return [name for name in known if not asked or any(takes(word, name) for word in asked)], unknown

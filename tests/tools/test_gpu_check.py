@@ -68,6 +68,17 @@ print(found["verdict"], len(left), Path(sys.argv[1] + "/pid").exists())
 """
 
 
+MAIN = """
+import sys
+from tools import gpu_check, gpu_parts
+def part(check):
+    check.run(sys.executable, "-c", sys.argv[2], sys.argv[1] + "/pid", "600")
+    return {}
+gpu_parts.parts = lambda: {"x": part}
+gpu_check.main(["--backend", "gloo", "--name", "x", "--state", sys.argv[1], "--out", sys.argv[1]])
+"""
+
+
 @pytest.mark.parametrize(("seconds", "verdict"), [("600", "fail"), ("2", "pass")])
 def test_nothing_outlives_a_part(seconds: str, verdict: str, tmp_path: Path) -> None:
     """Neither a command beyond its time, nor a rank in a session of its own whose launcher has ended."""
@@ -97,6 +108,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(gpu_parts, "parts", lambda: {name: part(name) for name in ("a", "b", "c")})
     monkeypatch.setattr(gpu_check, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
     return seen
 
 
@@ -120,6 +132,18 @@ def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path
     assert gpu_check.main([*words, "--budget", "481", "--parts", "a"]) == 0 and called == ["a"]
 
 
+def test_a_call_that_is_ended_ends_its_command(tmp_path: Path) -> None:
+    """SIGTERM, as a scheduler sends it: the ranks below are not left behind."""
+    child = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), RANKS], cwd=REPO)
+    for _ in range(600):
+        if (tmp_path / "pid").exists():
+            break
+        time.sleep(0.1)
+    below = gpu_check.descendants(child.pid)
+    child.terminate()
+    assert child.wait(60) == 143 and len(below) == 2 and not [pid for pid in below if gpu_check._is_alive(pid)]
+
+
 def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
     """And a word that names none is refused, not left out."""
     known = gpu_parts.parts()
@@ -128,6 +152,7 @@ def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
     }
     chosen, unknown = gpu_parts.choose("bench-8b,eval,nothing", known)
     assert unknown == ["nothing"] and chosen[0] == "eval" and all(name.startswith("bench-8b-") for name in chosen[1:])
+    assert gpu_parts.choose("bench-8b-full", known) == (["bench-8b-full"], [])
     assert len(chosen) == 7 and gpu_parts.choose("", known) == (list(known), [])
     assert all(part.__doc__ for part in known.values()) and all(gpu_parts.seconds(name) <= 480 for name in known)
 
