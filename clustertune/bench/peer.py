@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import secrets
+from clustertune.chain import visible_gpus
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, local, rendezvous
@@ -62,6 +63,11 @@ def start_of(word: str) -> tuple[str, ...]:
 def words_of(given: Iterable[str]) -> tuple[str, ...]:
     """The peers of the command line, each once: the option may come several times, and a value may name several with commas."""
     return tuple(dict.fromkeys(word.strip() for text in given for word in text.split(",") if word.strip()))
+
+
+def take_turns(words: Sequence[str], *, here: bool) -> bool:
+    """Whether steps alternate where nobody said: on this machine's CPUs, with peers that know of turns."""
+    return here and bool(words) and set(words) <= set(NAMES) and not visible_gpus()
 
 
 def title(word: str) -> str:
