@@ -9,12 +9,14 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF
-plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:-]*|-*) ;; (*) echo yes;; esac),,\
-	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : -))
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND
+comma := ,
+plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:$(comma)-]*|-*) ;; (*) echo yes;; esac),,\
+	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : $(comma) -))
 $(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
-$(call plain,DATABASE)$(call plain,SIF)
+$(call plain,DATABASE)$(call plain,SIF)$(call plain,NAME)$(call plain,BUDGET)$(call plain,BACKEND)
+$(call plain,PARTS)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -87,6 +89,12 @@ test-long: setup ## fault-injection campaigns: kills at random moments, large me
 bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
 	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
+# A PYTHON that is given is used as it is: a machine of someone else's has its own torch. Without it .venv is made.
+GPU_PYTHON = $(if $(filter file default undefined,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
+gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## does all of it train on these GPUs: [PYTHON=python3] [PARTS=a,b] [NAME=x] [AGAIN=1]
+	@$(GPU_PYTHON) -m tools.gpu_check $(if $(value NAME),--name '$(value NAME)') $(if $(value PARTS),--parts '$(value PARTS)') \
+		$(if $(value BUDGET),--budget '$(value BUDGET)') $(if $(value AGAIN),--again) $(if $(value BACKEND),--backend '$(value BACKEND)')
+
 bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
 	@$(BIN)/python -m clustertune.merge.bench
 
@@ -134,4 +142,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge doctor nccl-check plan planner-grade golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade golden clean build-sif build-image lock lock-check test-containers

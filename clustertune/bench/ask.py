@@ -35,7 +35,8 @@ class Asked:
     ends: bool
     """Evaluate and save once behind the steps."""
     rounds: int
-    against: str | None
+    against: tuple[str, ...]
+    """Other programs, by the words that ``--against`` takes."""
     synthetic: bool
     """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
     run_path: Path
@@ -43,6 +44,8 @@ class Asked:
     """It runs in a job, or is only told: the recipe keeps its ranks."""
     replace: bool = False
     """Another result of the same name may be written over."""
+    interleave: bool = False
+    """Ours and TRL's ranks are alive at once and take turns, a step each; needs the memory of both."""
 
 
 @dataclass(frozen=True)

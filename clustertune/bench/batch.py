@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clustertune.bench import peer
 from clustertune.bench.ask import Asked
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_folder
@@ -60,7 +61,7 @@ def _keys(asked: Asked) -> set[str]:
 def _minutes(asked: Asked, cluster: Cluster, time: str | None) -> int:
     longest = parse_minutes(cluster.slurm.max_time) if cluster.slurm else None
     if time is None:
-        wanted = START_MINUTES + ROUND_MINUTES * asked.rounds * (2 if asked.against else 1)
+        wanted = START_MINUTES + ROUND_MINUTES * asked.rounds * (1 + len(asked.against))
         return int(min(wanted, longest) if longest else wanted)
     minutes = parse_minutes(time)
     if minutes is None or minutes < 1:
@@ -83,12 +84,11 @@ def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overr
     named = word or (cluster.name if cluster.source.startswith("ops/clusters/") else "local")
     if "/" in named or named.endswith((".yaml", ".yml")):
         named = str(Path(named).absolute())
-    course, against = asked.course, asked.against
-    if against is not None and against != "trl":
-        against = str(Path(against).expanduser().absolute())
+    course = asked.course
+    against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in asked.against]
     words = [str(find_folder(asked.recipe)[0].absolute()), *overrides, "--inside", "--cluster", named]
     words += ["--steps", str(course.steps), "--warmup", str(course.warmup), "--profile", str(course.profiled)]
-    words += ["--rounds", str(asked.rounds), *(["--against", against] if against else [])]
+    words += ["--rounds", str(asked.rounds), *(part for word in against for part in ("--against", word))]
     flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends, "--replace": asked.replace}
     words += [flag for flag, given in flags.items() if given]
     return [*words, "--run-dir", str(asked.run_path.absolute()), "--out", str(out.absolute())]

@@ -1,4 +1,4 @@
-"""Runs a benchmark: prepare once, then rounds of this project's ranks and of a peer's in turn, on this machine or in a job."""
+"""Runs a benchmark: prepare once, then rounds of this project's ranks and its peers' in turn, on this machine or in a job."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,22 @@ from clustertune.launch import container, step
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.plan import Plan
 from clustertune.rundir import RunDir
-from clustertune.training.course import result_file
+from clustertune.training.course import GONE, OURS, result_file
 
 PEERS = "peer"
-"""Folder of a peer's rounds, below the run's."""
+"""Folder of the peers' rounds, below the run's."""
+
+
+@dataclass
+class Peer:
+    """What the rounds of one peer left."""
+
+    word: str
+    paired: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Of each of its rounds what each rank of ours measured in turn with it."""
+    theirs: list[list[dict[str, Any]]] = field(default_factory=list)
+    failed: str | None = None
+    """What ended it."""
 
 
 @dataclass
@@ -34,11 +47,9 @@ class Found:
     run: RunDir
     ours: list[list[dict[str, Any]]] = field(default_factory=list)
     """Of each round what each rank measured."""
-    theirs: list[list[dict[str, Any]]] = field(default_factory=list)
+    peers: list[Peer] = field(default_factory=list)
     attempts: list[int] = field(default_factory=list)
     nodes: int = 1
-    failed: str | None = None
-    """What ended the peer."""
 
 
 def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, given: Allocation | None = None) -> Found:
@@ -50,17 +61,21 @@ def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, gi
     chain.check_folder(bench.measured, path)
     with RunDir(path).lock():
         made = _open(bench, command, cluster, given)
-        found = Found(made.run)
+        found = Found(made.run, peers=[Peer(word) for word in bench.asked.against])
         if made.run.stage("prepare") is None:
             made.run_stage("prepare")
         if isinstance(made, job.JobChain):
             made.check_nodes()
         for number in range(1, bench.asked.rounds + 1):
-            say(f"round {number} of {bench.asked.rounds}: {bench.measured.name}")
-            _ours(made, found)
-            if bench.asked.against is not None and found.failed is None:
-                say(f"round {number} of {bench.asked.rounds}: {bench.asked.against}")
-                _theirs(made, found, bench, number)
+            together = bench.asked.interleave and any(one.failed is None for one in found.peers)
+            if not together:
+                say(f"round {number} of {bench.asked.rounds}: {bench.measured.name}")
+                _ours(made, found)
+            for place, one in enumerate(found.peers):
+                if one.failed is not None:
+                    continue
+                say(f"round {number} of {bench.asked.rounds}: {one.word}{', a step each in turn' if together else ''}")
+                _theirs(made, found, bench, one, f"{place}-{number}", together=together)
     return found
 
 
@@ -94,21 +109,52 @@ def _ours(made: chain.Chain, found: Found) -> None:
     shutil.rmtree(made.run.checkpoints, ignore_errors=True)
 
 
-def _theirs(made: chain.Chain, found: Found, bench: Bench, number: int) -> None:
-    """One training by the peer on the same nodes. What ends it does not end the benchmark."""
-    assert bench.asked.against is not None
-    folder = made.run.path / PEERS / f"round-{number}"
+def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str, *, together: bool) -> None:
+    """One training by a peer on the same nodes; ``together``: a step each in turn with one of ours.
+
+    What ends the peer does not end the benchmark.
+    """
+    folder = (made.run.path / PEERS / f"round-{name}").absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    plan = made.make_plan(100_000 + number, 0)  # a port of its own
-    told = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), bench.asked.course)
-    order = peer.prepare(folder, made.run, plan, peer.start_of(bench.asked.against), told)
-    code = peer.run_round(_on_nodes(made, order, plan))
+    course = bench.asked.course
+    turns = folder / "turns" if together else None
+    if turns is not None:  # the profiler would see two programs
+        course = replace(course, profiled=0, turns=str(turns))
+    plan = made.make_plan(100_000 + len(found.attempts), 0)  # a port of its own
+    told = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), course, one.word)
+    order = peer.prepare(folder, made.run, plan, peer.start_of(one.word), told)
+    if turns is not None:
+        turns.mkdir()
+    child = peer.start_round(_on_nodes(made, order, plan))
+    try:
+        if turns is not None:
+            _ours_in_turn(made, found, bench, turns)
+        code = peer.await_round(child)
+    finally:
+        _end(child)
     records = _read(folder, plan.world_size)
     if code or len(records) < plan.world_size:
-        found.failed = f"{bench.asked.against}: {peer.why(folder)} (exit code {code}; {folder})"
-        say(f"warning: {found.failed}")
+        one.failed = f"{one.word}: {peer.why(folder)} (exit code {code}; {folder})"
+        say(f"warning: {one.failed}")
         return
-    found.theirs.append(records)
+    one.theirs.append(records)
+    one.paired.append(found.ours[-1])
+
+
+def _ours_in_turn(made: chain.Chain, found: Found, bench: Bench, turns: Path) -> None:
+    """One training of the recipe whose steps alternate with those of a peer that was started."""
+    replace(bench.asked.course, turns=str(turns)).write(made.run.path)
+    try:
+        _ours(made, found)
+    finally:
+        bench.asked.course.write(made.run.path)
+        (turns / str(OURS)).write_text(str(GONE))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a peer that is still there: its nodes' programs end their ranks."""
+    if child.poll() is None:
+        peer.await_round(child, 0.0)
 
 
 def _on_nodes(made: chain.Chain, order: Path, plan: Plan) -> list[str]:

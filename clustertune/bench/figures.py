@@ -102,6 +102,42 @@ def peaks(rounds: Iterable[Records]) -> dict[str, float | None]:
     return found
 
 
+def paired(ours: Sequence[Records], theirs: Sequence[Records], *, interleaved: bool) -> dict[str, Any]:
+    """The ratio of step times, ours over theirs, over pairs of steps of the same number: its median with its 95 % interval.
+
+    Wall time is that of the slowest rank, CPU time that of all ranks together; ``cpu`` is None where a peer counts none.
+    """
+    pairs = [pair for one, other in zip(ours, theirs, strict=True) for pair in zip(_rows(one), _rows(other), strict=True)]
+    wall = [max(float(r["seconds"]) for r in one) / max(float(r["seconds"]) for r in other) for one, other in pairs]
+    used = [[math.fsum(float(r.get("cpu_seconds") or 0) for r in row) for row in pair] for pair in pairs]
+    cpu = [one / other for one, other in used if one and other]
+    return {
+        "interleaved": interleaved,
+        "wall": median_interval(wall),
+        "cpu": median_interval(cpu) if len(cpu) == len(pairs) else None,
+    }
+
+
+def _rows(records: Records) -> list[tuple[Mapping[str, Any], ...]]:
+    """Step by step what each rank measured."""
+    return list(zip(*(record["steps"] for record in records), strict=True))
+
+
+def median_interval(values: Sequence[float]) -> dict[str, float | int | None]:
+    """The median and its 95 % interval, by the order statistics that the binomial distribution names (no assumption on the
+    distribution of the values; Conover, Practical Nonparametric Statistics, 3.2). Below six values there is no interval.
+    """
+    n, ordered, below = len(values), sorted(values), 0.0
+    rank = 0  # the largest with P(Binomial(n, 1/2) < rank) <= 2.5 %
+    for k in range(n):
+        below += math.comb(n, k) / 2**n
+        if below > 0.025:
+            break
+        rank = k + 1
+    low, high = (ordered[rank - 1], ordered[n - rank]) if rank else (None, None)
+    return {"median": statistics.median(values) if values else None, "low": low, "high": high, "n": n}
+
+
 def profile(rounds: Sequence[Records]) -> dict[str, Any] | None:
     """Rank 0's profile: that of the round with the median share of time in which ranks waited for each other."""
     seen = [records[0]["profile"] for records in rounds if records and records[0].get("profile")]

@@ -39,6 +39,7 @@ def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 def render(body: Mapping[str, Any], recipe_file: str) -> str:
     """The page. ``recipe_file``: the resolved recipe beside it."""
     lines = [f"# {body['recipe']}{' --tiny' if body['tiny'] else ''}: speed and memory", ""]
+    lines += [f"**{headline(body)}**", ""] if body["peers"] else []
     lines += [*_head(body, recipe_file), ""]
     for title, part in (
         ("Steps", _steps(body)),
@@ -113,12 +114,31 @@ def _steps(body: Mapping[str, Any]) -> Iterator[str]:
     yield f"MFU and HFU: {used['why']}."
 
 
+def interval(found: Mapping[str, Any] | None) -> str:
+    """A median with its 95 % interval."""
+    if not found or found["median"] is None:
+        return NONE
+    around = "too few pairs for an interval" if found["low"] is None else f"95 % {found['low']:.3f} to {found['high']:.3f}"
+    return f"{found['median']:.3f} ({around}, {found['n']} pairs)"
+
+
+def headline(body: Mapping[str, Any]) -> str:
+    """Each peer, and the median ratio of step times, ours over theirs."""
+    told = []
+    for one in body["peers"]:
+        told.append(f"{one['peer']}: {interval(one['pairs']['wall'])}" if one["pairs"] else f"{one['peer']}: no result")
+    return f"Seconds of a step, clustertune over {'; over '.join(told)}."
+
+
 def _against(body: Mapping[str, Any]) -> Iterator[str]:
-    against = body["against"]
-    if against is None:
-        return
+    for one in body["peers"]:
+        yield from _one_peer(body, one)
+        yield ""
+
+
+def _one_peer(body: Mapping[str, Any], against: Mapping[str, Any]) -> Iterator[str]:
     if against["measured"] is None:
-        yield f"{against['what']}: no result. {against['failed'] or ''}"
+        yield f"`{against['peer']}`, {against['what']}: no result. {against['failed'] or ''}"
         return
     ours, theirs, ratio = body["ours"], against["measured"], against["ratio"]
     kind = "allocated_gib" if ours["peak"]["allocated_gib"] else "rss_gib"
@@ -139,7 +159,10 @@ def _against(body: Mapping[str, Any]) -> Iterator[str]:
         ["padding", *(percent(o["padding_share"]) for o in (ours, theirs)), NONE],
         ["peak memory, GiB", *(number(o["peak"][kind]) for o in (ours, theirs)), number(ratio["peak_memory"])],
     ]
-    yield f"Against {against['what']}, in turn on the same machines ({body['course']['rounds']} rounds each)."
+    pairs = against["pairs"]
+    how = "both alive, a step each in turn" if pairs["interleaved"] else "whole trainings in turn"
+    yield f"Against `{against['peer']}`, {against['what']}: {how} ({body['course']['rounds']} of each)."
+    yield f"Ratio of step times by pairs: {interval(pairs['wall'])}; of CPU time: {interval(pairs['cpu'])}."
     yield ""
     yield from table(["figure", "clustertune", "peer", "ratio"], rows)
 

@@ -1,11 +1,11 @@
-"""Another program on the same machines, model and conversations: ``--against trl``, or ``--against SCRIPT.py``.
+"""Another program on the same machines, model and conversations: ``--against trl``, ``trl-defaults`` or ``SCRIPT.py``.
 
 A peer is a Python script that ``accelerate launch`` starts with the recipe's own file, once per rank, with two arguments:
 
 ``SETTINGS.json``
     ``model`` (folder), ``data`` (JSON Lines with ``messages``), ``max_length``, ``per_device_train_batch_size``,
-    ``gradient_accumulation_steps``, ``lora`` (PEFT's keys, or null), ``chat_template`` (or null), ``bf16``, ``seed`` and
-    ``course``: ``warmup``, ``steps`` and ``profiled`` optimizer steps.
+    ``gradient_accumulation_steps``, ``lora`` (PEFT's keys, or null), ``chat_template`` (or null), ``bf16``, ``seed``, ``sft``
+    (every key of ``SFTConfig`` that the recipe gives) and ``course``: ``warmup``, ``steps`` and ``profiled`` optimizer steps.
 ``FOLDER``
     Each rank R leaves ``bench-rank-R.json`` there: ``{"steps": [{"seconds", "tokens", "computed", "labelled"}, ...],
     "peak": {"allocated", "reserved", "rss"}}``. ``steps`` are the timed ones; ``tokens`` are this rank's, padding left out,
@@ -21,21 +21,27 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from clustertune import secrets
+from clustertune.chain import visible_gpus
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, local, rendezvous
 from clustertune.launch.plan import Plan
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
-from clustertune.training.course import Course
+from clustertune.training.course import GONE, THEIRS, Course
 
-TRL = ("--module", "clustertune.bench.baseline")
+TRL, DEFAULTS = "trl", "trl-defaults"
+NAMES = {
+    TRL: "TRL's SFTTrainer with the recipe's own arguments and distribution file",
+    DEFAULTS: "TRL's SFTTrainer with its defaults",
+}
+"""The peers that come with the project, in words."""
 SETTINGS, ORDER, LOG = "settings.json", "order.json", "log.txt"
 MOST_SECONDS = 3600.0
 """A peer that takes longer than this is ended."""
@@ -44,20 +50,36 @@ TAIL = 2000
 
 
 def start_of(word: str) -> tuple[str, ...]:
-    """What accelerate launch is to start for the word that ``--against`` got. Raises UserError."""
-    if word == "trl":
-        return TRL
+    """What accelerate launch is to start for a word of ``--against``. Raises UserError."""
+    if word in NAMES:
+        return ("--module", "clustertune.bench.baseline")
     path = Path(word).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        fix = "trl, or the path of a Python script (docs/bench.md says what it gets and gives)"
+        fix = "trl, trl-defaults, or the path of a Python script (docs/bench.md says what it gets and gives)"
         raise UserError(Problem(f"{word!r} is no script", file="command line", key="--against", fix=fix))
     return (str(path.absolute()),)
 
 
-def settings(resolved: Resolved, run: RunDir, model: str, course: Course) -> dict[str, Any]:
-    """What a peer is told: the same model, conversations, lengths and batch."""
+def words_of(given: Iterable[str]) -> tuple[str, ...]:
+    """The peers of the command line, each once: the option may come several times, and a value may name several with commas."""
+    return tuple(dict.fromkeys(word.strip() for text in given for word in text.split(",") if word.strip()))
+
+
+def take_turns(words: Sequence[str], *, here: bool) -> bool:
+    """Whether steps alternate where nobody said: on this machine's CPUs, with peers that know of turns."""
+    return here and bool(words) and set(words) <= set(NAMES) and not visible_gpus()
+
+
+def title(word: str) -> str:
+    """A peer in words."""
+    return NAMES.get(word) or Path(word).name
+
+
+def settings(resolved: Resolved, run: RunDir, model: str, course: Course, word: str) -> dict[str, Any]:
+    """What a peer gets: the same model, conversations, lengths and batch; all but ``trl-defaults`` every other argument too."""
     args = resolved.train_args
     return {
+        "sft": None if word == DEFAULTS else dict(args),
         "model": model,
         "data": str((run.data / "train.jsonl").absolute()),
         "max_length": args.get("max_length"),
@@ -97,6 +119,7 @@ def run_node(order: Path, node: int) -> int:
         address, port = plan.nodes[0].address, rendezvous.free_port(plan.port or rendezvous.first_port(os.getpid(), 1))
         rendezvous.publish(folder, address, port)
     words = [str(folder / SETTINGS), str(folder)]
+    turns = json.loads((folder / SETTINGS).read_bytes())["course"].get("turns")
     command = local.accelerate_command(run, run.resolved(), words, plan, node, address, port, start=told["start"])
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
@@ -106,13 +129,21 @@ def run_node(order: Path, node: int) -> int:
             env={"HF_HUB_OFFLINE": "1", **known, **plan.environment, **binding.one_gpu(plan.world_size, known)},
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread is running here
         )  # fmt: skip
-        return _await(child, MOST_SECONDS)
+        try:
+            return _await(child, MOST_SECONDS)
+        finally:
+            if turns is not None:  # however it ended: the other program waits no more
+                Path(turns, str(THEIRS)).write_text(str(GONE))
 
 
-def run_round(command: Sequence[str]) -> int:
-    """Run the command that puts a round on its nodes, to its end. Returns its exit code."""
-    child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True)
-    return _await(child, MOST_SECONDS + 60)
+def start_round(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start the command that puts a round on its nodes."""
+    return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True)
+
+
+def await_round(child: subprocess.Popen[bytes], seconds: float = MOST_SECONDS + 60) -> int:
+    """Wait for a round's end, for so many seconds, then end it. Returns its exit code."""
+    return _await(child, seconds)
 
 
 def _await(child: subprocess.Popen[bytes], seconds: float) -> int:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import chain
-from clustertune.bench import figures, project, published
+from clustertune.bench import figures, peer, project, published
 from clustertune.bench.ask import Asked, Bench
-from clustertune.bench.drive import Found
+from clustertune.bench.drive import Found, Peer
 from clustertune.config.cluster_schema import Cluster
 from clustertune.events import read_events
 
-SCHEMA = "clustertune.bench/1"
+SCHEMA = "clustertune.bench/2"
 CPU_NOTE = "no GPU: ranks are processes on CPUs, so that figures show the program at work, not what a GPU does"
-PEER_NOTE = "the peer was distributed as {theirs}, this project as {ours}"
+PEER_NOTE = "{word} was distributed as {theirs}, this project as {ours}"
 TOKENS_NOTE = "tokens are those of conversations, padding left out; with it they are called computed"
 
 
@@ -63,7 +63,7 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "utilisation": used,
         "plan": project.beside_plan(plan, why, ours, used, ahead["hours"]),
         "projection": ahead,
-        "against": _against(bench, found, ours),
+        "peers": [_against(bench, found, one) for one in found.peers],
     }
     body["notes"] = list(_notes(bench, found, body))
     told: dict[str, Any] = relative(body)
@@ -162,22 +162,27 @@ def startup_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, f
     return {name: statistics.median(values) for name, values in parts.items()}
 
 
-def _against(bench: Bench, found: Found, ours: Mapping[str, Any]) -> dict[str, Any] | None:
-    if bench.asked.against is None:
-        return None
-    what = "TRL's SFTTrainer with its defaults" if bench.asked.against == "trl" else Path(bench.asked.against).name
-    if found.failed is not None or not found.theirs:
-        return {"what": what, "failed": found.failed, "measured": None, "ratio": None}
-    kind = found.theirs[0][0].get("distributed")
-    # It has the recipe's distribution file, but on CPUs, where accelerate makes of it what every rank has data of its own in.
+def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "peer": peer.title(one.word) if one.word not in peer.NAMES else one.word,
+        "what": peer.title(one.word),
+    }
+    if one.failed is not None or not one.theirs:
+        return {**told, "failed": one.failed, "measured": None, "ratio": None, "pairs": None}
+    kind = one.theirs[0][0].get("distributed")
+    # It has the recipe's distribution file. On CPUs accelerate makes data parallelism of it for trl-defaults.
     share = 1.0 if kind == "MULTI_CPU" else bench.share
-    theirs = figures.measured(found.theirs, wanted=bench.asked.course.steps, share=share, shown=str(found.run.path / "peer"))
+    wanted, shown = bench.asked.course.steps, str(found.run.path / "peer")
+    theirs = figures.measured(one.theirs, wanted=wanted, share=share, shown=shown)
+    ours = figures.measured(one.paired, wanted=wanted, share=bench.share, shown=str(found.run.path / "attempts"))
     return {
-        "what": what,
+        **told,
         "failed": None,
         "distributed": kind,
         "measured": theirs,
         "ratio": figures.ratio(ours, theirs),
+        "pairs": figures.paired(one.paired, one.theirs, interleaved=bench.asked.interleave),
+        "same_tokens": ours["tokens_per_step"] == theirs["tokens_per_step"],
     }
 
 
@@ -189,12 +194,14 @@ def _notes(bench: Bench, found: Found, body: Mapping[str, Any]) -> Iterator[str]
         yield "--tiny: the architecture is scaled down and its weights are random"
     if bench.asked.synthetic:
         yield "random weights at full size and made-up conversations: speed and memory count, loss does not"
-    against = body["against"] or {}
     ours = (body["distributed"] or {}).get("type")
-    if against.get("distributed") and ours and against["distributed"] != ours:
-        yield PEER_NOTE.format(theirs=against["distributed"], ours=ours)
-    if against.get("failed"):
-        yield f"the peer ended without a result: {against['failed']}"
+    for one in body["peers"]:
+        if one.get("distributed") and ours and one["distributed"] != ours:
+            yield PEER_NOTE.format(word=one["peer"], theirs=one["distributed"], ours=ours)
+        if one["failed"]:
+            yield f"the peer ended without a result: {one['failed']}"
+        elif one["peer"] == peer.TRL and not one["same_tokens"]:
+            yield f"{one['peer']} trained on another number of tokens a step: its steps are not the same work"
     spread = body["ours"]["step_s"]
     if spread["median"] and spread["stdev"] > 0.1 * spread["median"]:
         share = spread["stdev"] / spread["median"]

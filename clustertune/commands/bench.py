@@ -9,6 +9,26 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_argument
 
+Rounds = Annotated[
+    int | None, typer.Option(min=1, max=100, help="Whole trainings; 2 with --against, in turn.", show_default=False)
+]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="trl|trl-defaults|SCRIPT.py",
+        help="Another program on the same model and data: TRL with the recipe's arguments, or as it comes. Repeatable.",
+        show_default=False,
+    ),
+]
+Interleave = Annotated[
+    bool | None,
+    typer.Option(
+        "--interleave/--no-interleave",
+        help="Take turns with TRL, a step each, both alive: steadier, needs the memory of both. Without it: on CPUs.",
+        show_default=False,
+    ),
+]
+
 
 def add(app: typer.Typer) -> None:
     """Register the command."""
@@ -21,13 +41,9 @@ def bench(
     steps: Annotated[int, typer.Option(min=2, max=100_000, help="Timed optimizer steps of a round.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, max=10_000, help="Steps before them, not timed.")] = 5,
     profile: Annotated[int, typer.Option(min=0, max=100, help="Steps behind them under the profiler.")] = 2,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Whole trainings; 2 with --against, in turn.", show_default=False)
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="trl|SCRIPT.py", help="Another program on the same model and data.", show_default=False),
-    ] = None,
+    rounds: Rounds = None,
+    against: Against = None,
+    interleave: Interleave = None,
     ends: Annotated[bool, typer.Option("--ends/--no-ends", help="Evaluate and save once behind the steps.")] = True,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Full size with random weights and made-up conversations; needs no Hub.")
@@ -56,9 +72,11 @@ def bench(
     The ranks are those of clustertune run. Warm-up is left out; the result stands beside what plan says.
     """
     from clustertune.bench.ask import Asked
+    from clustertune.bench.peer import take_turns, words_of
     from clustertune.commands.benching import Wanted, answer, new_run_path
     from clustertune.training.course import Course
 
+    peers = words_of(against or ())
     asked = Asked(
         recipe=recipe,
         overrides=tuple(overrides or ()),
@@ -66,8 +84,9 @@ def bench(
         ranks=ranks,
         course=Course(warmup, steps, profile, save=ends),
         ends=ends,
-        rounds=rounds or (2 if against else 1),
-        against=against,
+        rounds=rounds or (2 if peers else 1),
+        against=peers,
+        interleave=take_turns(peers, here=not (submit or inside)) if interleave is None else interleave,
         synthetic=synthetic,
         run_path=run_dir or new_run_path(recipe, cluster),
         elsewhere=submit or inside,

@@ -90,11 +90,13 @@ def _check_usage(wanted: Wanted) -> None:
         wrong("--time", "is read only with --submit", "leave it out")
     if asked.ranks is not None and (wanted.submit or wanted.inside):
         wrong("--ranks", "a job has a rank per GPU", "slurm.nodes=N slurm.gpus_per_node=N")
-    try:
-        if asked.against is not None:
-            peer.start_of(asked.against)
-    except UserError as error:
-        problems += error.problems
+    for word in asked.against:
+        try:
+            peer.start_of(word)
+        except UserError as error:
+            problems += error.problems
+    if asked.interleave and (wanted.submit or wanted.inside):
+        wrong("--interleave", "is for one machine: in a job whole trainings alternate", "leave it out")
     if problems:
         raise UserError(problems)
 
@@ -228,9 +230,12 @@ def _tell(body: dict[str, Any], path: Path) -> None:
     else:
         gpus = f", {page.number(ahead['gpu_hours'])} GPU-hours" if ahead["gpu_hours"] is not None else ""
         say(f"the whole recipe: {ahead['steps']:,} steps, {page.number(ahead['hours'])} h{gpus}")
-    if (against := body["against"]) and against["ratio"]:
-        speed, memory = against["ratio"]["tokens_per_s"], against["ratio"]["peak_memory"]
-        say(f"against {against['what']}: {page.number(speed)} x its tokens/s, {page.number(memory)} x its peak memory")
+    if body["peers"]:
+        say(page.headline(body))
+    for one in body["peers"]:
+        if one["ratio"]:
+            speed, memory = one["ratio"]["tokens_per_s"], one["ratio"]["peak_memory"]
+            say(f"against {one['what']}: {page.number(speed)} x its tokens/s, {page.number(memory)} x its peak memory")
     say(f"in {path}.json and .md")
 
 
@@ -245,7 +250,8 @@ def _show(bench: Bench, wanted: Wanted, cluster: Cluster) -> None:
         "rounds": wanted.asked.rounds,
         "course": {"warmup": course.warmup, "steps": course.steps, "profiled": course.profiled},
         "ranks": bench.measured.world_size,
-        "against": wanted.asked.against,
+        "against": list(wanted.asked.against),
+        "interleave": wanted.asked.interleave,
         "train": command,
         "changes": {key: bench.measured.train_args.get(key) for key in ("max_steps", "eval_strategy", "save_strategy")},
         "made_up": None if bench.made is None else {"tokens": round(bench.made[0]), "conversations": bench.made[1]},
@@ -259,8 +265,8 @@ def _show(bench: Bench, wanted: Wanted, cluster: Cluster) -> None:
     if bench.made is not None:
         packed = f"{bench.made[0]:,.0f} tokens" if bench.made[0] else f"{bench.made[1]:,} conversations"
         say(f"made up: random weights of the recipe's full size, {packed}")
-    if wanted.asked.against is not None:
-        say(f"in turn with: {wanted.asked.against}")
+    for word in wanted.asked.against:
+        say(f"in turn with: {word}{', a step each' if wanted.asked.interleave else ''}")
     say(f"train: {shlex.join(command)}")
     if plan is None:
         say(f"no plan: {why}")

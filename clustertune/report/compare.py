@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA = "clustertune.compare/1"
-BENCH = "clustertune.bench/1"
+BENCH = ("clustertune.bench/1", "clustertune.bench/2")
 GIVE = "give a run folder, a result of clustertune bench, or a metrics.json"
 LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""
@@ -175,7 +175,7 @@ def read(path: Path) -> Entry:
         raise UserError(Problem("no such file or folder", file=str(path), fix=GIVE)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(f"unreadable: {str(error).splitlines()[0]}", file=str(path), fix=GIVE)) from None
-    if get(body, "schema") == BENCH:
+    if get(body, "schema") in BENCH:
         return _bench(path, body)
     if isinstance(body, dict) and all(key in body for key in FIELDS[:4]):
         return _metrics(path, body)

@@ -1,4 +1,7 @@
-"""A benchmark's stopwatch in a rank: steps timed behind the warm-up, tokens counted, a few steps more under the profiler."""
+"""A benchmark's stopwatch in a rank: steps timed behind the warm-up, tokens counted, a few steps more under the profiler.
+
+Where two programs are compared, both are alive and take turns, a step each: what else runs on the machine slows both.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,83 @@ import json
 import os
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from clustertune.process import process_age
 from clustertune.training import profiled
-from clustertune.training.course import Course, result_file
+from clustertune.training.course import OURS, Course, result_file
 
 IGNORED_LABEL = -100
 """What a label is where no loss is taken."""
+_POLL_SECONDS = 0.005
+_LONGEST_TURN = 1800.0
 
 
 def attach(trainer: Any, course: Course, records: Path) -> None:
     """Have a trainer measured. It must call its ``on_inputs`` with the inputs of every micro batch of training."""
-    watch = Stopwatch(course, result_file(records, int(os.environ.get("RANK", "0"))))
+    turns = Turns(Path(course.turns), OURS, lambda: trainer.beat("train")) if course.turns else None
+    watch = Stopwatch(course, result_file(records, int(os.environ.get("RANK", "0"))), turns)
     trainer.on_inputs = watch.count
     watch.facts = {"rows": len(trainer.train_dataset)}
     trainer.add_callback(watch)
+
+
+class Turns:
+    """Whose step is next: ours first in even pairs and last in odd ones (A B, B A, A B): neither has the better place."""
+
+    def __init__(self, folder: Path, player: int, on_wait: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.player, self.on_wait = folder, player, on_wait
+
+    def mark(self, steps: int) -> None:
+        """Leave how many steps this program has taken; by one rank alone. Raises OSError."""
+        part = self.folder / f".{self.player}.new"
+        part.write_text(str(steps))
+        part.replace(self.folder / str(self.player))
+
+    def _others(self) -> int:
+        try:
+            return int((self.folder / str(1 - self.player)).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def wait(self, step: int) -> None:
+        """Return once this program may take its step number ``step`` (from 0). Raises TimeoutError."""
+        is_first = (step % 2 == 0) == (self.player == OURS)
+        self._wait_for(step if is_first else step + 1)
+
+    def wait_for_end(self, steps: int) -> None:
+        """Return once the other program has taken ``steps`` steps too: what follows here would slow its last one."""
+        self._wait_for(steps)
+
+    def _wait_for(self, steps: int) -> None:
+        deadline = time.monotonic() + _LONGEST_TURN
+        while self._others() < steps:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the other program took no step for {_LONGEST_TURN:.0f} s")
+            self.on_wait()
+            time.sleep(_POLL_SECONDS)
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()  # ranks see the file at different moments, which is no part of a step
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
     """Measures one rank, and writes what it found behind the last step.
 
     A step lasts from the end of the one before to its own end, the GPU's queue emptied: data, forward, backward, optimizer,
-    logging. No collective is made: each rank leaves a file of its own.
+    logging. No collective is made in it: each rank leaves a file of its own. ``turns``: with another program.
     """
 
-    def __init__(self, course: Course, out: Path) -> None:
-        self.course, self.out = course, out
+    def __init__(self, course: Course, out: Path, turns: Turns | None = None) -> None:
+        self.course, self.out, self.turns = course, out, turns
         self.facts: dict[str, Any] = {}
         self._cuda = torch.cuda.is_available()
-        self._last = 0.0
+        self._last, self._cpu = 0.0, 0.0
         self._to_first_step: float | None = None
         self._taken = 0
         self._tokens: list[Any] = []
@@ -66,13 +111,13 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
         """Start the clock at the first step, and the profiler behind the timed ones."""
         if self._to_first_step is None:
             self._to_first_step = process_age()
-            self._last = self._now()
+            self._begin()
         if self._taken == self.course.warmup + self.course.steps and self.course.profiled and self._is_first:
             self._profiler = profiled.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:  # noqa: ARG002
         """Take the time of a step that has ended."""
-        now = self._now()
+        now, used = self._now(), time.process_time() - self._cpu
         tokens, self._tokens = self._tokens, []
         computed, real, labelled = ([int(one[kind]) for one in tokens] for kind in range(3))
         self._taken += 1
@@ -80,6 +125,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
             {
                 "step": self._taken,
                 "seconds": now - self._last,
+                "cpu_seconds": used,
                 "computed": sum(computed),
                 "tokens": sum(real),
                 "labelled": sum(labelled),
@@ -94,7 +140,18 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
         if self._taken == self.course.total:
             self._end()
             control.should_save = control.should_save and self.course.save
-        self._last = self._now()
+        if self.turns is not None and self._is_first:
+            self.turns.mark(self._taken)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Wait for this program's turn, where there are turns, and start the clocks. What follows the timed steps has none."""
+        timed = self.course.warmup + self.course.steps
+        if self.turns is not None and self._taken < timed:
+            self.turns.wait(self._taken)
+        elif self.turns is not None and self._taken == timed:
+            self.turns.wait_for_end(timed)
+        self._last, self._cpu = self._now(), time.process_time()
 
     @property
     def _is_first(self) -> bool:

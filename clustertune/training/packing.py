@@ -211,7 +211,7 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
     dtype = torch.bfloat16 if half else torch.float64
     skipped = ("architectures", "model_type", "dtype", "torch_dtype")
     keys = {key: value for key, value in small_architecture.items() if key not in skipped}
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(0)
         config = AutoConfig.for_model(small_architecture["model_type"], **keys)
         with deepspeed.whole_models():

@@ -257,10 +257,13 @@ class Session:
                 )
 
     def _init_tracker(self, key: str | None) -> None:
-        """Start W&B here, so that a tracker which fails is left out: training never stops for it."""
-        if "wandb" not in (self.args.report_to or []) or self.group.rank != 0:
+        """Start W&B here, so that a tracker which fails is left out: training never stops for it.
+
+        Rank 0 alone reports. The others leave it out, or the Trainer refuses to start where the package is not installed.
+        """
+        if "wandb" not in (self.args.report_to or []):
             return
-        on, notes = tracker.start_wandb(key)
+        on, notes = tracker.start_wandb(key) if self.group.rank == 0 else (False, [])
         self.notes += notes
         if not on:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]

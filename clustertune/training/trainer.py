@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -65,7 +67,8 @@ def untouched_random_state() -> Any:
     """
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        # Without devices torch warns on a machine of several GPUs, of which this rank uses one.
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
     finally:
         random.setstate(python)
@@ -270,6 +273,7 @@ class Trainer(ZeroTrainer):
 
     def _write_state(self, folder: Path) -> None:
         self._save_optimizer_and_scheduler(str(folder))
+        self._check_saved(folder / f"{FSDP_MODEL_NAME}_0")
         self._save_scaler(str(folder))
         self._save_rng_state(str(folder))
         if self.group.rank != 0:
@@ -281,6 +285,21 @@ class Trainer(ZeroTrainer):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         self.checkpoint_extra(folder)
+
+    def _check_saved(self, saved: Path) -> None:
+        """Refuse a save without all trained parameters. Raises UserError on all ranks alike.
+
+        PEFT 0.21.2 looks for the adapter by the names of modules. Activation checkpointing wraps them, and FSDP's state has the
+        names without the wrapper: nothing is found, and an empty state is saved without an error.
+        """
+        trained, kept = sum(p.requires_grad for p in self.model.parameters()), 0
+        if self.group.rank == 0 and saved.is_dir():
+            kept = len(FileSystemReader(saved).read_metadata().state_dict_metadata)
+        there, kept = (int(value) for value in self.group.maximum([float(saved.is_dir()), float(kept)]))
+        if there and kept < trained:
+            text = f"{kept} of {trained} trained parameters were saved"
+            fix = "use the version of PEFT that containers/versions.env names (clustertune doctor lists differences)"
+            raise UserError(Problem(text, file=str(saved), fix=fix))
 
     # -- resume ---------------------------------------------------------------------------------------------------
 

@@ -29,14 +29,15 @@ def rank(seconds: float, **more: Any) -> dict[str, Any]:
 def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dict[str, Any]:
     ours = figures.measured([[rank(seconds)] * 2] * 2, wanted=3, share=1.0, shown="x")
     theirs = None if peer is None else figures.measured([[rank(peer)] * 2] * 2, wanted=3, share=1.0, shown="x")
+    paired = figures.paired([[rank(seconds)] * 2] * 2, [[rank(peer or 1)] * 2] * 2, interleaved=True)
     against = {
-        "what": "TRL", "failed": None if theirs else "TRL: out of memory", "measured": theirs,
-        "ratio": figures.ratio(ours, theirs) if theirs else None,
+        "peer": "trl", "what": "TRL", "failed": None if theirs else "TRL: out of memory", "measured": theirs,
+        "ratio": figures.ratio(ours, theirs) if theirs else None, "pairs": paired if theirs else None, "same_tokens": True,
     }  # fmt: skip
     used = project.utilisation(Work(5e10, 6e10), ours, "NVIDIA H100 80GB HBM3")
     rows = {"step_s": {"plan": 0.4, "measured": seconds, "ratio": seconds / 0.4}}
     return {
-        "schema": "clustertune.bench/1", "recipe": "llama8b", "model": "llama", "dataset": "oasst2", "bf16": True,
+        "schema": "clustertune.bench/2", "recipe": "llama8b", "model": "llama", "dataset": "oasst2", "bf16": True,
         "tiny": False, "synthetic": True, "date": "2026-11-21", "command": ["clustertune", "bench", "a b"],
         "hardware": {"gpu": "NVIDIA H100 80GB HBM3", "gpu_gib": 79.1, "ranks": 2, "nodes": 1, "cpu": "X", "cores": 16,
                      "threads_per_rank": 8, "memory_gib": 128.0},
@@ -49,5 +50,5 @@ def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dic
         "utilisation": used, "plan": {"cluster": "dgx", "step_s_range": [0.3, 0.5], "rows": rows},
         "projection": {"steps": 100, "why": "100 steps", "hours": 0.5, "gpu_hours": 1.0,
                        "cost": {"on_demand": 3.0, "spot": None, "currency": "USD", "date": "2026-04-29", "source": "a list"}},
-        "against": against, "notes": ["a note"], **more,
+        "peers": [against], "notes": ["a note"], **more,
     }  # fmt: skip

@@ -17,7 +17,7 @@ from clustertune.training.course import Course
 def asked(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> Asked:
     values: dict[str, Any] = {
         "recipe": recipe, "overrides": overrides, "tiny": False, "ranks": None, "course": Course(2, 4, 1), "ends": True,
-        "rounds": 1, "against": None, "synthetic": False, "run_path": Path("runs/bench/x/1"),
+        "rounds": 1, "against": (), "synthetic": False, "run_path": Path("runs/bench/x/1"),
     }  # fmt: skip
     return Asked(**{**values, **more})
 

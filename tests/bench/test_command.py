@@ -70,7 +70,13 @@ def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
     ]
     found = run(*words, "--json").json
     assert found["course"] == {"warmup": 5, "steps": 9, "profiled": 2} and found["changes"]["max_steps"] == 16
-    assert found["rounds"] == 2 and found["train"][-2:] == ["--attempt", "1"] and list(tmp_path.iterdir()) == []
+    assert (
+        found["against"] == ["trl"]
+        and found["interleave"]
+        and found["rounds"] == 2
+        and found["train"][-2:] == ["--attempt", "1"]
+        and list(tmp_path.iterdir()) == []
+    )
     assert "in turn with: trl" in run(*words).err
 
 
@@ -99,7 +105,7 @@ def test_the_script_says_where_to_call_it(tmp_path: Path) -> None:
 def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
     """Real ranks of both programs: figures of every kind, the page, the recipe, and compare reads what was written."""
     out, folder = tmp_path / "out", tmp_path / "run"
-    words = ["--against", "trl", "--rounds", "1", "--steps", "4", "--warmup", "1", "--profile", "1"]
+    words = ["--against", "trl,trl-defaults", "--rounds", "1", "--steps", "4", "--warmup", "1", "--profile", "1"]
     done = run(
         "bench",
         "tiny-oasst2",
@@ -120,10 +126,14 @@ def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
     assert "-max_length-64-packing-false-" in name and found["overrides"] == sorted(
         [*SMALL, "train.per_device_train_batch_size=2"]
     )
-    ours, theirs = found["ours"], found["against"]["measured"]
-    for one in (ours, theirs):
-        assert one["step_s"]["n"] == 4 and one["tokens_per_s_per_gpu"]["mean"] > 0 and one["tokens_per_step"] > 0
+    assert [one["peer"] for one in found["peers"]] == ["trl", "trl-defaults"]
+    same, plain = found["peers"]
+    ours, theirs = found["ours"], plain["measured"]
+    for one, steps in ((ours, 8), (theirs, 4), (same["measured"], 4)):
+        assert one["step_s"]["n"] == steps and one["tokens_per_s_per_gpu"]["mean"] > 0 and one["tokens_per_step"] > 0
     assert ours["tokens_per_step"] == theirs["tokens_per_step"], "the same conversations, cut at the same length"
+    assert same["same_tokens"] and same["distributed"] == "FSDP" and same["pairs"]["interleaved"]
+    assert same["pairs"]["wall"]["n"] == same["pairs"]["cpu"]["n"] == 4 and plain["distributed"] == "MULTI_CPU"
     assert 0 < ours["communication"]["exposed_share"] < 1 and ours["communication"]["top"]
     assert found["ends"]["evaluation_s"] > 0 and found["ends"]["checkpoint_s"] > 0
     assert found["projection"]["hours"] > 0 and found["distributed"]["type"] == "FSDP"
@@ -158,8 +168,8 @@ def test_on_two_nodes_of_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  
     log = "".join(path.read_text() for path in (tmp_path / "run.job").glob("bench-*.log"))
     (file,) = (path for path in out.glob("tiny-oasst2-synthetic-cpu-x2-*.json") if not path.name.endswith(".recipe.json"))
     found = json.loads(file.read_text())
-    assert found["hardware"]["nodes"] == 2 and found["against"]["failed"] is None, log
-    assert found["against"]["measured"]["step_s"]["n"] == 2 and found["distributed"]["mesh"] == {"dp_shard": 2}
+    assert found["hardware"]["nodes"] == 2 and found["peers"][0]["failed"] is None, log
+    assert found["peers"][0]["measured"]["step_s"]["n"] == 2 and found["distributed"]["mesh"] == {"dp_shard": 2}
     records = [json.loads(path.read_text()) for path in (tmp_path / "run" / "attempts" / "0001").glob("node-*.json")]
     assert len(records) == 2 and {record["code"] for record in records} == {0}
     assert len(list((tmp_path / "run" / "peer" / "round-1").glob("node-*.log.txt"))) == 2, "the peer ran on both nodes, too"

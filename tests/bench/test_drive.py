@@ -18,7 +18,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import Plan
-from clustertune.training.course import Course, read, result_file
+from clustertune.training.course import GONE, Course, read, result_file
 
 PEER = """
 import json, pathlib, sys
@@ -80,7 +80,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made(tmp_path: Path, **more: Any) -> ask.Bench:
-    wanted = Asked("tiny-oasst2", (), False, None, Course(1, 3, 1), True, 2, "trl", False, tmp_path / "run")
+    wanted = Asked("tiny-oasst2", (), False, None, Course(1, 3, 1), True, 2, ("trl",), False, tmp_path / "run")
     return ask.make(replace(wanted, **more))
 
 
@@ -97,9 +97,11 @@ def test_rounds_alternate(tmp_path: Path, told: list[str], monkeypatch: pytest.M
     against(PEER, told, monkeypatch)
     bench = made(tmp_path)
     found = drive.measure(bench, ["clustertune", "bench"])
-    assert told == ["prepare", "ours", "theirs", "ours", "theirs"] and found.failed is None
+    assert told == ["prepare", "ours", "theirs", "ours", "theirs"] and found.peers[0].failed is None
     body = result.document(bench, found, load_cluster("local"))
-    assert body["against"]["ratio"]["tokens_per_s"] == pytest.approx(0.9 * 2) and body["ours"]["rounds"] == 2
+    (one,) = body["peers"]
+    assert one["ratio"]["tokens_per_s"] == pytest.approx(0.9 * 2) and body["ours"]["rounds"] == 2
+    assert one["peer"] == "trl" and one["pairs"]["wall"] == {"median": 0.5, "low": 0.5, "high": 0.5, "n": 6}
     assert body["ends"] == {"evaluation_s": 3.0, "checkpoint_s": 2.0, "checkpoint_gb": None}
     assert body["startup_s"] == {"imports": 7.0} and body["projection"]["steps"] == 42
     # 42 steps of 1 s, 9 evaluations (every 5 and one before) of 3 s, 9 checkpoints of 2 s, 5 s of start-up.
@@ -119,13 +121,10 @@ def test_a_peer_that_fails_is_told_and_not_tried_again(
     bench = made(tmp_path)
     found = drive.measure(bench, ["clustertune", "bench"])
     assert told == ["prepare", "ours", "theirs", "ours"]
-    assert (
-        found.failed is not None
-        and "torch.OutOfMemoryError: CUDA out of memory" in found.failed
-        and "exit code 3" in found.failed
-    )
+    failed = found.peers[0].failed
+    assert failed is not None and "torch.OutOfMemoryError: CUDA out of memory" in failed and "exit code 3" in failed
     body = result.document(bench, found, load_cluster("local"))
-    assert body["against"]["measured"] is None and any("peer ended without a result" in note for note in body["notes"])
+    assert body["peers"][0]["measured"] is None and any("peer ended without a result" in note for note in body["notes"])
 
 
 def test_our_own_failure_ends_it(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,19 +132,60 @@ def test_our_own_failure_ends_it(tmp_path: Path, told: list[str], monkeypatch: p
     outcome = Outcome(ExitCode.STOP, [Problem("not finite at step 2")])
     monkeypatch.setattr(chain.Chain, "run_attempt", lambda _self, _plan: outcome)
     with pytest.raises(UserError) as caught:
-        drive.measure(made(tmp_path, against=None), ["clustertune", "bench"])
+        drive.measure(made(tmp_path, against=()), ["clustertune", "bench"])
     assert caught.value.code is ExitCode.STOP and told == ["prepare"]
 
 
 def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, told: list[str]) -> None:
     """83 sequences are 20 steps of 4 and one of 3, which is faster than the others."""
-    bench = made(tmp_path, against=None, rounds=1, course=Course(1, 3, 1))
+    bench = made(tmp_path, against=(), rounds=1, course=Course(1, 3, 1))
     found = drive.measure(bench, ["clustertune", "bench"])
     assert not any("smaller than the others" in note for note in result.document(bench, found, load_cluster("local"))["notes"])
     longer = replace(bench, asked=replace(bench.asked, course=Course(20, 3, 1)))
     notes = result.document(longer, found, load_cluster("local"))["notes"]
     assert any("83 sequences are fewer than the steps take" in note for note in notes)
     assert told == ["prepare", "ours"]
+
+
+TAKING_TURNS = """
+import json, pathlib, sys
+order = pathlib.Path(sys.argv[1])
+told = json.loads((order.parent / "settings.json").read_text())
+assert told["course"]["turns"] == str(order.parent / "turns") and told["course"]["profiled"] == 0
+assert (told["sft"] is None) == ("defaults" in sys.argv[2])
+for rank in range(2):
+    steps = [{"seconds": 2.0, "tokens": 90, "computed": 100, "labelled": 50}] * 3
+    body = {"steps": steps, "peak": {"rss": 1 << 30}, "distributed": "FSDP"}
+    (order.parent / f"bench-rank-{rank}.json").write_text(json.dumps(body))
+"""
+
+
+def test_two_peers_each_in_turn_with_ours(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round of each peer has one of ours beside it, which knows the folder of the turns; both stand in the headline."""
+    seen: list[str | None] = []
+    words = iter(["trl", "trl-defaults"])
+    attempt = chain.Chain.run_attempt
+
+    def command(_made: Any, order: Path, _plan: Plan) -> list[str]:
+        return [sys.executable, "-c", TAKING_TURNS, str(order), next(words)]
+
+    def watched(self: chain.Chain, plan: Plan) -> Outcome:
+        course = read(self.run.path)
+        assert course is not None and course.turns is not None and Path(course.turns).is_dir()
+        seen.append(course.turns)
+        replace(course, turns=None).write(self.run.path)
+        return attempt(self, plan)
+
+    monkeypatch.setattr(drive, "_on_nodes", command)
+    monkeypatch.setattr(chain.Chain, "run_attempt", watched)
+    bench = made(tmp_path, against=("trl", "trl-defaults"), rounds=1, interleave=True)
+    found = drive.measure(bench, ["clustertune", "bench"])
+    assert [one.failed for one in found.peers] == [None, None] and len(set(seen)) == 2
+    assert all(Path(turns, "0").read_text() == str(GONE) for turns in seen if turns)
+    body = result.document(bench, found, load_cluster("local"))
+    text = page.render(body, "x.json")
+    for word in ("trl", "trl-defaults"):
+        assert f"over {word}: 0.500 (too few pairs for an interval, 3 pairs)" in text
 
 
 def test_a_peers_last_words(tmp_path: Path) -> None:

@@ -82,3 +82,22 @@ def test_the_profile_is_that_of_the_median_round() -> None:
     rounds = [[rank([1.0], profile={"exposed_share": share})] for share in (0.9, 0.1, 0.2)]
     assert figures.profile(rounds) == {"exposed_share": 0.2}
     assert figures.profile([[rank([1.0], profile=None)]]) is None
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(5, None, None), (6, 1, 6), (9, 2, 8), (20, 6, 15), (100, 40, 61)])
+def test_the_interval_of_a_median(n: int, low: int | None, high: int | None) -> None:
+    """The order statistics of published tables (95 %, two-sided), and none where no two of them reach it."""
+    found = figures.median_interval([float(value) for value in range(n, 0, -1)])
+    assert (found["low"], found["high"], found["n"]) == (low, high, n) and found["median"] == (n + 1) / 2
+
+
+def test_pairs_are_of_the_same_step() -> None:
+    """A machine that slows down in the middle slows both of a pair: their ratio stays, that of the means does not."""
+    ours = [[rank([1.0, 10.0]), rank([1.1, 9.0])]]
+    theirs = [[rank([1.0, 10.0]), rank([0.5, 10.0])]]
+    found = figures.paired(ours, theirs, interleaved=True)
+    assert found["wall"]["median"] == pytest.approx((1.1 + 1.0) / 2) and found["cpu"] is None and found["interleaved"]
+    for one in (ours, theirs):
+        for record in one[0]:
+            record["steps"] = [{**row, "cpu_seconds": row["seconds"] * (2 if one is ours else 1)} for row in record["steps"]]
+    assert figures.paired(ours, theirs, interleaved=True)["cpu"]["median"] == pytest.approx((4.2 / 1.5 + 38 / 20) / 2)

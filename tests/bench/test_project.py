@@ -99,7 +99,7 @@ def test_a_cluster_without_gpus_has_no_plan() -> None:
 
 def _asked() -> ask.Asked:
     return ask.Asked(
-        "llama405b-oasst2", (), False, None, Course(1, 2, 1), True, 1, None, False, Path("runs/bench/x"), elsewhere=True
+        "llama405b-oasst2", (), False, None, Course(1, 2, 1), True, 1, (), False, Path("runs/bench/x"), elsewhere=True
     )
 
 

@@ -24,7 +24,7 @@ COMMITTED = REPO / "docs" / "results" / "bench"
 
 
 def asked(path: Path, *overrides: str, again: bool = False) -> Asked:
-    return Asked("tiny-oasst2", overrides, False, None, Course(1, 3), False, 1, None, False, path, replace=again)
+    return Asked("tiny-oasst2", overrides, False, None, Course(1, 3), False, 1, (), False, path, replace=again)
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,19 @@ def test_an_evaluation_that_is_broken_off_leaves_the_random_state() -> None:
         raise KeyError
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize(("kept", "refused"), [(["weight", "bias"], False), (["weight"], True), ([], True)])
+def test_a_save_that_lacks_trained_parameters_is_refused(
+    kept: list[str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT 0.21.2 saves no adapter at all under FSDP2 with activation checkpointing, and raises nothing."""
+    made = make(tmp_path, OSError(), monkeypatch)
+    state = made.model.state_dict()
+    torch.distributed.checkpoint.save({key: state[key] for key in kept}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    made._check_saved(tmp_path / "none")
+    if not refused:
+        made._check_saved(tmp_path / "saved")
+        return
+    with pytest.raises(UserError, match=f"{len(kept)} of 2 trained parameters were saved"):
+        made._check_saved(tmp_path / "saved")

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from clustertune.training import build, tracker
+from clustertune.training.session import Session
 
 
 class WandbCallback(TrainerCallback):  # type: ignore[misc]
@@ -151,3 +152,13 @@ def test_the_end_does_not_wait_for_a_server(monkeypatch: pytest.MonkeyPatch) -> 
     waiting.set()
     fake.run = None
     assert tracker.finish_wandb(0)
+
+
+@pytest.mark.parametrize(("rank", "on", "left"), [(0, True, ["wandb"]), (0, False, []), (1, True, [])])
+def test_rank_0_alone_reports(rank: int, on: bool, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where W&B is not installed the Trainer of every other rank would refuse to start: its callback wants the package."""
+    session: Any = object.__new__(Session)
+    session.args, session.group, session.notes = SimpleNamespace(report_to=["wandb"]), SimpleNamespace(rank=rank), []
+    monkeypatch.setattr(tracker, "start_wandb", lambda _key: (on, ["note"]))
+    session._init_tracker(None)
+    assert session.args.report_to == left and session.notes == (["note"] if rank == 0 else [])

@@ -1,0 +1,257 @@
+"""``make gpu-check``: verdicts, what is run again, time limits that end every process, the page; all without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import REPO
+from tools import gpu_check, gpu_page, gpu_parts
+from tools.gpu_check import Check, Failed, NotHere
+
+HERE = ["--backend", "gloo", "--name", "try"]
+
+
+def check(tmp_path: Path, **more: Any) -> Check:
+    values: dict[str, Any] = {"name": "try", "backend": "gloo", "gpus": 0, "deadline": time.monotonic() + 60, "part": "x"}
+    return Check(folder=tmp_path / "state", work=tmp_path / "work", python=sys.executable, **{**values, **more})
+
+
+def raising(error: Exception) -> Any:
+    def part(_check: Check) -> dict[str, Any]:
+        raise error
+
+    return part
+
+
+@pytest.mark.parametrize(
+    ("part", "verdict", "why"),
+    [
+        (lambda _check: {"why": "fine", "figure": 1}, "pass", "fine"),
+        (raising(NotHere("there is one GPU")), "not possible here", "because there is one GPU"),
+        (raising(Failed("loss")), "fail", "loss"),
+        (raising(KeyError("ours")), "fail", "KeyError: 'ours'"),
+    ],
+)
+def test_a_part_ends_in_one_of_three_verdicts(part: Any, verdict: str, why: str, tmp_path: Path) -> None:
+    """A fault of the script itself is a failed part, and no end of the others."""
+    found = gpu_check.run_part(check(tmp_path), "x", part)
+    assert (found["verdict"], found["why"]) == (verdict, why) and found["commit"] and "why" not in found["facts"]
+
+
+RANKS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time, sys; open(sys.argv[1], 'w').write('x'); time.sleep(600)", sys.argv[1]],
+                 start_new_session=True)
+time.sleep(float(sys.argv[2]))
+"""
+DRIVER = """
+import sys, time
+from pathlib import Path
+from tools import gpu_check
+gpu_check.adopt_orphans()
+check = gpu_check.Check("x", Path(sys.argv[1]), Path(sys.argv[1]), sys.executable, "gloo", 0)
+def part(check):
+    check.run(sys.executable, "-c", sys.argv[2], sys.argv[1] + "/pid", sys.argv[3])
+    return {}
+began = time.monotonic()
+found = gpu_check.run_part(check, "x", part, 4.0)
+left = [pid for pid in gpu_check.descendants(__import__("os").getpid()) if gpu_check._is_alive(pid)]
+print(found["verdict"], len(left), Path(sys.argv[1] + "/pid").exists())
+"""
+
+
+MAIN = """
+import sys
+from tools import gpu_check, gpu_parts
+def part(check):
+    check.run(sys.executable, "-c", sys.argv[2], sys.argv[1] + "/pid", "600")
+    return {}
+gpu_parts.parts = lambda: {"x": part}
+gpu_check.main(["--backend", "gloo", "--name", "x", "--state", sys.argv[1], "--out", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [("600", "fail"), ("2", "pass")])
+def test_nothing_outlives_a_part(seconds: str, verdict: str, tmp_path: Path) -> None:
+    """Neither a command beyond its time, nor a rank in a session of its own whose launcher has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(tmp_path), RANKS, seconds],
+        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == [verdict, "0", "True"], done.stderr
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three parts in place of the real ones; ``b`` passes from its second call on."""
+    seen: list[str] = []
+
+    def part(name: str) -> Any:
+        def do(_check: Check) -> dict[str, Any]:
+            """One of three."""
+            seen.append(name)
+            if name == "c":
+                raise NotHere("of its kind")
+            if name == "b" and seen.count("b") == 1:
+                raise Failed("once")
+            return {}
+
+        return do
+
+    monkeypatch.setattr(gpu_parts, "parts", lambda: {name: part(name) for name in ("a", "b", "c")})
+    monkeypatch.setattr(gpu_check, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+    return seen
+
+
+def test_a_second_call_goes_on(called: list[str], tmp_path: Path) -> None:
+    """What has passed is not run again unless asked; what failed or was not possible is."""
+    words = [*HERE, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
+    assert gpu_check.main(words) == 1 and called == ["a", "b", "c"]
+    assert gpu_check.main(words) == 0 and called[3:] == ["b", "c"]
+    assert gpu_check.main([*words, "--again", "--parts", "a"]) == 0 and called[5:] == ["a"]
+    page = (tmp_path / "gpu-try.md").read_text()
+    assert "2 passed, 0 failed, 1 not possible here, 0 not run." in page and "| c | not possible here |" in page
+    assert str(REPO) not in page
+    (tmp_path / "s" / "state.json").write_text("{torn")
+    assert gpu_check.main(words) == 0 and called[6:] == ["a", "b", "c"]
+
+
+def test_a_budget_begins_no_part_that_may_outlast_it(called: list[str], tmp_path: Path) -> None:
+    """A machine that ends each command after ten minutes would kill a part in its middle."""
+    words = [*HERE, "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
+    assert gpu_check.main([*words, "--budget", "100"]) == 0 and called == []
+    assert gpu_check.main([*words, "--budget", "481", "--parts", "a"]) == 0 and called == ["a"]
+
+
+def test_a_call_that_is_ended_ends_its_command(tmp_path: Path) -> None:
+    """SIGTERM, as a scheduler sends it: the ranks below are not left behind."""
+    child = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), RANKS], cwd=REPO)
+    for _ in range(600):
+        if (tmp_path / "pid").exists():
+            break
+        time.sleep(0.1)
+    below = gpu_check.descendants(child.pid)
+    child.terminate()
+    assert child.wait(60) == 143 and len(below) == 2 and not [pid for pid in below if gpu_check._is_alive(pid)]
+
+
+def test_parts_are_named_one_by_one_or_by_their_beginning() -> None:
+    """And a word that names none is refused, not left out."""
+    known = gpu_parts.parts()
+    assert {path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")} == {
+        name.removeprefix("tiny-") for name in known if name.startswith("tiny-")
+    }
+    chosen, unknown = gpu_parts.choose("bench-8b,eval,nothing", known)
+    assert unknown == ["nothing"] and chosen[0] == "eval" and all(name.startswith("bench-8b-") for name in chosen[1:])
+    assert gpu_parts.choose("bench-8b-full", known) == (["bench-8b-full"], [])
+    assert len(chosen) == 7 and gpu_parts.choose("", known) == (list(known), [])
+    assert all(part.__doc__ for part in known.values()) and all(gpu_parts.seconds(name) <= 480 for name in known)
+
+
+def test_on_cpus_it_runs_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
+    """The script as a user calls it, in parts that cost little; no path of this machine on the page."""
+    words = ["--parts", "versions,gpu-tests,bench-8b-full,tiny-llama70b-megatron", "--state", tmp_path / "s", "--out", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu_check", *HERE, *map(str, words)],
+        cwd=REPO, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "s" / "state.json").read_text())["parts"]
+    assert parts["versions"]["verdict"] == "pass" and parts["versions"]["facts"]["differ"] == {}
+    for name, word in (("gpu-tests", "need CUDA"), ("bench-8b-full", "CPUs"), ("tiny-llama70b-megatron", "megatron")):
+        assert parts[name]["verdict"] == "not possible here" and word in parts[name]["why"]
+    assert str(REPO) not in (tmp_path / "gpu-try.md").read_text()
+    wrong = subprocess.run(
+        [sys.executable, "-m", "tools.gpu_check", *HERE, "--parts", "nothing"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 2 and "no such part: nothing" in wrong.stderr
+
+
+def test_losses_are_compared_step_by_step() -> None:
+    """The first is held closer than the others; a missing step, a NaN and one that is too far off are faults."""
+    cpu = {1: 8.0, 2: 7.0}
+    assert gpu_parts.furthest({1: 8.01, 2: 7.1}, cpu, 0.005, 0.03) == pytest.approx(0.1 / 7)
+    for wrong in ({1: 8.1, 2: 7.0}, {1: 8.0, 2: 7.5}, {1: 8.0}, {1: 8.0, 2: float("nan")}, {}):
+        with pytest.raises(Failed):
+            gpu_parts.furthest(wrong, cpu, 0.005, 0.03)
+
+
+def test_several_gpus_are_asked_for_where_they_are_needed(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one GPU: what needs more says so before anything is started."""
+    one = check(tmp_path, backend="nccl", gpus=1)
+    for recipe, word in (
+        ("llama70b-tp-fsdp2", "tp"),
+        ("llama8b-longcontext-32k", "cp"),
+        ("llama405b-oasst2-hsdp-qlora", "dp_rep"),
+    ):
+        with pytest.raises(NotHere, match=word):
+            gpu_parts.parts()[f"tiny-{recipe}"](one)
+    assert gpu_parts.mesh("tiny-oasst2") == []
+
+
+def test_the_next_bottleneck_is_the_largest_part_that_is_no_matrix_product() -> None:
+    """Of a profile that can be added up by hand."""
+    top = [
+        {"name": name, "seconds": share, "calls": 1}
+        for name, share in (("cutlass::gemm_bf16", 0.5), ("ncclAllGather", 0.1), ("flash_bwd", 0.2), ("elementwise", 0.05))
+    ]
+    profile = {"seconds": 1.0, "busy_share": 0.7, "exposed_share": 0.05, "top": top}
+    found = gpu_parts.shares(profile)
+    assert next(iter(found)) == "matrix products" and found["nothing: the device waits"] == pytest.approx(0.25)
+    assert gpu_parts.bottleneck(profile) == "nothing: the device waits: 25% of a step; matrix products take 50%"
+    assert gpu_parts.bottleneck({**profile, "busy_share": 0.95}).startswith("attention: 20%")
+    assert gpu_parts.bottleneck(None).startswith("unknown")
+
+
+def test_a_page_shows_speed_profile_and_losses() -> None:
+    """What was measured stands on it with its parts of a step."""
+    profile = {
+        "seconds": 1.0,
+        "busy_share": 0.9,
+        "exposed_share": 0.0,
+        "top": [{"name": "gemm|x", "seconds": 0.8, "calls": 2.0}],
+    }
+    bench = {
+        "step_s": 1.5, "tokens_per_s_per_gpu": 12345.6, "mfu": 0.41, "peak_gib": 33.0, "profile": profile,
+        "planned": {"ratio": 1.1}, "bottleneck": gpu_parts.bottleneck(profile),
+    }  # fmt: skip
+    base = {"verdict": "pass", "seconds": 1.0, "date": "d", "commit": "c", "why": "w"}
+    state = {
+        "name": "x", "command": "make gpu-check",
+        "parts": {
+            "bench-8b-lora": {**base, "facts": bench},
+            "tiny-x": {**base, "facts": {"here": {"1": 8.0, "10": 6.0, "2": 7.0}, "cpu": {"1": 8.0}, "ranks": 1}},
+        },
+    }  # fmt: skip
+    text = "\n".join(gpu_page.render(state, ["bench-8b-lora", "tiny-x", "other"]))
+    for part in ("12,346", "41.0%", "1.10", "`gemm/x`", "Next bottleneck: nothing", "8.0000 7.0000 6.0000", "1 not run"):
+        assert part in text, part
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(2400)
+def test_the_longer_parts_on_cpus(tmp_path: Path) -> None:
+    """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against both peers."""
+    words = [*HERE, "--short", "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
+    words += ["--parts", "doctor,nccl,chain,eval,attention,tiny-tiny-oasst2,bench-1b-full"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu_check", *words],
+        cwd=REPO, capture_output=True, text=True, timeout=2300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    parts = json.loads((tmp_path / "s" / "state.json").read_text())["parts"]
+    assert {name: (one["verdict"], one["why"]) for name, one in parts.items() if one["verdict"] != "pass"} == {}, done.stderr
+    assert "resumed from step" in parts["chain"]["why"] and parts["bench-1b-full"]["facts"]["profile"]["top"]
+    assert "Next bottleneck" in (tmp_path / "gpu-try.md").read_text()

@@ -1,0 +1,447 @@
+"""The parts of ``make gpu-check``: what each runs, and when it passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_check import LONGEST, REPO, Check, Failed, NotHere
+
+Part = Callable[[Check], dict[str, Any]]
+
+FIRST_LOSS, LATER_LOSS = 0.005, 0.03
+"""How far a loss may be from the CPU's, as a share of it: the first is of the same weights and rows; from then on bfloat16's
+rounding (2**-8) and another order of sums go into the updates, over six steps."""
+RESUMED_LOSS = 0.01
+"""How far the losses of a resumed run may be from those of one that was not killed: on a GPU the backward pass of attention
+adds in no fixed order."""
+SHORT = {"versions": 60.0, "doctor": 120.0, "eval": 300.0}
+"""Seconds of the parts that need less than the longest."""
+_VERSIONS = """
+import importlib.metadata as m, json, platform, sys
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: found[name] = "absent"
+gpu = {}
+try:
+    import torch
+    gpu = {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+    if gpu["gpus"]:
+        p = torch.cuda.get_device_properties(0)
+        gpu |= {"gpu": p.name, "capability": f"{p.major}.{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
+        gpu["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+except ImportError as error:
+    gpu["error"] = str(error)
+print(json.dumps({"versions": found, **gpu}))
+"""
+_ONE_RANK = """
+import os, torch, torch.distributed as dist
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+x = torch.ones(1 << 20, device="cuda")
+dist.all_reduce(x); dist.barrier(); torch.cuda.synchronize()
+assert float(x.sum()) == 1 << 20
+dist.destroy_process_group()
+"""
+BENCHES: dict[str, tuple[str, list[str]]] = {
+    "bench-1b-full": ("llama1b-oasst2", []),
+    "bench-1b-lora": ("llama1b-oasst2", ["lora.r=32", "lora.lora_alpha=64", "lora.target_modules=all-linear"]),
+    "bench-8b-lora": ("llama8b-qlora-1gpu", ["train.model_init_kwargs.quantization_config=null"]),
+    "bench-8b-qlora": ("llama8b-qlora-1gpu", []),
+    "bench-8b-full": ("llama8b-lima", ["train.packing=true"]),
+}
+"""Recipe and overrides of each shape. On several GPUs a recipe of one keeps its one."""
+OTHERS = "-others"
+"""Of a bench's name: against TRL's defaults and another library, whole trainings in turn."""
+OTHER_PEER = REPO / "tools" / "litgpt_peer.py"
+
+
+def parts() -> dict[str, Part]:
+    """All parts by name, in the order in which they run."""
+    found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain, "eval": evaluation}
+    found |= {"attention": attention, "gpu-tests": gpu_tests}
+    for name in BENCHES:
+        found |= {name: _bench(name, others=False), name + OTHERS: _bench(name, others=True)}
+    for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
+        found[f"tiny-{recipe}"] = _tiny(recipe)
+    return found
+
+
+def choose(words: str, known: Mapping[str, Part]) -> tuple[list[str], list[str]]:
+    """The parts that a list with commas names, in their own order, and the words that name none. Empty: all.
+
+    A word that is no name, but the beginning of some up to a hyphen, takes all of these: ``tiny``, ``bench-8b``.
+    """
+    asked = [word.strip() for word in words.split(",") if word.strip()]
+
+    def takes(word: str, name: str) -> bool:
+        return name == word if word in known else name.startswith(word + "-")
+
+    unknown = [word for word in asked if not any(takes(word, name) for name in known)]
+    return [name for name in known if not asked or any(takes(word, name) for word in asked)], unknown
+
+
+def seconds(part: str) -> float:
+    """The longest that a part may take."""
+    return SHORT.get(part, LONGEST)
+
+
+def gpu_name() -> str:
+    """The first GPU's name in the form of a file's."""
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    first = (done.stdout.splitlines() or ["gpu"])[0].lower()
+    return re.sub(r"[^a-z0-9]+", "-", first.replace("nvidia", "")).strip("-") or "gpu"
+
+
+def pins() -> dict[str, str]:
+    """Packages and versions of ``containers/versions.env``."""
+    lines = (REPO / "containers" / "versions.env").read_text().splitlines()
+    pairs = (
+        line.removeprefix(kind).partition("=") for line in lines for kind in ("PY_", "DEV_DEEPSPEED") if line.startswith(kind)
+    )
+    return {("deepspeed" if not key else key.lower().replace("_", "-")): value for key, _, value in pairs}
+
+
+# --- the machine --------------------------------------------------------------------------------------------------------
+
+
+def versions(check: Check) -> dict[str, Any]:
+    """Python, packages, driver and GPUs; which versions differ from the project's pins."""
+    wanted = pins()
+    found = check.run(check.python, "-c", _VERSIONS, *wanted).document()
+    if "error" in found:
+        raise Failed(f"torch is not installed for {check.python}: {found['error']}")
+    if check.backend == "nccl" and not found["gpus"]:
+        raise Failed(f"torch {found['versions']['torch']} sees no GPU: a build for CPUs, or the driver is missing")
+    have = found["versions"]
+    differ = {k: f"{have[k]} (pinned: {v})" for k, v in wanted.items() if have[k].partition("+")[0] != v}
+    driver = ""
+    if shutil.which("nvidia-smi"):
+        driver = check.run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").out.strip().partition("\n")[0]
+    return {
+        **found,
+        "driver": driver,
+        "differ": differ,
+        "why": f"{len(differ)} packages differ from the pins" if differ else "",
+    }
+
+
+def doctor(check: Check) -> dict[str, Any]:
+    """The preflight checks end with a document; what they find is on the page."""
+    told = check.clustertune("doctor", "--json").document()
+    bad = [f"{one['rule']}: {one['found']}" for one in told.get("findings", []) if one.get("status") in ("fail", "warn")]
+    return {"why": f"verdict {told.get('verdict')}", "findings": bad}
+
+
+def nccl(check: Check) -> dict[str, Any]:
+    """What the links between GPUs carry."""
+    if check.backend == "nccl" and check.gpus < 2:
+        done = check.run(check.python, "-c", _ONE_RANK)
+        if done.code:
+            raise Failed(f"NCCL does not start with one rank: {done.last_words()}")
+        raise NotHere("there is one GPU, and NCCL refuses two ranks on one; with one rank NCCL starts and reduces")
+    limit = ["--seconds", "10", "--max", "1M"] if check.short or check.backend == "gloo" else ["--seconds", "120"]
+    done = check.clustertune("nccl-check", *limit, "--backend", check.backend, "--json")
+    told = done.document()
+    verdict = told.get("verdict") or {}
+    if done.code > 1:
+        raise Failed(f"exit code {done.code}: {json.dumps(verdict)[:300]}")
+    return {"why": f"exit code {done.code}", "verdict": verdict}
+
+
+# --- the chain ----------------------------------------------------------------------------------------------------------
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a run's metrics."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the line that a killed rank was writing
+            continue
+    return [one for one in found if one.get("event") == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Step to loss; of a step that was taken twice the last."""
+    return {int(one["step"]): float(one["loss"]) for one in events(run, "step")}
+
+
+def furthest(ours: Mapping[int, float], theirs: Mapping[int, float], first: float, later: float) -> float:
+    """The largest difference of two runs' losses as a share. Raises Failed beyond the limits, or where steps are missing."""
+    if not ours or ours.keys() != theirs.keys():
+        raise Failed(f"steps {sorted(ours)} against {sorted(theirs)}")
+    apart = {step: abs(ours[step] - theirs[step]) / max(abs(theirs[step]), 1e-9) for step in ours}
+    for step, share in apart.items():
+        limit = first if step == min(ours) else later
+        if not share <= limit:
+            raise Failed(
+                f"step {step}: loss {ours[step]:.5f} against {theirs[step]:.5f}, {share:.2%} apart; {limit:.1%} allowed"
+            )
+    return max(apart.values())
+
+
+def chain(check: Check) -> dict[str, Any]:
+    """The chain in bf16: killed behind its first checkpoint, resumed to its end, and the losses of one that was not killed."""
+    check.need("trl", "datasets", "peft", "pydantic")
+    folder = fresh(check, "chain")
+    killed, whole = folder / "killed", folder / "whole"
+    bf16 = "true" if check.backend == "nccl" else "false"  # CPUs without AMX emulate it
+    words = [
+        "run",
+        "recipes/tiny-oasst2",
+        f"train.bf16={bf16}",
+        "train.max_steps=12",
+        "train.save_steps=4",
+        "train.eval_steps=6",
+    ]
+    words += ["train.eval_on_start=false", "--ranks", str(min(check.ranks, 2))]
+    child, log = check.start([check.python, "-m", "clustertune", *words, "--run-dir", str(killed)])
+    try:
+        while child.poll() is None and not any(one.get("status") == "saved" for one in events(killed, "checkpoint")):
+            if time.monotonic() > check.deadline:
+                break
+            time.sleep(0.2)
+        if child.poll() is None:
+            for file in killed.glob("attempts/*/rank-0.pid"):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+    finally:
+        done = check.wait(child, log)
+    if done.code == 0 or not events(killed, "checkpoint"):
+        raise Failed(f"ended with {done.code} before it could be killed behind a checkpoint: {done.last_words()}")
+    last = "merge" if check.has("lm_eval") else "report"
+    for run in (killed, whole):
+        done = check.clustertune(*words, "--run-dir", str(run), "--to", last if run == killed else "train")
+        if done.code:
+            raise Failed(f"{run.name}: exit code {done.code}: {done.last_words()}")
+    resumed = [int(one["step"]) for one in events(killed, "start") if one.get("step")]
+    if not resumed:
+        raise Failed("the second command began from the base model: the checkpoint was not used")
+    apart = furthest(losses(killed), losses(whole), RESUMED_LOSS, RESUMED_LOSS)
+    return {
+        "why": f"resumed from step {resumed[-1]}, ended with {last}; losses at most {apart:.2%} from an undisturbed run's",
+        "losses": losses(killed), "model": str(killed / "merged"),
+    }  # fmt: skip
+
+
+def evaluation(check: Check) -> dict[str, Any]:
+    """The model that the chain made, scored on 16 prompts."""
+    check.need("lm_eval", "nltk", "langdetect")
+    model = check.work / "chain" / "killed" / "merged"
+    if not (model / "MANIFEST.json").is_file():
+        raise NotHere("the part chain left no merged model here")
+    out = fresh(check, "eval")
+    done = check.clustertune("eval", str(model), "--limit", "16", "--max-gen-toks", "32", "--out", str(out), "--json")
+    if done.code:
+        raise Failed(f"exit code {done.code}: {done.last_words()}")
+    told = done.document()
+    return {"why": f"{told.get('prompts', told.get('samples', 16))} prompts", "scores": told.get("scores")}
+
+
+# --- every strategy -----------------------------------------------------------------------------------------------------
+
+
+def mesh(recipe: str) -> list[str]:
+    """The axes of a recipe's mesh that need more ranks than one: tp, cp, dp_replicate."""
+    text = (REPO / "recipes" / recipe / "accelerate.yaml").read_text() if _has_file(recipe) else ""
+    return re.findall(r"parallelism_config_(tp|cp|sp|dp_replicate)_size", text)
+
+
+def _has_file(recipe: str) -> bool:
+    return (REPO / "recipes" / recipe / "accelerate.yaml").is_file()
+
+
+def _tiny(recipe: str) -> Part:
+    def part(check: Check) -> dict[str, Any]:
+        if "megatron" in recipe:
+            check.need("megatron")
+        axes = mesh(recipe)
+        if axes and check.backend == "nccl" and check.gpus < 4:
+            raise NotHere(f"{' and '.join(axes)} need 4 GPUs, there {'is' if check.gpus == 1 else 'are'} {check.gpus}")
+        ranks = 1 if "1gpu" in recipe else min(check.ranks, 4 if axes else 2) if check.backend == "nccl" else (4 if axes else 2)
+        ranks = 1 if "1gpu" in recipe else ranks
+        folder = fresh(check, f"tiny-{recipe}")
+        dropout = ["lora.lora_dropout=0"] if _has_lora(check, recipe) else []  # a GPU draws other numbers than a CPU
+        words = ["run", f"recipes/{recipe}", *dropout, "--tiny", "--ranks", str(ranks), "--to", "train"]
+        runs = {"here": {}, "cpu": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}}
+        for name, env in runs.items():
+            done = check.clustertune(*words, "--run-dir", str(folder / name), **env)
+            if done.code:
+                told = done.last_words()
+                raise (NotHere if "is not installed" in told else Failed)(f"{name}: {told}")
+        here, cpu = (losses(folder / name) for name in runs)
+        apart = furthest(here, cpu, FIRST_LOSS, LATER_LOSS)
+        shutil.rmtree(folder, ignore_errors=True)
+        return {
+            "why": f"{ranks} rank{'s' if ranks > 1 else ''}, losses at most {apart:.2%} from the CPU's",
+            "here": here, "cpu": cpu, "ranks": ranks,
+        }  # fmt: skip
+
+    part.__doc__ = f"{recipe} --tiny on this device, its losses against the CPU's."
+    return part
+
+
+def _has_lora(check: Check, recipe: str) -> bool:
+    return bool((check.clustertune("show", f"recipes/{recipe}", "--json").document().get("recipe") or {}).get("lora"))
+
+
+# --- speed --------------------------------------------------------------------------------------------------------------
+
+
+def _bench(name: str, *, others: bool) -> Part:
+    def part(check: Check) -> dict[str, Any]:
+        check.need("trl", "datasets", "peft", "pydantic")
+        recipe, overrides = BENCHES[name]
+        ranks = 1 if "1gpu" in recipe else check.ranks
+        words = [*overrides, f"slurm.gpus_per_node={ranks}", "slurm.nodes=1", f"train.global_batch_size={4 * ranks}"]
+        if "per_device" not in " ".join(words):
+            words.append("train.per_device_train_batch_size=1")
+        if check.backend == "gloo":
+            if name != "bench-1b-full":
+                raise NotHere("these are CPUs: one small model, in bench-1b-full, tries the script")
+            recipe, words = "tools/recipes/llama60m", []
+            words += ["train.max_length=32"]
+        else:
+            _fits(check, name, recipe, words)
+        steps, warmup, profile = (2, 1, 1) if check.short else (12, 3, 2)
+        folder = fresh(check, name)
+        options = ["--synthetic", "--no-ends", "--rounds", "1", "--steps", str(steps), "--warmup", str(warmup)]
+        options += ["--profile", str(profile), "--out", str(check.folder / "bench"), "--run-dir", str(folder / "run")]
+        options += ["--replace", "--json", "--against", "trl-defaults" if others else "trl"]
+        missing = check.has("litgpt") if others else []
+        if others and not missing:
+            options += ["--against", str(OTHER_PEER)]
+        if not others:
+            options.append("--interleave")  # 8 billion parameters in bf16 twice fit on 80 GB; a full one is checked by the plan
+        try:
+            done = check.clustertune("bench", recipe, *words, *options)
+            body = done.document()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if done.code or "ours" not in body:
+            raise Failed(f"exit code {done.code}: {done.last_words()}")
+        return _bench_facts(body, "litgpt is not installed: no other library beside TRL" if missing else "")
+
+    against = "TRL's defaults and another library" if others else "TRL with the same arguments, a step each in turn"
+    part.__doc__ = f"{' '.join(name.split('-')[1:])}: speed against {against}."
+    return part
+
+
+def _fits(check: Check, name: str, recipe: str, words: list[str]) -> None:
+    """Raises NotHere where the plan says that full fine-tuning needs more memory than there is."""
+    if "full" not in name:
+        return
+    done = check.clustertune("plan", recipe, *words, "--json")
+    told = done.document()
+    if told.get("fits") is False:
+        raise NotHere(
+            f"the plan says that it does not fit: {json.dumps(told.get('memory', {}).get('needed', told.get('why', '')))[:200]}"
+        )
+
+
+def _bench_facts(body: Mapping[str, Any], note: str) -> dict[str, Any]:
+    ours, used = body["ours"], body["utilisation"]
+    told = []
+    for one in body["peers"]:
+        if one["pairs"]:
+            wall = one["pairs"]["wall"]
+            around = f" ({wall['low']:.3f} to {wall['high']:.3f})" if wall["low"] is not None else ""
+            told.append(f"{wall['median']:.3f}{around} of {one['peer']}'s step")
+        else:
+            told.append(f"{one['peer']}: no result ({str(one['failed'])[:160]})")
+    return {
+        "why": "; ".join([*told, *([note] if note else [])]),
+        "step_s": ours["step_s"]["median"], "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"]["mean"], "mfu": used["mfu"],
+        "peak_gib": ours["peak"]["allocated_gib"] or ours["peak"]["rss_gib"], "profile": ours["communication"],
+        "planned": (body["plan"].get("rows") or {}).get("step_s"), "bottleneck": bottleneck(ours["communication"]),
+        "peers": {one["peer"]: one["pairs"] for one in body["peers"]}, "overrides": body["overrides"],
+    }  # fmt: skip
+
+
+KINDS = {
+    "communication": r"nccl|gloo|all_?reduce|all_?gather|reduce_?scatter",
+    "matrix products": r"gemm|cutlass|xmma|aten::(add)?mm|aten::bmm|nvjet|cublas|linear",
+    "attention": r"flash|fmha|attention|sdpa|varlen",
+    "quantised weights": r"dequant|kgemm_4bit|bitsandbytes|nf4",
+    "optimizer": r"adam|multi_tensor|foreach",
+    "copies": r"memcpy|memset|copy_",
+    "loss": r"softmax|cross_entropy|nll_loss|log_softmax",
+    "elementwise and other": r"",
+}
+"""Kinds of operations by their names, the first that matches."""
+
+
+def shares(profile: Mapping[str, Any]) -> dict[str, float]:
+    """Each kind's share of a profiled step, of the operations that took longest; and the time in which nothing ran."""
+    whole = float(profile.get("seconds") or 0) or 1.0
+    found: dict[str, float] = {}
+    for row in profile.get("top") or []:
+        kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, row["name"], re.IGNORECASE))
+        found[kind] = found.get(kind, 0.0) + float(row["seconds"]) / whole
+    covered = float(profile.get("busy_share") or 0) + float(profile.get("exposed_share") or 0)
+    found["nothing: the device waits"] = max(0.0, 1.0 - covered)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def bottleneck(profile: Mapping[str, Any] | None) -> str:
+    """What to look at next: the largest part of a step that is no matrix product."""
+    if not profile or not profile.get("top"):
+        return "unknown: nothing was profiled"
+    found = shares(profile)
+    useful = found.pop("matrix products", 0.0)
+    kind, share = next(iter(found.items()))
+    return f"{kind}: {share:.0%} of a step; matrix products take {useful:.0%}"
+
+
+def attention(check: Check) -> dict[str, Any]:
+    """Packed attention: a dense mask, FlexAttention, torch's variable-length kernel and one conversation at a time."""
+    words = ["--small"] if check.backend == "gloo" else []
+    done = check.run(check.python, "-m", "tools.attention_kernels", *words)
+    if done.code:
+        raise Failed(f"exit code {done.code}: {done.last_words()}")
+    rows = done.document()["rows"]
+    if wrong := [name for name, row in rows.items() if row.get("wrong")]:
+        raise Failed(f"{', '.join(wrong)}: another result than one conversation at a time")
+    ran = {name: row for name, row in rows.items() if "forward_ms" in row}
+    best = min(ran, key=lambda name: ran[name]["forward_ms"] + (ran[name].get("backward_ms") or 0))
+    return {"why": f"fastest: {best}; {len(rows) - len(ran)} not possible", "rows": rows}
+
+
+def gpu_tests(check: Check) -> dict[str, Any]:
+    """The tests that are marked ``gpu``."""
+    if check.backend == "gloo":
+        raise NotHere("these are CPUs: the tests marked gpu need CUDA")
+    check.need("pytest", "pytest_timeout")
+    done = check.run(check.python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "400", "tests")
+    last = (done.out.strip().splitlines() or [""])[-1]
+    if done.code == 5:
+        raise NotHere("no test is marked gpu")
+    if done.code:
+        raise Failed(f"{last} {done.last_words()}")
+    return {"why": last}
+
+
+def fresh(check: Check, name: str) -> Path:
+    """An empty folder for the runs of a part."""
+    folder = check.work / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
