@@ -62,8 +62,9 @@ def main(settings: Path, out: Path) -> None:
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    from clustertune.data.tokenizer import load_tokenizer
+    from clustertune.training import packing
     from clustertune.training.measure import Stopwatch, Turns
-    from clustertune.training.tokens import load_tokenizer
 
     class Baseline(SFTTrainer):  # type: ignore[misc]
         """Counts its tokens, and is TRL's own otherwise."""
@@ -77,7 +78,8 @@ def main(settings: Path, out: Path) -> None:
 
     tokenizer = None
     if given["sft"] is not None:
-        tokenizer = load_tokenizer(given["model"], None, given["chat_template"], given["sft"].get("pad_token"))
+        packing.register()  # the recipe's attention may be this project's
+        tokenizer = load_tokenizer(given["model"], None, given["chat_template"], given["sft"])
     elif given["chat_template"]:
         tokenizer = AutoTokenizer.from_pretrained(given["model"])
         tokenizer.chat_template = given["chat_template"]
