@@ -220,7 +220,11 @@ class _Work:
             problems += strategy.find_problems(
                 self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
             )
-        self.derived += [derived] if found is None else [found, derived]
+        reduced, more = derive.reduce_dtype(
+            self.values.get("reduce_dtype"), self.train, distribution, self.place, lora=self.values.get("lora") is not None
+        )
+        problems += more
+        self.derived += [item for item in (found, derived, reduced) if item is not None]
         if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
             self.derived.append(attention)
         if self.deepspeed is not None and found is not None:
