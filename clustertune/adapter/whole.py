@@ -77,7 +77,7 @@ def trains_all(checkpoint: Path) -> bool:
 
 
 def find_base(run_folder: Path) -> Path | None:
-    """The base model's folder of a run: made by the run, named by its recipe, or in the Hub's cache; None where none is there."""
+    """The base model's folder of a run: made by it, named by its recipe, or in the Hub's cache; None where none is there."""
     try:
         model = json.loads((run_folder / "run.json").read_bytes())["recipe"]["recipe"]["model"]
         given = model.get("path") or run_folder / "model" / str(model["name"]).rsplit("/", 1)[-1]

@@ -75,6 +75,10 @@ everything else becomes Adam there, in silence."""
 Add = Callable[[str, str, str | None], None]
 
 
+REDUCED_IN = "communication_data_type"
+"""DeepSpeed's key for the type in which gradients are summed over ranks; bfloat16 under mixed precision by default."""
+
+
 @dataclass(frozen=True)
 class Meant:
     """What the recipe says of the values that DeepSpeed's file says too."""

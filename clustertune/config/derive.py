@@ -16,6 +16,7 @@ from clustertune.errors import Problem
 
 DEFAULT_MICRO_BATCH = 8
 """``TrainingArguments``' own ``per_device_train_batch_size``."""
+FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
 
 
 def world_size(values: Mapping[str, Any], ranks: int | None) -> tuple[int, str]:
@@ -188,7 +189,7 @@ def reduce_dtype(
         if given is not None:
             return None, []
         if lora:
-            return Derived("reduce_dtype", "float32", "the gradients of adapters are few"), []
+            return Derived("reduce_dtype", "float32", FEW), []
         reason = "accelerate's; float32 is exact, and doubles their traffic and what micro batches accumulate"
         return Derived("reduce_dtype", "bfloat16", reason), []
     if given is None:

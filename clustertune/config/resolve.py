@@ -231,6 +231,10 @@ class _Work:
             lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
             said = deepspeed.read(self.train, total, found.value, self.world, self.dp, self.architecture, lora=lora)
             problems += deepspeed.find_problems(self.deepspeed, said)
+            if lora and derive.mixed_precision(self.train) != "no" and self.deepspeed.data.get(deepspeed.REDUCED_IN) is None:
+                self.deepspeed = replace(self.deepspeed, data={**self.deepspeed.data, deepspeed.REDUCED_IN: "fp32"})
+                self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
+                self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
             self.derived += deepspeed.filled(self.deepspeed.data, said)
         self.problems += problems
 

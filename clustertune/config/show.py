@@ -95,6 +95,8 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
         if section == "accelerate":
             for name in BESIDE:
                 for key, value in getattr(resolved, f"{name}_overrides").items():
+                    if f"{name}.{key}" in derived:
+                        continue
                     yield f"{name}.{key}", value, "override"
             yield from _deepspeed(resolved, derived)
         if section == "slurm":

@@ -150,7 +150,7 @@ def gradients_of(model: Any) -> tuple[float, Any]:
 
 
 def test_what_is_computed_again_drops_the_same_values(tiny_model: Path) -> None:
-    """accelerate wraps layers for FSDP2 without the random state: the loss is the same, and its gradients are another loss's."""
+    """accelerate wraps layers for FSDP2 without the random state: the loss is the same, its gradients are of another one."""
     from clustertune.training import recompute
 
     plain = gradients_of(with_dropout(tiny_model, wrapped=False))
