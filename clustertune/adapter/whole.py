@@ -277,7 +277,7 @@ def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
     file = base / "config.json"
     try:
         config = dict(json.loads(file.read_bytes())) if file.is_file() else {}
-        types = {}
+        types = dict[str, str]()
         for file in sorted(base.glob("*.safetensors")):
             types |= {tensor.name: tensor.dtype for tensor in read_header(file).tensors}
     except (OSError, ValueError, TypeError, RecursionError) as error:
