@@ -32,6 +32,7 @@ MAX_SHARED = 0.1
 line (which base, model, dataset) in recipes of seven lines, and accelerate's keys, which it reads from one file only."""
 
 ON_THE_COMMAND_LINE = {
+    "reduce_dtype": "doubles the traffic of gradients: a choice of who trains, shown by docs/strategies.md",
     "model.path": "weights that lie on this site's storage: model.path=DIR",
     "slurm.stall_seconds": "a site whose storage is silent for longer than five steps",
     "slurm.staging": "a site whose nodes read the shared storage as fast as their own disks, or a source that no rule knows",

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 from clustertune.adapter.export import FILE_MODE, count_bad, export, verify
 from clustertune.adapter.publish import find_published, staged, staging
 from clustertune.checkpoint.store import find_checkpoint
+from clustertune.config.derive import mixed_precision
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, Manifest, agree, find_problem, find_records, fsync_path, hash_file, seal
+from clustertune.tensorfile import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,9 @@ SHARD_BYTES = 5_000_000_000
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
           "generation_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
 """Files of the base that go with the weights."""
+_COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+_STORED_IN = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""safetensors' names of the types that are published, by torch's."""
 _OWN = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json)$")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -48,7 +53,7 @@ class Trained:
     recipe: str
     architecture: dict[str, Any]
     dtype: str
-    """Type of the published weights: the architecture's own, else bfloat16 where the training computed in it."""
+    """Type of the published weights where no base says it: the architecture's own, else what the training computed in."""
 
 
 def export_either(source: Path, out: Path | None = None, base: Path | None = None) -> dict[str, Any]:
@@ -72,13 +77,17 @@ def trains_all(checkpoint: Path) -> bool:
 
 
 def find_base(run_folder: Path) -> Path | None:
-    """The base model's folder of a run: the one that it made itself, or that its recipe names; None where it has no such."""
+    """The base model's folder of a run: made by it, named by its recipe, or in the Hub's cache; None where none is there."""
     try:
         model = json.loads((run_folder / "run.json").read_bytes())["recipe"]["recipe"]["model"]
         given = model.get("path") or run_folder / "model" / str(model["name"]).rsplit("/", 1)[-1]
+        if Path(given).is_dir():
+            return Path(given)
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model["name"], revision=model.get("revision"), local_files_only=True))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Path(given) if Path(given).is_dir() else None
 
 
 def read_trained(checkpoint: Path) -> Trained:
@@ -88,7 +97,7 @@ def read_trained(checkpoint: Path) -> Trained:
         resolved = json.loads(path.read_bytes())
         architecture, train = dict(resolved["architecture"]), resolved["recipe"].get("train", {})
         stated = architecture.get("dtype") or architecture.get("torch_dtype")
-        return Trained(str(resolved["name"]), architecture, str(stated or ("bfloat16" if train.get("bf16") else "float32")))
+        return Trained(str(resolved["name"]), architecture, str(stated or _COMPUTED_IN[mixed_precision(train)]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
 
@@ -96,7 +105,8 @@ def read_trained(checkpoint: Path) -> Trained:
 def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, Any]:
     """Write the model of one checkpoint to ``out`` and return a summary (as :func:`clustertune.adapter.export.export`).
 
-    ``base``: the base model's folder, whose tokenizer goes with the weights; None leaves it out, with a warning.
+    ``base``: the base model's folder. Each tensor is written in the type that it has there, though training keeps float32, and
+    the base's tokenizer goes with the weights; None leaves that out, with a warning.
     Raises UserError with everything that is wrong with the checkpoint; where ``out`` holds anything else; exit code 73 where
     the storage fails.
     """
@@ -108,7 +118,7 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
             say(f"already exported: {out}")
             return _summary(out, published, started, reused=True)
         trained = read_trained(checkpoint)
-        work = _Export(checkpoint, manifest, trained)
+        work = _Export(checkpoint, manifest, trained, base)
         with staging(out) as stage:
             # Again, now that no other export can be writing: the first look may be minutes old.
             if (published := find_published(out, KIND, checkpoint, sha, _is_ours)) is not None:
@@ -133,7 +143,7 @@ def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, An
 class _Export:
     """One checkpoint on its way into a model folder."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, trained: Trained) -> None:
+    def __init__(self, checkpoint: Path, manifest: Manifest, trained: Trained, base: Path | None) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -143,7 +153,10 @@ class _Export:
         self.config = AutoConfig.for_model(**trained.architecture)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.config)
-        self.dtype: torch.dtype = getattr(torch, trained.dtype)
+        dtype, by_name = read_types(base) if base is not None else (None, {})
+        self.dtype: torch.dtype = getattr(torch, dtype or trained.dtype)
+        self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in by_name.items()}
+        """The types of the base's tensors, by their published names; of any other tensor it is :attr:`dtype`."""
         self.source = open_model(checkpoint, manifest)
         self.wanted = self._match()
         files, problems = self.source.files_of(stored.key for stored in self.wanted.values())
@@ -192,7 +205,7 @@ class _Export:
 
         groups = list(self._groups())
         index: dict[str, str] = {}
-        parameters, problems = 0, list[Problem]()
+        parameters, problems, dtypes = 0, list[Problem](), set[str]()
         size = sum(self._size(name) for name in self.wanted)
         with byte_progress() as bar:
             task = bar.add_task("export model", total=size)
@@ -201,6 +214,7 @@ class _Export:
                 tensors = self._read(names, problems)
                 parameters += sum(tensor.numel() for tensor in tensors.values())
                 index |= dict.fromkeys(tensors, file)
+                dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
                 save_file(tensors, stage / file, metadata={"format": "pt"})
                 del tensors
                 bar.advance(task, sum(self._size(name) for name in names))
@@ -215,25 +229,31 @@ class _Export:
         for path in stage.iterdir():
             path.chmod(FILE_MODE)
             fsync_path(path)
-        return {"tensors": len(index), "parameters": parameters, "dtypes": [self.trained.dtype]}
+        return {"tensors": len(index), "parameters": parameters, "dtypes": sorted(dtypes)}
 
     def _read(self, names: list[str], problems: list[Problem]) -> dict[str, torch.Tensor]:
-        """Some parameters in the published type, under their published names."""
-        read = self.source.read({name: self.wanted[name] for name in names})
-        for name, tensor in read.items():
-            if tensor.is_floating_point() and (bad := count_bad(tensor)):
-                text = f"{name} has {bad} of {tensor.numel()} values that are NaN or infinite"
-                problems.append(Problem(text, file=str(self.checkpoint)))
-        cast = {name: read.pop(name).to(self.dtype) if self.wanted[name].floating else read.pop(name) for name in names}
-        if self.source.published:
-            return {name: tensor.contiguous() for name, tensor in cast.items()}
-        from transformers.core_model_loading import revert_weight_conversion
+        """Some parameters in the published types, under their published names."""
+        import torch
 
-        # Views of one fused tensor share its memory, which safetensors refuses.
-        return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(self.model, cast).items()}
+        read = self.source.read({name: self.wanted[name] for name in names})
+        if not self.source.published:
+            from transformers.core_model_loading import revert_weight_conversion
+
+            read = revert_weight_conversion(self.model, read)
+        made = {}
+        for name in list(read):
+            tensor = read.pop(name)
+            dtype = self.dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            # A copy: views of one fused tensor share its memory, which safetensors refuses.
+            made[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            if dtype.is_floating_point and (bad := count_bad(made[name])):  # float16 holds nothing beyond 65,504
+                text = f"{name} has {bad} of {tensor.numel()} values that are NaN or infinite as {dtype}"
+                problems.append(Problem(text, file=str(self.checkpoint)))
+        return made
 
     def _size(self, name: str) -> int:
-        return math.prod(self.wanted[name].shape) * int(self.dtype.itemsize)
+        """Bytes in the output: of a tensor that is published in parts the model's type counts."""
+        return math.prod(self.wanted[name].shape) * int(self.dtypes.get(name, self.dtype).itemsize)
 
     def _groups(self) -> Iterator[list[str]]:
         """The names for each output file: whole layers, as what is fused belongs to one."""
@@ -246,6 +266,26 @@ class _Export:
                 group, size = [], 0
             group, size = [*group, *unit], size + more
         yield group
+
+
+def read_types(base: Path) -> tuple[str | None, dict[str, str]]:
+    """The type that a model's ``config.json`` names (None: it names none), and each tensor's of its safetensors files.
+
+    Names are torch's. A tensor of another type than float32, float16 and bfloat16 is left out.
+    Raises UserError where a file cannot be read.
+    """
+    file = base / "config.json"
+    try:
+        config = dict(json.loads(file.read_bytes())) if file.is_file() else {}
+        types = dict[str, str]()
+        for file in sorted(base.glob("*.safetensors")):
+            types |= {tensor.name: tensor.dtype for tensor in read_header(file).tensors}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(Problem(f"unreadable: {error}", file=str(file), fix="look at the base model's folder")) from None
+    named = config.get("dtype") or config.get("torch_dtype")
+    by_name = {name: _STORED_IN[dtype] for name, dtype in types.items() if dtype in _STORED_IN}
+    commonest = max(set(by_name.values()), key=list(by_name.values()).count, default=None)
+    return (named if named in _STORED_IN.values() else commonest), by_name
 
 
 def _units(names: Iterable[str]) -> list[list[str]]:

@@ -28,6 +28,7 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.chain import visible_gpus
+from clustertune.config.derive import mixed_precision
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, local, rendezvous
@@ -87,7 +88,7 @@ def settings(resolved: Resolved, run: RunDir, model: str, course: Course, word: 
         "gradient_accumulation_steps": args.get("gradient_accumulation_steps"),
         "lora": resolved.recipe.lora,
         "chat_template": resolved.chat_template,
-        "bf16": bool(args.get("bf16")),
+        "bf16": mixed_precision(args) == "bf16",
         "seed": int(args.get("seed", 42)),
         "course": asdict(course),
     }

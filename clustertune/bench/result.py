@@ -16,6 +16,7 @@ from clustertune.bench import figures, peer, project, published
 from clustertune.bench.ask import Asked, Bench
 from clustertune.bench.drive import Found, Peer
 from clustertune.config.cluster_schema import Cluster
+from clustertune.config.derive import mixed_precision
 from clustertune.events import read_events
 
 SCHEMA = "clustertune.bench/2"
@@ -44,7 +45,7 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "recipe": bench.whole.name,
         "model": bench.whole.recipe.model.name,
         "dataset": bench.whole.recipe.data.name if not bench.asked.synthetic else "made up",
-        "bf16": bool(bench.measured.train_args.get("bf16")),
+        "bf16": mixed_precision(bench.measured.train_args) == "bf16",
         "overrides": changed(bench.asked),
         "tiny": bench.asked.tiny,
         "synthetic": bench.asked.synthetic,

@@ -244,6 +244,10 @@ def find_train_problems(train: Mapping[str, Any], place: Place) -> list[Problem]
         known = (*native.reporters(), "none", "all")
         if name not in known:
             add("report_to", f"{show_value(name)} is no tracker of the installed transformers", did_you_mean(name, known))
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if isinstance(given := train.get(key), dict) and given.get("preserve_rng_state") is False:
+            text = "preserve_rng_state is false: a layer with dropout, computed again, would drop other values"
+            add(key, text, "leave it out: it saves nothing where there is no dropout")
     old, new = train.get("gradient_checkpointing"), train.get("activation_checkpointing")
     if old is not None and new is not None and old != new:
         add("gradient_checkpointing", f"{old}, while activation_checkpointing is {new}: they are one", "keep the second")

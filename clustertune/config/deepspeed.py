@@ -8,7 +8,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed_keys as keys
-from clustertune.config.derive import DEFAULT_MICRO_BATCH
+from clustertune.config.derive import DEFAULT_MICRO_BATCH, mixed_precision
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.native import train_fields
 from clustertune.config.native_rules import show_value
@@ -75,6 +75,10 @@ everything else becomes Adam there, in silence."""
 Add = Callable[[str, str, str | None], None]
 
 
+REDUCED_IN = "communication_data_type"
+"""DeepSpeed's key for the type in which gradients are summed over ranks; bfloat16 under mixed precision by default."""
+
+
 @dataclass(frozen=True)
 class Meant:
     """What the recipe says of the values that DeepSpeed's file says too."""
@@ -98,11 +102,6 @@ class Meant:
         given = self.train.get(key)
         return given if given is not None else train_fields()[key].default
 
-    @property
-    def bf16(self) -> bool:
-        """TRL switches it on where neither it nor fp16 is said."""
-        return self.train.get("bf16") is not False and not self.train.get("fp16")
-
     def values(self) -> Iterator[tuple[str, Any, str]]:
         """DeepSpeed's key, the value that the recipe means, and where that is said."""
         batch = f"micro batch {self.micro_batch} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
@@ -110,8 +109,8 @@ class Meant:
         yield "train_micro_batch_size_per_gpu", self.micro_batch, "train.per_device_train_batch_size"
         yield "gradient_accumulation_steps", self.accumulation, "train.gradient_accumulation_steps"
         yield "gradient_clipping", self.get("max_grad_norm"), "train.max_grad_norm"
-        yield "bf16.enabled", self.bf16, "train.bf16"
-        yield "fp16.enabled", bool(self.train.get("fp16")), "train.fp16"
+        yield "bf16.enabled", mixed_precision(self.train) == "bf16", "train.bf16"
+        yield "fp16.enabled", mixed_precision(self.train) == "fp16", "train.fp16"
         yield "optimizer.params.lr", self.get("learning_rate"), "train.learning_rate"
         betas = [self.get("adam_beta1"), self.get("adam_beta2")]
         yield "optimizer.params.betas", betas, "train.adam_beta1 and adam_beta2"

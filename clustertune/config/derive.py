@@ -16,6 +16,7 @@ from clustertune.errors import Problem
 
 DEFAULT_MICRO_BATCH = 8
 """``TrainingArguments``' own ``per_device_train_batch_size``."""
+FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
 
 
 def world_size(values: Mapping[str, Any], ranks: int | None) -> tuple[int, str]:
@@ -167,12 +168,43 @@ def checkpointing(
     return Derived(f"train.{key}", True, f"TRL's default; {file} does not checkpoint activations"), []
 
 
+def mixed_precision(train: Mapping[str, Any]) -> str:
+    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
+
+    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
+    """
+    if train.get("bf16") is None:
+        return "fp16" if train.get("fp16") else "bf16"
+    return "bf16" if train["bf16"] else "fp16" if train.get("fp16") else "no"
+
+
+def reduce_dtype(
+    given: object, train: Mapping[str, Any], accelerate: Mapping[str, Any], place: Place, *, lora: bool
+) -> tuple[Derived | None, list[Problem]]:
+    """The type in which FSDP sums gradients under mixed precision; None where the recipe says it or it is no choice.
+
+    accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137). ``given``: the recipe's ``reduce_dtype``.
+    """
+    if accelerate.get("distributed_type") == "FSDP" and mixed_precision(train) != "no":
+        if given is not None:
+            return None, []
+        if lora:
+            return Derived("reduce_dtype", "float32", FEW), []
+        reason = "accelerate's; float32 is exact, and doubles their traffic and what micro batches accumulate"
+        return Derived("reduce_dtype", "bfloat16", reason), []
+    if given is None:
+        return None, []
+    fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
+    text = f"{given}, which only FSDP under mixed precision reads: elsewhere gradients are summed in the type that they have"
+    return None, [Problem(text, file=place(("reduce_dtype",)), key="reduce_dtype", fix=fix)]
+
+
 def precision_problems(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> list[Problem]:
     """``mixed_precision`` of the accelerate file must be what ``bf16`` says: the trainer follows that."""
     named = accelerate.get("mixed_precision", None)
     if named is None or named not in ("no", "bf16", False):
         return []
-    wanted = "no" if train.get("bf16") is False else "bf16"
+    wanted = mixed_precision(train)
     if (named or "no") == wanted:
         return []
     text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"

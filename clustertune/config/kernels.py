@@ -7,6 +7,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.checks import Place
+from clustertune.config.derive import mixed_precision
 from clustertune.config.modeling import attention_takes
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
@@ -100,7 +101,7 @@ def find_problems(
         )
         yield problem("liger_kernel_config", text, "leave it out: TRL computes the loss in tiles")
     named = attention_of(train)
-    if named.startswith("flash_attention") and train.get("bf16") is False and not train.get("fp16"):
+    if named.startswith("flash_attention") and mixed_precision(train) == "no":
         text = f"{named} computes in 16 bits only, and bf16 is false"
         yield problem(_KEY, text, "use sdpa, or train.bf16=true")
     if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):

@@ -220,13 +220,21 @@ class _Work:
             problems += strategy.find_problems(
                 self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
             )
-        self.derived += [derived] if found is None else [found, derived]
+        reduced, more = derive.reduce_dtype(
+            self.values.get("reduce_dtype"), self.train, distribution, self.place, lora=self.values.get("lora") is not None
+        )
+        problems += more
+        self.derived += [item for item in (found, derived, reduced) if item is not None]
         if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
             self.derived.append(attention)
         if self.deepspeed is not None and found is not None:
             lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
             said = deepspeed.read(self.train, total, found.value, self.world, self.dp, self.architecture, lora=lora)
             problems += deepspeed.find_problems(self.deepspeed, said)
+            if lora and derive.mixed_precision(self.train) != "no" and self.deepspeed.data.get(deepspeed.REDUCED_IN) is None:
+                self.deepspeed = replace(self.deepspeed, data={**self.deepspeed.data, deepspeed.REDUCED_IN: "fp32"})
+                self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
+                self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
             self.derived += deepspeed.filled(self.deepspeed.data, said)
         self.problems += problems
 

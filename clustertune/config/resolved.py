@@ -74,6 +74,12 @@ class Resolved:
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def reduce_dtype(self) -> str | None:
+        """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is no choice."""
+        derived = (str(item.value) for item in self.derived if item.key == "reduce_dtype")
+        return self.recipe.reduce_dtype or next(derived, None)
+
+    @property
     def accelerate_path(self) -> Path:
         """The recipe's accelerate configuration file, as it stands in its folder."""
         return Path(self.folder, self.accelerate_file)
@@ -142,5 +148,6 @@ class Resolved:
         recomputed = self.recipe.activation_checkpointing
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
         extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
+        extra["reduce_dtype"] = recipe["reduce_dtype"]
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -210,6 +210,9 @@ class Recipe(Section):
     accelerate: Annotated[str, Field(pattern=rf"^{NAME}\.yaml$")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type in which FSDP sums gradients over ranks and micro batches (``MixedPrecisionPolicy.reduce_dtype``). Absent: float32
+    for adapters, bfloat16 where all parameters are trained."""
     megatron: Megatron | None = None
     plan: PlanFacts = PlanFacts()
     slurm: Slurm = Slurm()

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECTIONS = (
-    "base", "model", "data", "train", "lora", "activation_checkpointing", "accelerate", "megatron", "slurm", "eval", "expect",
+    "base", "model", "data", "train", "lora", "activation_checkpointing", "reduce_dtype", "accelerate", "megatron", "slurm",
+    "eval", "expect",
 )  # fmt: skip
 
 WIDE = 130
@@ -94,11 +95,13 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
         if section == "accelerate":
             for name in BESIDE:
                 for key, value in getattr(resolved, f"{name}_overrides").items():
+                    if f"{name}.{key}" in derived:
+                        continue
                     yield f"{name}.{key}", value, "override"
             yield from _deepspeed(resolved, derived)
         if section == "slurm":
             for key, item in derived.items():
-                if "." not in key:
+                if "." not in key and key not in SECTIONS:
                     yield key, item.value, f"derived: {item.reason}"
 
 

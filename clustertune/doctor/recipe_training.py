@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
+from clustertune.config.derive import mixed_precision
 from clustertune.config.hardware import load_hardware
 from clustertune.config.modeling import carries_state
 from clustertune.doctor import stack_faults
@@ -188,20 +189,20 @@ def _quantised(context: Context) -> Iterator[Finding]:
     if config is None or not config.get("load_in_4bit"):
         return
     key = "train.model_init_kwargs.quantization_config"
-    if str(config.get("bnb_4bit_compute_dtype", "float32")) == "float32" and args.get("bf16"):
+    if str(config.get("bnb_4bit_compute_dtype", "float32")) == "float32" and mixed_precision(args) == "bf16":
         text = f"{key}.bnb_4bit_compute_dtype is {'float32' if 'bnb_4bit_compute_dtype' in config else 'not given'}"
         yield finding(SLOW_PRODUCTS, WARN, text, "bnb_4bit_compute_dtype: bfloat16", where=context.name)
 
 
 def _precision(context: Context) -> Iterator[Finding]:
-    compute, mixed = context.cluster.compute, context.resolved.train_args.get("bf16", True)
+    compute, mixed = context.cluster.compute, mixed_precision(context.resolved.train_args)
     gpu = load_hardware().get(compute.gpu or "")
     without = gpu is not None and gpu.bf16_tflops is None
-    if without and context.resolved.train_args.get("bf16") and compute.gpus:
+    if without and mixed == "bf16" and compute.gpus:
         text = f"train.bf16 on {compute.gpu}, which has no bfloat16"
         fix = "train.bf16=false train.model_init_kwargs.dtype=float32, or newer GPUs"
         yield finding(NO_BF16, FAIL, text, fix, where=context.name)
-    if context.is_real and compute.gpus and not mixed and not without:
+    if context.is_real and compute.gpus and mixed == "no" and not without:
         yield finding(FLOAT32, WARN, "train.bf16 is false", "train.bf16=true", where=context.name)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
+from clustertune.config.derive import mixed_precision
 from clustertune.doctor.recipe_context import Context
 from clustertune.health import FAIL, WARN, Rule
 
@@ -94,8 +95,7 @@ def fsdp1(context: Context) -> bool:
 
 
 def _mixed(context: Context) -> bool:
-    args = context.resolved.train_args
-    return bool(args.get("bf16", True)) or bool(args.get("fp16"))
+    return mixed_precision(context.resolved.train_args) != "no"
 
 
 def _fsdp_recomputes(context: Context) -> bool:

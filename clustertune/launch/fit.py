@@ -16,6 +16,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
+from clustertune.config.derive import mixed_precision
 from clustertune.config.parameters import Counted, count, lora_parameter_count, parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.config.sliced import IN_FLIGHT
@@ -168,8 +169,7 @@ def _trained_parts(resolved: Resolved, trained: int, split: Spread) -> list[Part
     if split.states_offloaded:
         return [Part(f"trained weights ({HALF} B each)", HALF * trained / split.weights)]
     args = resolved.train_args
-    mixed = bool(args.get("bf16", True)) or bool(args.get("fp16"))
-    upcast = mixed and resolved.accelerate.get("distributed_type") in ("FSDP", "DEEPSPEED")
+    upcast = mixed_precision(args) != "no" and resolved.accelerate.get("distributed_type") in ("FSDP", "DEEPSPEED")
     number = FULL if upcast or resolved.recipe.lora is not None else HALF
     if quantization.of(args) is not None:
         number = HALF  # TRL holds adapters on a quantised base in bfloat16

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.config import quantization
+from clustertune.config.derive import mixed_precision
 from clustertune.config.quantization import Quantized
 from clustertune.config.resolved import Resolved
 from clustertune.plan.strategy_sharding import Sharding
@@ -66,8 +67,7 @@ def read(resolved: Resolved, split: Sharding) -> Numbers:
     init = args.get("model_init_kwargs") or {}
     dtype = str(init.get("dtype", DEFAULT_DTYPE))
     loaded = _SIZES.get(dtype, FULL)
-    # TRL's default is bf16 (trl/trainer/base_config.py:108).
-    mixed = "fp16" if args.get("fp16") else "no" if args.get("bf16") is False else "bf16"
+    mixed = mixed_precision(args)
     config = quantization.of(args)
     base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
     optim = str(args.get("optim", _DEFAULT_OPTIM))
@@ -77,7 +77,8 @@ def read(resolved: Resolved, split: Sharding) -> Numbers:
     if split.kind.startswith("ZeRO"):
         found = _zero(split, loaded, mixed, optim, compute)
     elif split.kind.startswith("FSDP"):
-        found = _fsdp(loaded, mixed, optim, compute, lora=lora, base=base, version=split.kind[-1])
+        reduced = _SIZES.get(resolved.reduce_dtype or "")
+        found = _fsdp(loaded, mixed, optim, compute, lora=lora, base=base, version=split.kind[-1], reduced=reduced)
     else:
         found = _plain(split, resolved.world_size, loaded, optim, compute, lora=lora, base=base)
     found = replace(found, notes=(*found.notes, *_optim_notes(optim)))
@@ -109,10 +110,20 @@ def _optim_notes(optim: str) -> list[str]:
     return notes
 
 
-def _fsdp(loaded: float, mixed: str, optim: str, compute: str, *, lora: bool, base: Quantized | None, version: str) -> Numbers:
+def _fsdp(
+    loaded: float,
+    mixed: str,
+    optim: str,
+    compute: str,
+    *,
+    lora: bool,
+    base: Quantized | None,
+    version: str,
+    reduced: float | None,
+) -> Numbers:
     """Under mixed precision what is trained is held in float32: accelerate/utils/fsdp_utils.py:816 (FSDP2), accelerator.py:2037
-    (FSDP1). The frozen base stays as loaded. All-gather and reduce-scatter both run in the 16-bit type: param_dtype and
-    reduce_dtype are one (accelerate/utils/dataclasses.py:2137, set at state.py:1015). Gradients end in the parameter's type."""
+    (FSDP1). The frozen base stays as loaded. The all-gather runs in the 16-bit type, the reduction in the recipe's
+    ``reduce_dtype`` (``reduced``, bytes; training/sharding.py sets it). Gradients end in the parameter's type."""
     four = base is not None and base.method == "bitsandbytes" and base.packed == 0.5
     half = mixed != "no"
     as_made = _adapter(loaded, base) if lora else loaded
@@ -124,7 +135,7 @@ def _fsdp(loaded: float, mixed: str, optim: str, compute: str, *, lora: bool, ba
         gather=moved,
         trained=trained,
         gradient=trained,
-        reduce=HALF if half else trained,
+        reduce=reduced or trained,
         state=moments(optim, trained),
         master_in_weights=trained == FULL,
         compute=compute,

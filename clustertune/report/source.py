@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.derive import mixed_precision
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, get
 from clustertune.report.metrics import Metrics, StepRecord, read_metrics
@@ -107,7 +108,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "model": get(resolved, "recipe", "model", "name"),
         "dataset": get(resolved, "recipe", "data", "name"),
         "fsdp": get(told, "type") == "FSDP",
-        "bf16": bool(get(resolved, "train_args", "bf16")),
+        "bf16": mixed_precision(get(resolved, "train_args") or {}) == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }
 

@@ -24,7 +24,9 @@ class Recomputed:
     by_model: int
     """Layers that transformers recomputes (``gradient_checkpointing`` of the layer)."""
     by_wrapper: int
-    """Layers inside a wrapper of torch's, which accelerate's ``fsdp_activation_checkpointing`` puts around them."""
+    """Layers inside a wrapper of torch's, which accelerate's ``fsdp_activation_checkpointing`` puts around them.
+
+    Under FSDP1 PEFT's policy has each matrix of an adapter wrapped as well: what lies in a wrapped layer is not counted."""
 
     def __str__(self) -> str:
         count = max(self.by_model, self.by_wrapper)
@@ -60,8 +62,24 @@ def _layers(model: Any) -> list[Any]:
 def inspect(model: Any) -> Recomputed:
     """What is at work in a model that is ready to train."""
     layers = _layers(model)
-    wrapped = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
-    return Recomputed(len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers), len(wrapped))
+    wrappers = _wrappers(model)
+    within = {id(inner) for wrapper in wrappers for inner in wrapper._checkpoint_wrapped_module.modules()}
+    outer = sum(id(wrapper) not in within for wrapper in wrappers)
+    return Recomputed(len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers), outer)
+
+
+def _wrappers(model: Any) -> list[CheckpointWrapper]:
+    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+
+
+def _draw_the_same_again(model: Any) -> None:
+    """Have wrapped layers drop the same values when they are computed again.
+
+    accelerate 1.15 wraps them for FSDP2 with ``preserve_rng_state=False`` (utils/fsdp_utils.py:722): the gradients of a layer
+    with dropout would then belong to another forward pass. torch's default costs a copy of the generators' states per layer.
+    """
+    for wrapper in _wrappers(model):
+        wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, preserve_rng_state=True)
 
 
 def apply(model: Any, resolved: Resolved) -> Recomputed:
@@ -76,10 +94,16 @@ def apply(model: Any, resolved: Resolved) -> Recomputed:
         choose_layers(model, section.ratio, save)
     elif on:
         _keep(_layers(model), save)
+    _draw_the_same_again(model)
     found = inspect(model)
     by_fsdp = derive.by_fsdp(resolved.accelerate)
     wanted = len(derive.recomputed_layers(section.ratio, found.layers)) if section is not None and on else None
-    if found.by_model and found.by_wrapper:
+    dropped = getattr(getattr(model, "config", None), "attention_dropout", None)
+    if found.by_model and dropped and "attention" in save:
+        # Dropout behind the kept kernel would get the random numbers that the kernel took in the first pass.
+        text = f"save has attention, and the model drops {dropped:g} of its attention: other values would be dropped again"
+        fix = "leave attention out of activation_checkpointing.save"
+    elif found.by_model and found.by_wrapper:
         text = f"{found.by_wrapper} layers are recomputed by FSDP's wrapper and {found.by_model} by the model: twice"
         fix = "keep one: accelerate.fsdp_config.fsdp_activation_checkpointing, or activation_checkpointing"
     elif on and not found.by_model:

@@ -197,6 +197,7 @@ class Session:
             on_removed=self._on_removed,
             checkpoint_extra=describe,
         )
+        sharding.set_precision(trainer.accelerator, self.resolved.reduce_dtype)
         self.startup.end()
         self.notes += loading.notes
         tracker.guard(trainer.callback_handler.callbacks, self.tell)

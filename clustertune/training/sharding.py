@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
@@ -43,6 +43,8 @@ class Distribution:
     """Share of the elements whose home is the CPU's memory, from where each layer is copied to the device to be used."""
     attention: str | None = None
     """The attention implementation that the model calls."""
+    reduce_dtype: str | None = None
+    """The type in which FSDP sums gradients; None where it is no FSDP's choice."""
     replicas: str | None = None
     """``equal`` or ``different``: whether ranks that should hold the same parameters do; None where nothing is held twice."""
 
@@ -57,6 +59,43 @@ class _Parts:
     dtypes: Counter[str] = field(default_factory=Counter)
     placements: Counter[str] = field(default_factory=Counter)
     offloaded: int = 0
+
+
+def set_precision(accelerator: Any, reduce_dtype: str | None) -> None:
+    """Have FSDP sum gradients in ``reduce_dtype``, and leave what a model returns and its buffers in their own type.
+
+    accelerate 1.15 casts all of it to bfloat16 (utils/dataclasses.py:2137). The log-probabilities that TRL sums are float32
+    until FSDP2's root casts them: a loss of 8 then has steps of 0.06 a token. FSDP1 casts the inverse frequencies of rotary
+    embeddings, which multiply positions of thousands. To be called before the model is prepared.
+    """
+    import torch
+
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.mixed_precision_policy is None or reduce_dtype is None:
+        return
+    own = {"buffer_dtype": None} if plugin.fsdp_version == 1 else {"output_dtype": None}
+    _leave_out_what_was_not_gathered()
+    plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=getattr(torch, reduce_dtype), **own)
+
+
+def _leave_out_what_was_not_gathered() -> None:
+    """Have FSDP2 accumulate micro batches in another type though a group of parameters was never gathered.
+
+    TRL's fused head takes the weight of ``lm_head`` without calling it. torch 2.13 leaves such a group out where it reduces
+    (_fsdp_param_group.py:621), and raises AttributeError where it only accumulates (_fsdp_param.py:807).
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    original = FSDPParam.to_accumulated_grad_if_needed
+    if hasattr(original, "original"):
+        return
+
+    def accumulate(self: Any) -> None:
+        if hasattr(self, "_unsharded_param"):
+            original(self)
+
+    accumulate.original = original  # type: ignore[attr-defined]
+    FSDPParam.to_accumulated_grad_if_needed = accumulate
 
 
 def _fsdp2_parts(model: Any) -> _Parts:
@@ -174,8 +213,24 @@ def inspect(model: Any, accelerator: Any, gather: Any = None) -> Distribution:
         placements=dict(parts.placements),
         offloaded=parts.offloaded / parts.total if parts.total else 0.0,
         attention=config,
+        reduce_dtype=_reduces_in(model),
         replicas=_replicas(model, accelerator, kind, gather) if gather is not None else None,
     )
+
+
+def _reduces_in(model: Any) -> str | None:
+    """What the wrapped model's outermost FSDP unit was given."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = module._get_fsdp_state()._mp_policy
+        elif isinstance(module, FullyShardedDataParallel):
+            policy = module.mixed_precision
+        else:
+            continue
+        return str(policy.reduce_dtype).removeprefix("torch.") if policy.reduce_dtype is not None else None
+    return None
 
 
 def _mesh(accelerator: Any, kind: str) -> dict[str, int]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from clustertune.adapter import whole
 from clustertune.errors import UserError
-from clustertune.manifest import find_problems
+from clustertune.manifest import find_problems, read_manifest
 from tests.adapter.conftest import ARCHITECTURE, save_shards, seal_checkpoint, write_recipe
 
 MIXTRAL = {
@@ -44,7 +44,7 @@ def base(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"the base's, not taken")
+    (folder / "config.json").write_text('{"dtype": "float32"}')
     return folder
 
 
@@ -77,6 +77,57 @@ def test_the_published_type_is_the_architecture_s(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert any("no tokenizer" in warning for warning in summary["warnings"])
+
+
+@pytest.mark.parametrize("architecture", [TIED, MIXTRAL], ids=["tied", "mixtral"])
+@pytest.mark.parametrize("named", ["dtype", "torch_dtype", None])
+def test_each_tensor_has_the_type_that_it_has_in_the_base(
+    tmp_path: Path, base: Path, architecture: dict[str, Any], named: str | None
+) -> None:
+    """Training keeps float32 masters of all; the base has bfloat16, and float32 where its makers left a norm or a router."""
+    stored = {}
+    for name, tensor in published(architecture).items():
+        stored[name] = tensor.to(torch.float32 if "norm" in name or "gate.weight" in name else torch.bfloat16)
+    save_file(stored, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps({named: "bfloat16"} if named else {}))
+    whole.export_model(make(tmp_path / "ck", architecture), tmp_path / "out", base)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in stored.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert read_manifest(tmp_path / "out").meta["dtypes"] == ["bfloat16", "float32"]
+
+
+def published(architecture: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of its published files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made = model(architecture)
+    tied = set(made.all_tied_weights_keys or {})
+    state = {name: tensor for name, tensor in made.state_dict().items() if name not in tied}
+    return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(made, state).items()}
+
+
+@pytest.mark.parametrize(("train", "dtype"), [({}, "bfloat16"), ({"bf16": False}, "float32"), ({"bf16": True}, "bfloat16")])
+def test_without_a_base_the_type_is_what_was_computed_in(tmp_path: Path, train: dict[str, Any], dtype: str) -> None:
+    """A recipe that leaves ``bf16`` out computes in bfloat16: that is TRL's default."""
+    checkpoint = make(tmp_path / "ck", ARCHITECTURE)
+    recipe = json.loads((checkpoint / "recipe.json").read_text())
+    recipe["recipe"]["train"] = train
+    (checkpoint / "recipe.json").write_text(json.dumps(recipe))
+    assert whole.read_trained(checkpoint).dtype == dtype
+
+
+def test_a_value_that_the_base_s_type_cannot_hold_is_not_published(tmp_path: Path, base: Path) -> None:
+    tensors = dict(model(ARCHITECTURE).state_dict())
+    tensors["model.norm.weight"][3] = 70_000.0
+    (base / "config.json").write_text('{"torch_dtype": "float16"}')
+    assert "infinite as torch.float16" in refused(make(tmp_path / "ck", ARCHITECTURE, tensors), tmp_path / "out", base)
+
+
+def test_a_base_that_cannot_be_read_is_named(tmp_path: Path, base: Path) -> None:
+    (base / "model.safetensors").write_bytes(b"no weights")
+    assert "model.safetensors: unreadable" in refused(make(tmp_path / "ck", ARCHITECTURE), tmp_path / "out", base)
 
 
 def test_what_save_pretrained_wrote_is_taken_too(tmp_path: Path, base: Path) -> None:

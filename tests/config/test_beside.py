@@ -126,7 +126,9 @@ def test_ranks_left_to_shard_over_are_derived() -> None:
 def test_deepspeed_s_file_takes_overrides(deepspeed: Path, refused: Refuse) -> None:
     words = ["accelerate=ds.yaml", "deepspeed.zero_optimization.stage=3", "deepspeed.bf16=null"]
     resolved = resolve(deepspeed, words)
-    assert resolved.deepspeed == {"zero_optimization": {"stage": 3}, **BATCH}
+    # The recipe trains an adapter, whose gradients are summed in float32 unless the file says another type.
+    assert resolved.deepspeed == {"zero_optimization": {"stage": 3}, **BATCH, "communication_data_type": "fp32"}
+    assert resolve(deepspeed, [*words, "lora=null"]).deepspeed == {"zero_optimization": {"stage": 3}, **BATCH}
     assert resolved.fingerprint() != resolve(deepspeed, words[:1]).fingerprint()
     assert show.as_json(resolved)["values"]["deepspeed.zero_optimization.stage"] == {"value": 3, "origin": "override"}
     both = refused(deepspeed, ["accelerate=ds.yaml", "accelerate.deepspeed_config.zero_stage=3"])[0]
@@ -163,7 +165,7 @@ def test_deepspeed_s_file_is_named_by_its_absolute_path(tmp_path: Path, deepspee
     """accelerate looks for it from the working folder of each rank."""
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    plain = resolve(deepspeed, ["accelerate=ds.yaml"])
+    plain = resolve(deepspeed, ["accelerate=ds.yaml", "lora=null"])  # for an adapter a key is put in, and so a file made
     run.write_own_files(plain)
     body = yaml.safe_load(run.accelerate_file(plain).read_text())
     assert body["deepspeed_config"]["deepspeed_config_file"] == str(deepspeed / "ds.json")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from clustertune.config import derive
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
+from clustertune.errors import UserError
 from tests.launch.machines import OURS, RECIPES
 
 Refuse = Callable[..., list[Any]]
@@ -293,3 +294,54 @@ def test_a_folder_name_becomes_a_path(recipes: Path, refused: Refuse) -> None:
 @pytest.mark.parametrize("ranks", [0, -1, 10**9])
 def test_impossible_ranks(ranks: int, refused: Refuse) -> None:
     assert refused("tiny-oasst2", ranks=ranks)[0].key == "ranks"
+
+
+@pytest.mark.parametrize(
+    ("train", "wanted"),
+    [
+        ({}, "bf16"), ({"bf16": None}, "bf16"), ({"bf16": True}, "bf16"), ({"bf16": False}, "no"), ({"fp16": True}, "fp16"),
+        ({"bf16": False, "fp16": True}, "fp16"), ({"fp16": False}, "bf16"),
+    ],
+)  # fmt: skip
+def test_what_is_computed_in_is_what_trl_makes_of_the_arguments(train: dict[str, Any], wanted: str) -> None:
+    """A full recipe that leaves ``bf16`` out computes in bfloat16; each reader that took it for float32 was wrong."""
+    from trl import SFTConfig
+
+    from clustertune.config.derive import mixed_precision
+
+    made = SFTConfig("none", use_cpu=True, report_to="none", **({"fp16": True} if wanted == "fp16" else train))
+    assert mixed_precision(train) == wanted
+    assert (made.bf16, made.fp16) == (wanted == "bf16", wanted == "fp16")
+
+
+DDP = ["accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], "float32"),
+        (["lora=null"], "bfloat16"),
+        (["lora=null", "reduce_dtype=float32"], "float32"),
+        (["reduce_dtype=bfloat16"], "bfloat16"),
+        (["train.bf16=false"], None),
+        (DDP, None),
+    ],
+)
+def test_gradients_are_summed_in_float32_where_it_costs_nothing(overrides: list[str], wanted: str | None) -> None:
+    """Or where the recipe says so; the choice is one of FSDP's under mixed precision."""
+    found = resolve("recipes/tiny-oasst2", ["train.bf16=true", *overrides])
+    assert found.reduce_dtype == wanted == Resolved.from_dict(found.as_dict()).reduce_dtype
+
+
+@pytest.mark.parametrize("overrides", [["train.bf16=false"], ["train.bf16=true", *DDP]])
+def test_a_reduction_that_nothing_reads_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(UserError, match="only FSDP under mixed precision reads"):
+        resolve("recipes/tiny-oasst2", [*overrides, "reduce_dtype=float32"])
+
+
+def test_what_gradients_are_summed_in_decides_the_weights() -> None:
+    """A run folder is not gone on with in another type; recipes that do not say it keep theirs."""
+    words = ["train.bf16=true", "lora=null"]
+    prints = {resolve("recipes/tiny-oasst2", [*words, *more]).fingerprint() for more in ([], ["reduce_dtype=float32"])}
+    assert len(prints) == 2

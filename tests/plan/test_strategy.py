@@ -60,12 +60,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_reference_recipe() -> None:
-    """A frozen bfloat16 base over 16 ranks, adapters in float32, both directions of communication in bfloat16."""
+    """A frozen bfloat16 base over 16 ranks, adapters in float32, as is the sum of their gradients."""
     found = read()
     check(found, engine="trl", kind="FSDP2", world=16, gpus_per_node=8, dp=16, replicas=1, lora=True, packing=True)
     check(found, weight_shards=16, gradient_shards=16, state_shards=16, reshard=True, checkpointed=1.0)
     check(found, micro_batch=1, accumulation=2, sequence=2048, attention="sdpa", compiled=False)
-    check(found, weight_bytes=2, gather_bytes=2, trained_bytes=4, gradient_bytes=4, reduce_bytes=2, state_bytes=8)
+    check(found, weight_bytes=2, gather_bytes=2, trained_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8)
     check(found, master_in_weights=True, offload_params="none", compute="bf16")
 
 
@@ -73,6 +73,7 @@ def test_the_reference_recipe() -> None:
     ("overrides", "weight", "gather", "trained", "gradient", "reduce", "state", "master"),
     [
         ([], 4, 2, 4, 4, 2, 8, True),  # accelerate upcasts what is trained
+        (["reduce_dtype=float32"], 4, 2, 4, 4, 4, 8, True),
         (["train.bf16=false"], 2, 2, 2, 2, 2, 4, False),  # pure bfloat16: nothing is upcast
         (["train.bf16=false", "train.model_init_kwargs=null"], 4, 4, 4, 4, 4, 8, True),
         (["accelerate.fsdp_config={fsdp_version: 1}", "accelerate.fsdp_config.fsdp_reshard_after_forward=null"],
@@ -294,9 +295,10 @@ def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:
         ("plan.fp8=true", {"compute": "fp8"}),
         ("plan.overlap_tp=true", {"overlap_tp": True}),
         ("plan.whole_logits=true", {"fused_loss": False}),
-        ("plan.reduce_dtype=fp32", {"reduce_bytes": 4.0, "gradient_bytes": 4.0}),
+        ("plan.reduce_dtype=bf16", {"reduce_bytes": 2.0, "gradient_bytes": 4.0}),
+        ("reduce_dtype=bfloat16", {"reduce_bytes": 2.0, "gradient_bytes": 4.0}),
         ("train.seed=1", {"sequence_parallel": False, "reduce_each": False, "compute": "bf16", "overlap_tp": False,
-                          "fused_loss": True, "reduce_bytes": 2.0}),
+                          "fused_loss": True, "reduce_bytes": 4.0}),
     ],
 )  # fmt: skip
 def test_a_run_of_another_program(said: str, wanted: dict[str, Any]) -> None:

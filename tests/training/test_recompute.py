@@ -119,6 +119,77 @@ def test_a_policy_lives_with_lora(tiny_model: Path) -> None:
 
 
 OWN = [OFF, "activation_checkpointing.ratio=0.5"]
+DROPOUT = 0.3
+
+
+def with_dropout(folder: Path, *, wrapped: bool) -> Any:
+    """The tiny model with LoRA whose input is dropped; ``wrapped``: its layers as accelerate wraps them for FSDP2."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], lora_dropout=DROPOUT, init_lora_weights=False)
+    model = get_peft_model(base, lora).train()
+    for index, layer in enumerate(list(base.model.layers) if wrapped else []):
+        base.model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
+    return model
+
+
+def gradients_of(model: Any) -> tuple[float, Any]:
+    """Loss and all gradients of one batch, from the same random state."""
+    import torch
+
+    tokens = torch.arange(24).reshape(2, 12)
+    torch.manual_seed(1)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return float(loss), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_what_is_computed_again_drops_the_same_values(tiny_model: Path) -> None:
+    """accelerate wraps layers for FSDP2 without the random state: the loss is the same, its gradients are of another one."""
+    from clustertune.training import recompute
+
+    plain = gradients_of(with_dropout(tiny_model, wrapped=False))
+    as_accelerate = gradients_of(with_dropout(tiny_model, wrapped=True))
+    assert as_accelerate[0] == plain[0] and not as_accelerate[1].equal(plain[1]), "no longer needed: accelerate keeps it"
+    model = with_dropout(tiny_model, wrapped=True)
+    assert str(recompute.apply(model, resolve(RECIPE))) == "2 of 2"
+    fixed = gradients_of(model)
+    assert fixed[0] == plain[0] and fixed[1].equal(plain[1])
+
+
+def test_random_numbers_that_would_not_come_again_are_refused(tiny_model: Path) -> None:
+    """By name where the recipe asks for it; by the model's attention_dropout where its kernel, with its numbers, is kept."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from clustertune.training import recompute
+
+    with pytest.raises(UserError, match="preserve_rng_state is false"):
+        resolve(RECIPE, [OFF, "train.activation_checkpointing_kwargs={preserve_rng_state: false}"])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attention_dropout=0.1)
+    model.activation_checkpointing_enable()
+    recompute.apply(model, resolve(RECIPE, [OFF, "activation_checkpointing.save=[every_second_matmul]"]))
+    with pytest.raises(UserError, match=r"drops 0\.1 of its attention"):
+        recompute.apply(model, resolve(RECIPE, [OFF, "activation_checkpointing.save=[attention]"]))
+
+
+def test_a_wrapper_within_a_wrapped_layer_is_no_layer(tiny_model: Path) -> None:
+    """Under FSDP1 PEFT's policy has each matrix of an adapter wrapped too: the report said 18 of 2 layers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from clustertune.training import recompute
+
+    model = with_dropout(tiny_model, wrapped=False)
+    kept = ("lora_A.default", "lora_B.default")
+    chosen = {id(m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer) or name.endswith(kept)}
+    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+    assert str(recompute.inspect(model)) == "2 of 2"
 
 
 def test_exactly_one_recomputes(tiny_model: Path) -> None:

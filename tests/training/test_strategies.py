@@ -13,8 +13,10 @@ import pytest
 
 from clustertune.adapter.whole import export_either
 from clustertune.chain import open_run
+from clustertune.checkpoint.store import newest_whole
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
+from clustertune.manifest import read_manifest
 from tests.command import REPO, events, run
 from tests.training.forked import FSDP2, Forge
 
@@ -207,6 +209,103 @@ def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trai
     assert found["attention"] == ("clustertune_context" if name.startswith("cp") else "sdpa")
     assert found["replicas"] == ("equal" if name in ("ddp", "hsdp") else None)
     assert apart(exported(path), exported(alone)) < WEIGHTS
+
+
+DROPPED = "lora.lora_dropout=0.3"
+RECOMPUTE: dict[str, list[str]] = {
+    "wrapper": ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"],
+    "model": ["train.activation_checkpointing=true"],
+    "ratio": ["activation_checkpointing.ratio=0.5", "train.activation_checkpointing=null"],
+    "attention": ["activation_checkpointing.save=[attention]", "train.activation_checkpointing=null"],
+    "products": ["activation_checkpointing.save=[attention,every_second_matmul]", "train.activation_checkpointing=null"],
+}
+"""Each way to recompute activations."""
+ZERO3 = {
+    "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False, "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+}  # fmt: skip
+
+
+def drops() -> list[Any]:
+    """Strategies by ways. ``wrapper`` is accelerate's for FSDP; ``make test`` has the pair that was wrong."""
+    names = ["fsdp2", "fsdp1", "hsdp", "tp", "ddp", "zero3"]
+    pairs = [(name, how) for name in names for how in RECOMPUTE if how != "wrapper" or name not in ("ddp", "zero3")]
+    return [pytest.param(*pair, marks=[] if pair == ("fsdp2", "wrapper") else [pytest.mark.jobs]) for pair in pairs]
+
+
+def place_of(bench: Bench, name: str) -> tuple[int, dict[str, Any]]:
+    """Ranks and accelerate file of a strategy; ZeRO-3's own file is written beside it."""
+    if name != "zero3":
+        return STRATEGIES[name][:2]
+    pytest.importorskip("deepspeed")
+    (bench.recipe / "zero3.json").write_text(json.dumps(ZERO3))
+    return 2, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero3.json"}}
+
+
+_kept: dict[tuple[Path, str], Any] = {}
+
+
+def learnt(path: Path) -> Any:
+    """Loss and gradient norm of each step, the evaluation, and a digest of each rank's parameters and optimizer state."""
+    steps = [(e["loss"], e["grad_norm"]) for e in events(path, "step")]
+    newest, _ = newest_whole(path / "checkpoints")
+    assert newest is not None and len(steps) == STEPS
+    return steps, [e["eval_loss"] for e in events(path, "eval")], read_manifest(newest.path).meta["state_digests"]
+
+
+@pytest.mark.parametrize(("name", "how"), drops())
+def test_dropout_and_recomputation_give_the_same_bits(llama: Bench, name: str, how: str) -> None:
+    """A layer that is computed again must drop what it dropped: else its gradients are those of another loss."""
+    place = place_of(llama, name)
+    if (llama.folder, name) not in _kept:
+        _kept[llama.folder, name] = learnt(llama.train(name, *place, DROPPED))
+    path = llama.train(name, *place, DROPPED, *RECOMPUTE[how])
+    assert learnt(path) == _kept[llama.folder, name]
+    assert distributed(path)["recomputed_layers"] == ("2 of 4" if how == "ratio" else "4 of 4")
+
+
+BF16 = ["train.bf16=true"]
+BF16_LORA = [*BF16, "train.model_init_kwargs={dtype: bfloat16}"]
+
+
+def precisions() -> list[Any]:
+    names = ["fsdp2", "fsdp1", "hsdp", "tp", "cp", "ddp", "zero3"]
+    pairs = [(name, trained) for name in names for trained in ("lora", "full")]
+    return [pytest.param(*pair, marks=[] if pair == ("fsdp2", "lora") else [pytest.mark.jobs]) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "trained"), precisions())
+def test_a_loss_in_bf16_is_that_of_float32_arithmetic(llama: Bench, name: str, trained: str) -> None:
+    """On the same bf16 weights, before the first update and after; cast to bfloat16 a loss of 8 has steps of 0.06.
+
+    FSDP sums the gradients of adapters in float32, of all parameters as accelerate does.
+    """
+    more = FULL if trained == "full" else []
+    path = llama.train(name, *place_of(llama, name), *more, *(BF16 if more else BF16_LORA))
+    alone = llama.alone(*more)
+    losses, expected = ([e["loss"] for e in events(run, "step")] for run in (path, alone))
+    # Adam's step is as large as its rate however small the gradient: what full training has learnt by then is its own.
+    assert losses[:2] == pytest.approx(expected[:2], rel=LOSS_BF16)
+    [found], [wanted] = events(path, "eval"), events(alone, "eval")
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=LOSS_BF16 if trained == "lora" else 1e-3)
+    assert distributed(path)["reduce_dtype"] == (
+        None if name in ("ddp", "zero3") else "bfloat16" if trained == "full" else "float32"
+    )
+
+
+LOSS_BF16 = 1e-4
+"""Relative: products in bfloat16 are right to 8 bits each, and their errors average out over 100 tokens (measured: 1e-5)."""
+
+
+@pytest.mark.jobs
+def test_gradients_are_summed_in_the_type_that_the_recipe_says(llama: Bench) -> None:
+    """Over ranks and over micro batches; the head, which TRL never calls, among them."""
+    ranks, accelerate, _ = STRATEGIES["fsdp2"]
+    path = llama.train("fsdp2", ranks, accelerate, *FULL, *BF16, "reduce_dtype=float32")
+    alone = llama.alone(*FULL)
+    assert distributed(path)["reduce_dtype"] == "float32"
+    losses, expected = ([e["loss"] for e in events(run, "step")] for run in (path, alone))
+    assert losses[:2] == pytest.approx(expected[:2], rel=LOSS_BF16)
 
 
 def sizes(accelerate: Mapping[str, Any]) -> dict[str, int]:
