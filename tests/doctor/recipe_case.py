@@ -50,7 +50,7 @@ RECIPE: dict[str, Any] = {
     },
     "train": {
         "global_batch_size": 32, "per_device_train_batch_size": 4, "assistant_only_loss": True, "save_steps": 40,
-        "eval_steps": 100, "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "bfloat16"},
+        "eval_steps": 100, "model_init_kwargs": {"dtype": "bfloat16"},
     },
     "slurm": {"nodes": 1, "gpus_per_node": 8, "time": "24:00:00"},
     "expect": {"hours": 1.0, "steps": 157, "ifeval": {"prompt_level_strict_acc": 0.7}},

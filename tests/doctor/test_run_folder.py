@@ -109,7 +109,10 @@ def test_without_a_run_dir_the_one_of_submit_is_looked_at(tmp_path: Path) -> Non
     folder = default_run_dir(resolve(recipe), tmp_path / "runs")
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    done = run("doctor", str(recipe), "--cluster", "rno-rtxpro6000", "--json", cwd=tmp_path)
+    cluster = yaml.safe_load((REPO / "ops" / "clusters" / "rno-rtxpro6000.yaml").read_text())
+    cluster["storage"]["runs"] = str(tmp_path / "runs")
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
+    done = run("doctor", str(recipe), "--cluster", str(tmp_path / "here.yaml"), "--json", cwd=tmp_path)
     assert [item["where"] for item in done.json["findings"] if item["rule"] == "run-of-another-recipe"] == [str(folder)]
 
 
