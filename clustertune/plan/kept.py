@@ -85,7 +85,7 @@ class Kept:
         for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them anew."""
         attention = kind.attention
         plan = self.shape.strategy
-        copies = 2 if plan.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
+        copies = 2 if self.shape.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
         wide = attention.heads * (attention.qk_dim + attention.v_dim * copies)
         return wide + (attention.heads if self.repeats else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
 

@@ -122,7 +122,7 @@ def make_plan(
     used = chosen or read_strategy(resolved)
     used, more = real_length(used, lengths)
     check_room(resolved, used, machine)
-    shape = make_shape(resolved, replace(used, cudnn_attention=machine.has_cudnn_attention))
+    shape = make_shape(resolved, used, machine)
     one = step(shape, machine, constants)
     found = memory.moments(shape, constants)
     beside = memory.reserved(max(moment.bytes for moment in found), constants)
@@ -152,7 +152,7 @@ def read_strategy(resolved: Resolved) -> Strategy:
     return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
 
 
-def make_shape(resolved: Resolved, used: Strategy) -> Shape:
+def make_shape(resolved: Resolved, used: Strategy, machine: Machine | None = None) -> Shape:
     """Count the model and divide it. Raises UserError where the architecture is none that can be counted exactly."""
     counted = count(resolved.architecture)
     if counted is None:
@@ -171,7 +171,8 @@ def make_shape(resolved: Resolved, used: Strategy) -> Shape:
     targets = (lora or {}).get("target_modules") or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
-    return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout)
+    cudnn = machine is not None and machine.has_cudnn_attention
+    return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout, cudnn)
 
 
 def _all_linear(counted: Any) -> tuple[str, ...]:

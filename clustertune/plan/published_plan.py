@@ -44,8 +44,8 @@ def case(run: PublishedRun) -> Case:
     assert counted is not None, run.model
     adapters, rank, targets = _lora(run, architecture)
     found = _machine(run)
-    used = replace(_strategy(run), cudnn_attention=found.has_cudnn_attention)
-    return Case(run, Shape(counted, used, adapters or counted.total, adapters, rank, targets), found)
+    shape = Shape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
+    return Case(run, replace(shape, cudnn_attention=found.has_cudnn_attention), found)
 
 
 def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tuple[str, ...]]:

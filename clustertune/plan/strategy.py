@@ -127,9 +127,6 @@ class Strategy:
     """The program's own variable keeps the logits through the backward pass (``logits = model(...).logits`` in a loop)."""
     half_loss: bool = False
     """The cross-entropy is computed on 16-bit logits as they are, without a float32 copy."""
-    cudnn_attention: bool = False
-    """Under a mask sdpa may run in cuDNN's kernel, and attention's output is kept twice: in IDRIS's runs on H100 and GB200 by
-    0.078 GiB (8,192 tokens of 5,120 elements) in each layer that was not recomputed, on A100 not at all."""
     whole_forward: bool = False
     """The loss takes a forward pass with whole logits, and its metrics a second one without gradient."""
 

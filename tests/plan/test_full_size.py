@@ -59,9 +59,7 @@ def predict(model: str, recomputed: int, loop: bool) -> list[memory.Moment]:
     counted = count(architecture(model))
     assert counted is not None
     run = published_run("idris-h100-72b").model_copy(update={"compiled": False, "checkpointed": recomputed / LAYERS})
-    used = replace(
-        published_case(run).shape.strategy, cudnn_attention=False, half_loss=loop, holds_logits=loop, ends_apart=not loop
-    )
+    used = replace(published_case(run).shape.strategy, half_loss=loop, holds_logits=loop, ends_apart=not loop)
     return memory.moments(Shape(counted, used, counted.total, 0), Constants())
 
 
