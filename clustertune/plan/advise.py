@@ -68,7 +68,8 @@ def advise(
 
     Raises UserError where the architecture cannot be counted.
     """
-    search = _Search(make_shape(source.resolved, read_strategy(source.resolved)), machine, constants, lengths, goal)
+    shape = make_shape(source.resolved, read_strategy(source.resolved), machine)
+    search = _Search(shape, machine, constants, lengths, goal)
     best: dict[str, Option] = {}
     refused: dict[str, str] = {}
     searched = 0

@@ -58,7 +58,7 @@ class Constants:
     """The same where AdamW is one kernel (adamw_torch_fused): clipping, then 16 read and 12 written."""
     overlap_loss: float = 0.13
     """Share of the shorter of two things at once (computing, communicating) that still adds to the time. Fitted."""
-    kept_compiled_hidden: float = 7.3
+    kept_compiled_hidden: float = 6.3
     """Elements of the hidden size that a layer keeps per token for backward, compiled; beside them queries, keys, values and
     output of attention. Fitted to the 17 runs' peaks."""
     kept_compiled_inner: float = 3.0
@@ -66,9 +66,6 @@ class Constants:
     kept_dropout: float = 2.0
     """Elements per input of each adapted module that LoRA's dropout keeps: its mask and what it lets through. Counted on a CPU;
     on a GPU the mask is a byte, and it is 1.5."""
-    logit_bytes: float = 7.0
-    """Bytes per token and vocabulary entry at a compiled loss that is not fused. Fitted to the 17 runs' peaks; without a
-    compiler they are counted (memory.py)."""
     fragmentation: float = 0.03
     """What the caching allocator reserves beyond its tensors, as a share. Assumed."""
     context_gib: float = 1.6

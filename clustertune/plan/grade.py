@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from clustertune.plan.calibration import Observation, fit, solve
 from clustertune.plan.constants import Constants
+from clustertune.plan.predict import step_range
 from clustertune.plan.published import PublishedRun, published_runs
 from clustertune.plan.published_plan import Case, case
 
@@ -34,12 +35,18 @@ class Row:
     published_s: float
     predicted_gib: float | None
     published_gib: float | None
+    range_s: tuple[float, float]
+    """What a plan prints: four of five runs should lie in it."""
     note: str = ""
 
     @property
     def error(self) -> float:
         """Of the step time, as a share; positive: predicted too slow."""
         return self.predicted_s / self.published_s - 1
+
+    @property
+    def in_range(self) -> bool:
+        return self.range_s[0] <= self.published_s <= self.range_s[1]
 
     @property
     def memory_error(self) -> float | None:
@@ -89,7 +96,9 @@ def row(one: Case, constants: Constants, note: str = "") -> Row:
     published = one.run.seconds
     assert published is not None
     peak = one.peak(constants) / 2**30 if one.run.peak_gib is not None else None
-    return Row(one.run, one.step(constants).seconds, published, peak, one.run.peak_gib, note)
+    found = one.step(constants)
+    low, high = (found.seconds * share for share in step_range(one.shape, one.machine, constants, found))
+    return Row(one.run, found.seconds, published, peak, one.run.peak_gib, (low, high), note)
 
 
 def observation(one: Case, *, memory: bool = False) -> Observation:
@@ -137,7 +146,8 @@ def flows() -> list[Flow]:
         ("NeMo's HFAutoModel", ["idris-nemo"]),
         ("Ethernet", ["nebius"]),
     ):
-        found.append(Flow(name, "as shipped", [row(c, Constants()) for c in cases(sets)], None))
+        what = "nothing: the 8.0 GB/s of its link come from this very run" if name == "Ethernet" else "as shipped"
+        found.append(Flow(name, what, [row(c, Constants()) for c in cases(sets)], None))
     return found
 
 

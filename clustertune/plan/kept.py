@@ -84,7 +84,9 @@ class Kept:
         """Elements of queries, keys, values and attention's output. Under a mask the keys and values of a group are repeated
         for each of its heads (transformers/integrations/sdpa_attention.py, use_gqa_in_sdpa); a compiler repeats them anew."""
         attention = kind.attention
-        wide = attention.heads * (attention.qk_dim + attention.v_dim)
+        plan = self.shape.strategy
+        copies = 2 if self.shape.cudnn_attention and plan.attention == "sdpa" and (plan.compiled or self.masked) else 1
+        wide = attention.heads * (attention.qk_dim + attention.v_dim * copies)
         return wide + (attention.heads if self.repeats else attention.kv_heads) * (attention.qk_dim + attention.v_dim)
 
     @property
@@ -150,5 +152,5 @@ class Kept:
 
     def working(self, kind: LayerKind) -> float:
         """Gradients on their way through the widest part of a layer: of the product, of the activation and of up, less the
-        product itself, which is gone."""
-        return 2.0 * self.width * kind.inner / self.shape.strategy.tp
+        product itself, which is gone; and that of the residual sum."""
+        return 2.0 * self.width * kind.inner / self.shape.strategy.tp + self.stream * self.shape.counted.hidden

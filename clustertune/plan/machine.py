@@ -75,6 +75,11 @@ class Machine:
     notes: tuple[str, ...] = ()
     """What a person should know about these figures."""
 
+    @property
+    def has_cudnn_attention(self) -> bool:
+        """Whether sdpa may take cuDNN's kernel under a mask."""
+        return self.generation in ("hopper", "blackwell")
+
 
 def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | None = None) -> Machine:
     """The machine of a cluster.

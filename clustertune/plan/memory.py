@@ -1,8 +1,8 @@
 """Memory of one GPU by part and by moment. The largest moment is the peak.
 
 What rests and what is kept for backward is counted (kept.py); what comes and goes in between (weights gathered from other
-ranks, gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks:
-see tests/plan/test_measured_memory.py.
+ranks, gradients on their way to them, the loss) was followed, storage by storage, through steps of small models on two ranks
+(tests/plan/test_measured_memory.py) and of layers of the real size on 64 ranks of fake tensors (tests/plan/test_full_size.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
 from clustertune.plan.kept import FULL, HALF, Kept
 from clustertune.plan.policy import Policy
@@ -37,7 +38,7 @@ def moments(shape: Shape, constants: Constants) -> list[Moment]:
     """The moments at which memory can be largest, in the order of a step."""
     memory = _Memory(shape, constants)
     resting = [memory.weights(), memory.trained_copy(), memory.states()]
-    update = [*resting, memory.gradients(1.0), memory.update()]
+    update = [*resting, memory.gradients(1.0), memory.update(), memory.held_logits()]
     named = {
         "end of the forward pass, at the loss": _largest(resting, memory.at_loss()),
         "backward pass": _largest(resting, memory.backward()),
@@ -111,19 +112,20 @@ class _Memory:
         return [[*around, *forward], [*around, *back]]
 
     def backward(self) -> list[list[Term]]:
-        """Beginning and end of the last layer's turn (the first one back), of the second one's and the first one's; the end."""
+        """Beginning and end of a layer's turn: of the last layer (the first one back); of the one before it, when the gradients
+        of the last one are on their way while the inputs of all others are still kept; of the first two. Then the end."""
         layers = self.shape.layers
         found = []
-        working = self.shape.tokens * max(self.kept.working(kind) for kind in self.shape.counted.layers)
-        for index in sorted({max(0.0, layers - 1), min(1.0, layers - 1), 0.0}, reverse=True):
+        working = max(self.shape.tokens * self.kept.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
+        for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
             common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.cast_weights(1 - done)]
+            common.append(self.held_logits())
             common += [*self.gathered_in_backward(index), self.in_flight(index)]
             begin = Term("buffers", working, BYTES, "gradients inside the layer at work: {size} B", {"size": working})
             found.append([*common, *self.activations((index + 1) / layers), *self.recomputed(index), begin])
             found.append([*common, *self.activations(index / layers), self.whole_gradients()])
-        found.append([self.gradients(1.0), *self.root_gradients()])
-        return found
+        return [*found, *([self.gradients(1.0), self.held_logits(), *terms] for terms in self.root_gradients())]
 
     # -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -278,12 +280,23 @@ class _Memory:
             count = self.layer_trained if not last else 0.0 if plan.lora or not plan.ends_apart else self.head
         if split and not plan.lora and not plan.ends_apart:
             waiting = self.head
-        values = {"count": count, "bytes": plan.reduce_bytes, "waiting": waiting, "width": self.kept.width}
-        text = "{count} gradients in reduction x {bytes} B + {waiting} of the root waiting x {width} B"
-        return Term("buffers", count * plan.reduce_bytes + waiting * self.kept.width, BYTES, text, values)
+        return self._reducing(count, waiting)
 
-    def root_gradients(self) -> list[Term]:
-        """The end: the embedding's gradient, or FSDP1's root with all of its gradients and their common row."""
+    def _reducing(self, count: float, waiting: float = 0.0) -> Term:
+        size, width = self.shape.strategy.reduce_bytes, self.kept.width
+        values = {"count": count, "bytes": size, "waiting": waiting, "width": width}
+        text = "{count} gradients in reduction x {bytes} B + {waiting} of the root waiting x {width} B"
+        return Term("buffers", count * size + waiting * width, BYTES, text, values)
+
+    def _down_gradient(self, kind: LayerKind) -> float:
+        """Bytes of the first weight gradient of a layer's turn, which is there while the feed-forward's widest rows are."""
+        plan = self.shape.strategy
+        down = (linear for linear in kind.linears if linear.name.endswith("down_proj") and not plan.lora)
+        return sum(linear.parameters / plan.tp / (plan.ep if linear.copies > 1 else 1) for linear in down) * self.kept.width
+
+    def root_gradients(self) -> list[list[Term]]:
+        """The end: the embedding's gradient, or the root's with the head's. FSDP1 joins them into one row; FSDP2 gives its
+        weights back and copies them for their reduction (torch, _fsdp_collectives.py, foreach_reduce)."""
         plan, shape = self.shape.strategy, self.shape
         if plan.lora or plan.gradient_shards == 1 or not plan.kind.startswith("FSDP"):
             return []
@@ -291,7 +304,8 @@ class _Memory:
         copies = 2.0 if plan.kind == "FSDP1" else 1.0
         values = {"copies": copies, "count": count, "bytes": self.kept.width}
         own = Term("gradients", copies * count * self.kept.width, BYTES, "{copies} x {count} of the root x {bytes} B", values)
-        return [own, self._ends(count), self.in_flight(0.0)]
+        before = [own, self._ends(count), self._reducing(self.layer_trained if plan.kind == "FSDP2" else 0.0)]
+        return [before] if plan.kind == "FSDP1" else [before, [own, self._reducing(count)]]
 
     # -- activations ------------------------------------------------------------------------------------------------------
 
@@ -339,19 +353,29 @@ class _Memory:
     # -- the loss and the update ------------------------------------------------------------------------------------------
 
     def logits(self, *, back: bool) -> Term:
-        """Logits with their float32 copy and log-softmax, or that with its gradient twice; of a loss in tiles one tile."""
+        """Logits with their float32 copy and log-softmax, or that with its gradient twice; of a loss in tiles one tile. Without
+        a float32 copy, or where a compiler fuses it: logits and log-softmax, then a gradient of each, in 16 bits."""
         plan, shape = self.shape.strategy, self.shape
         if plan.fused_loss:
             rows = min(shape.tokens, TILE_TOKENS) if plan.tiled_loss else 0.0
             values = {"rows": rows, "entries": TILE_ENTRIES, "bytes": self.kept.width}
             size = rows * TILE_ENTRIES * self.kept.width
             return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
-        entries, size = shape.counted.vocabulary / plan.tp, self.constants.logit_bytes
-        if not plan.compiled:
-            size = 3 * FULL if back else 2 * FULL + (HALF if self.kept.width == HALF else 0)
+        entries, half = shape.counted.vocabulary / plan.tp, self.kept.width == HALF
+        size = 3 * FULL if back else 2 * FULL + (HALF if half else 0)
+        if half and (plan.compiled or plan.half_loss):
+            size = (4 if back else 3) * HALF
         values = {"tokens": shape.tokens, "entries": entries, "bytes": size}
         text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B"
         return Term("logits", size * entries * shape.tokens, BYTES, text, values)
+
+    def held_logits(self) -> Term:
+        """A loop's own variable keeps the logits until the next forward pass has new ones."""
+        plan, shape = self.shape.strategy, self.shape
+        entries = shape.counted.vocabulary / plan.tp if plan.holds_logits else 0.0
+        values = {"tokens": shape.tokens, "entries": entries, "bytes": self.kept.width}
+        text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B, held by the program through the backward pass"
+        return Term("logits", shape.tokens * entries * self.kept.width, BYTES, text, values)
 
     def head_gradient(self) -> Term:
         """TRL's tiles add up the head's gradient, whole, in float32, and cast it at the end; that of the rows likewise."""

@@ -18,7 +18,7 @@ from clustertune.plan.machine import Machine
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
-from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, Strategy, strategy
+from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, Strategy, strategy
 from clustertune.plan.term import Term
 
 GIB = 2**30
@@ -122,12 +122,12 @@ def make_plan(
     used = chosen or read_strategy(resolved)
     used, more = real_length(used, lengths)
     check_room(resolved, used, machine)
-    shape = make_shape(resolved, used)
+    shape = make_shape(resolved, used, machine)
     one = step(shape, machine, constants)
     found = memory.moments(shape, constants)
     beside = memory.reserved(max(moment.bytes for moment in found), constants)
     around = schedule(resolved, shape, machine, constants, lengths)
-    low, high = _range(shape, machine, constants, one) if sure else (1.0, 1.0)
+    low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     return Plan(
         resolved, machine, constants, shape, one, found, beside, around, host_parts(resolved, shape), lengths, low, high, notes
@@ -139,7 +139,8 @@ def read_strategy(resolved: Resolved) -> Strategy:
     told, used = resolved.recipe.plan, strategy(resolved)
     if told.whole_logits:
         notes = tuple(note for note in used.notes if note != FUSED_LOSS)
-        used = replace(used, fused_loss=False, notes=(*notes, "plan.whole_logits: the logits are in memory as a whole"))
+        # As in TRL before 1.16 with its accelerate, and in loops like IDRIS's: the root keeps embedding and head gathered.
+        used = replace(used, fused_loss=False, ends_apart=False, holds_logits=True, notes=(*notes, WHOLE_LOGITS))
     if told.overlap_tp:
         used = replace(used, overlap_tp=True)
     if told.reduce_dtype is not None:
@@ -151,7 +152,7 @@ def read_strategy(resolved: Resolved) -> Strategy:
     return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
 
 
-def make_shape(resolved: Resolved, used: Strategy) -> Shape:
+def make_shape(resolved: Resolved, used: Strategy, machine: Machine | None = None) -> Shape:
     """Count the model and divide it. Raises UserError where the architecture is none that can be counted exactly."""
     counted = count(resolved.architecture)
     if counted is None:
@@ -170,7 +171,8 @@ def make_shape(resolved: Resolved, used: Strategy) -> Shape:
     targets = (lora or {}).get("target_modules") or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
-    return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout)
+    cudnn = machine is not None and machine.has_cudnn_attention
+    return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout, cudnn)
 
 
 def _all_linear(counted: Any) -> tuple[str, ...]:
@@ -228,19 +230,24 @@ def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:
         raise UserError(problems)
 
 
-SPREAD = {"compute": 0.10, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03, "offload": 0.25}
-"""Standard deviation of what each part of the model may be off, as a share: the held-out errors of docs/results/planner.md,
-rounded up; ``measured`` and ``calibrated`` replace the nominal ones where a figure is known. ``offload`` is assumed, as the
-speeds are that it is of."""
+SPREAD = {
+    "compute": 0.10, "fp8": 0.22, "experts": 0.40, "intra": 0.15, "inter": 0.25, "measured": 0.06, "calibrated": 0.03,
+    "offload": 0.25,
+}  # fmt: skip
+"""Standard deviation of what each part of the model may be off, as a share: the errors of docs/results/planner.md by class,
+rounded up; ``fp8`` (and Megatron-Core) and ``experts`` replace ``compute``, ``measured`` and ``calibrated`` the nominal ones
+where a figure is known. ``offload`` is assumed, as the speeds are that it is of."""
 QUANTILE = 1.28
 """Of the normal distribution: 80 % lie within."""
 
 
-def _range(shape: Shape, machine: Machine, constants: Constants, one: Step) -> tuple[float, float]:
-    """Each part moved by its own uncertainty, the effects added as independent."""
-    seconds = one.seconds
+def step_range(shape: Shape, machine: Machine, constants: Constants, one: Step) -> tuple[float, float]:
+    """Shares of a step's seconds: each part moved by its own uncertainty, the effects added as independent."""
+    seconds, plan = one.seconds, shape.strategy
+    experts = any(linear.copies > 1 for kind in shape.counted.layers for linear in kind.linears)
+    kind = "experts" if experts else "fp8" if plan.compute == "fp8" or plan.kind == "Megatron" else "compute"
     spread = {
-        "compute_scale": SPREAD["compute"],
+        "compute_scale": SPREAD[kind],
         "intra_scale": SPREAD["measured" if machine.intra.source == "measured" else "intra"],
         "inter_scale": SPREAD["measured" if machine.inter.source == "measured" else "inter"],
     }

@@ -43,8 +43,9 @@ def case(run: PublishedRun) -> Case:
     counted = count(architecture)
     assert counted is not None, run.model
     adapters, rank, targets = _lora(run, architecture)
+    found = _machine(run)
     shape = Shape(counted, _strategy(run), adapters or counted.total, adapters, rank, targets)
-    return Case(run, shape, _machine(run))
+    return Case(run, replace(shape, cudnn_attention=found.has_cudnn_attention), found)
 
 
 def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tuple[str, ...]]:
@@ -95,4 +96,5 @@ def _strategy(run: PublishedRun) -> Strategy:
         state_bytes=moments + (4 if run.kind == "Megatron" and trained_full else 0), master_in_weights=master,
         offload_params="none", offload_optimizer="none", sequence_parallel=run.sequence_parallel, fused_loss=run.fused_loss,
         notes=(), compute=run.compute_dtype, overlap_tp=run.overlap_tp, reduce_each=run.reduce_each,
+        half_loss=run.half_loss, holds_logits=run.holds_logits,
     )  # fmt: skip

@@ -24,6 +24,7 @@ FUSED_LOSS = (
     "TRL 1.16 computes the loss in tiles of the output head: logits are never whole (trl/trainer/utils.py:1548); other "
     "trainers and TRL before its fused head keep them"
 )
+WHOLE_LOGITS = "plan.whole_logits: the program holds all logits through the backward pass, and embedding and head stay gathered"
 WHOLE_LOSS = (
     "train.label_smoothing_factor: TRL holds all logits at once, and computes each forward pass a second time for its metrics "
     "(trl/trainer/sft_trainer.py:1601)"
@@ -122,6 +123,10 @@ class Strategy:
     """What recomputed layers keep beside their input: ``activation_checkpointing.save``."""
     liger: bool = False
     """Norms, rotary embeddings and gates are Liger's kernels, each one pass over its rows."""
+    holds_logits: bool = False
+    """The program's own variable keeps the logits through the backward pass (``logits = model(...).logits`` in a loop)."""
+    half_loss: bool = False
+    """The cross-entropy is computed on 16-bit logits as they are, without a float32 copy."""
     whole_forward: bool = False
     """The loss takes a forward pass with whole logits, and its metrics a second one without gradient."""
 

@@ -68,7 +68,8 @@ def _rows(plan: Plan, price: Price | None) -> list[tuple[str, str]]:
         ),
         (
             "step",
-            f"{quantity(seconds, 's')} ({seconds * low:.3g} to {seconds * high:.3g}), {plan.shape.step_tokens:,} tokens",
+            f"{quantity(seconds, 's')} (four of five runs: {seconds * low:.3g} to {seconds * high:.3g}), "
+            f"{plan.shape.step_tokens:,} tokens",
         ),
         ("throughput", f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world:,.0f} per GPU"),
         ("utilisation", f"MFU {plan.utilisation(hardware=False):.1%}, HFU {plan.utilisation(hardware=True):.1%}"),

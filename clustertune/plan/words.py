@@ -11,6 +11,12 @@ from clustertune.plan.machine import Link
 from clustertune.plan.predict import GIB, Plan
 from clustertune.plan.term import Term, number, quantity
 
+RANGE = (
+    "the range is how far the model was off on published runs, computing and links apart: four of five lie in it. It is of "
+    "the step alone, without loading, evaluations and checkpoints, at the bandwidth above: a slower link and other jobs' "
+    "traffic are not in it"
+)
+
 
 def parts(plan: Plan) -> dict[str, float]:
     """Seconds of one optimizer step by part, what comes now and then spread over the steps."""
@@ -109,7 +115,7 @@ def assumptions(plan: Plan) -> list[str]:
     else:
         found.append(f"{plan.schedule.steps:,} steps: {plan.schedule.steps_why}")
     found.append(f"storage: {machine.storage_note}")
-    return [*found, _recomputed(plan), *machine.notes, *plan.notes]
+    return [*found, _recomputed(plan), RANGE, *machine.notes, *plan.notes]
 
 
 def _recomputed(plan: Plan) -> str:

@@ -136,7 +136,8 @@ def measure(root: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str,
 def predict(folder: Path, case: dict[str, Any]) -> list[memory.Moment]:
     """The plan's moments for a case; a row that one conversation fills needs no mask."""
     resolved = resolve(folder)
-    used = read_strategy(resolved)
+    # Here the program is the project's own but for its loss: accelerate's sharding, and nothing holds the logits.
+    used = replace(read_strategy(resolved), ends_apart=case.get("kind", "FSDP2") == "FSDP2", holds_logits=False)
     if len(case.get("lengths", "abc")) == 1:
         used = replace(used, isolated=False)
     return memory.moments(make_shape(resolved, used), Constants())

@@ -141,12 +141,18 @@ def test_what_makes_activations_larger() -> None:
 
 
 def test_logits_are_whole_only_where_no_loss_in_tiles_is_used() -> None:
-    """Tokens x vocabulary, divided by tensor parallelism; compiled by the constant, else more."""
+    """Tokens x vocabulary, divided by tensor parallelism: logits, log-softmax and a gradient of each, more where float32 copies
+    are made; a program that holds its logits has them in the backward pass and at the update too."""
     entries = TOKENS * VOCABULARY
-    whole = parts(shape(fused_loss=False), LOSS, logit_bytes=7.0)["logits"]
-    assert whole == pytest.approx(entries * 7)
-    assert parts(shape(fused_loss=False, tp=2), LOSS, logit_bytes=7.0)["logits"] == pytest.approx(entries * 7 / 2)
-    assert parts(shape(fused_loss=False, compiled=False), LOSS)["logits"] > whole
+    whole = parts(shape(fused_loss=False), LOSS)["logits"]
+    assert whole == pytest.approx(entries * 8)
+    assert parts(shape(fused_loss=False, tp=2), LOSS)["logits"] == pytest.approx(entries * 8 / 2)
+    assert parts(shape(fused_loss=False, compiled=False, half_loss=True), LOSS)["logits"] == pytest.approx(whole)
+    assert parts(shape(fused_loss=False, compiled=False), LOSS)["logits"] == pytest.approx(entries * 12)
+    for moment in (BACKWARD, UPDATE):
+        held = parts(shape(fused_loss=False, holds_logits=True), moment)
+        assert held["logits"] == pytest.approx(entries * 2)
+        assert "logits" not in parts(shape(fused_loss=False), moment)
     many = {"micro_batch": 64, "sequence": 4096}
     tiled, plain = (parts(shape(**many, fused_loss=fused), LOSS).get("logits", 0.0) for fused in (True, False))
     assert tiled < plain / 10

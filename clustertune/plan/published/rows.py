@@ -123,6 +123,10 @@ class PublishedRun(Section):
     attention: Literal["sdpa", "flash", "eager"] = "sdpa"
     fused_loss: bool = False
     """The logits are never whole."""
+    half_loss: bool = False
+    """The cross-entropy takes bf16 logits as they are."""
+    holds_logits: bool = False
+    """The loop's variable keeps them through the backward pass."""
 
     weight_dtype: Dtype
     """As stored between uses."""
