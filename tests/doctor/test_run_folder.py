@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
 
 from clustertune.chain import default_run_dir
 from clustertune.config.resolve import resolve
