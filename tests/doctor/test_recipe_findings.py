@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def test_the_shipped_recipes(tmp_path: Path) -> None:
-    """The tiny one is clean. Of the 405B one only what is true is said: its source packs under sdpa, and saved every 20 steps of 9 minutes."""
+    """The tiny one is clean. Of the 405B one only what is true is said: it packs under sdpa, and saves every 20 steps of 9 minutes."""
     quiet = {"NLTK_DATA": str(tmp_path), "HF_HOME": "/pool/hf_cache"}
     tiny = recipe_findings(
         resolve("tiny-oasst2"), load_cluster("rno-rtxpro6000"), None, environment=quiet, env_file=tmp_path / ".env"
@@ -31,8 +31,8 @@ def test_the_shipped_recipes(tmp_path: Path) -> None:
         resolve("llama405b-oasst2"), load_cluster("rno-rtxpro6000"), None, environment=quiet, env_file=tmp_path / ".env"
     )
     assert {item.rule for item in large if item.status == WARN} == {
-        "eval-gpus", "gated-model", "loss-on-all-tokens", "model-absent", "recipe-doubtful", "saves-seldom", "small-micro-batch",
-        "weights-on-network",
+        "eval-gpus", "gated-model", "loss-on-all-tokens", "model-absent", "recipe-doubtful", "saves-seldom",
+        "small-micro-batch", "weights-on-network",
     }  # fmt: skip
     assert [item for item in large if item.status == FAIL] == []
 
