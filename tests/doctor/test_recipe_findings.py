@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def test_the_shipped_recipes(tmp_path: Path) -> None:
-    """The tiny one is clean. Of the 405B one only what is true is said: packed under sdpa, saved every 20 steps of 9 minutes."""
+    """The tiny one is clean. Of the 405B one only what is true is said: packed under sdpa, saved every 20 steps."""
     quiet = {"NLTK_DATA": str(tmp_path), "HF_HOME": "/pool/hf_cache"}
     tiny = recipe_findings(
         resolve("tiny-oasst2"), load_cluster("rno-rtxpro6000"), None, environment=quiet, env_file=tmp_path / ".env"
