@@ -91,7 +91,9 @@ def check(advice: Advice, source: Source, place: Machine, lengths: Lengths | Non
         arguments = named[option.candidate.family]
         again = resolve(source.resolved.folder, arguments, tiny=source.resolved.tiny)
         plan = make_plan(again, place, lengths=lengths, sure=False)
-        expected = replace(option.strategy, notes=(), sequence=plan.strategy.sequence)
+        expected = replace(
+            option.strategy, notes=(), sequence=plan.strategy.sequence, conversation=plan.strategy.conversation
+        )  # both follow from the lengths
         assert asdict(replace(plan.strategy, notes=())) == asdict(expected), (option.candidate.family, arguments)
         assert plan.step.seconds == pytest.approx(option.step_s, rel=1e-9), option.candidate.family
         assert plan.needed == pytest.approx(option.needed, rel=1e-9), option.candidate.family
