@@ -28,6 +28,9 @@ with the pin, and what is made from the pins, which tests/containers/ holds to t
 COMES_WITH = {"pyarrow": "datasets, which names the versions that it reads and writes"}
 """Packages that are imported here and pinned by the one that brings them."""
 
+PEERS = {"flash_attn", "litgpt", "lightning"}
+"""What ``make gpu-check`` compares with where it is installed. Nothing here needs it."""
+
 
 def normal(name: str) -> str:
     """A package's name as indexes compare it (PEP 503)."""
@@ -177,7 +180,7 @@ def unpinned(source: str, pins: dict[str, str]) -> set[str]:
             names |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
-    foreign = names - set(sys.stdlib_module_names) - {"clustertune", "tests"} - set(COMES_WITH)
+    foreign = names - set(sys.stdlib_module_names) - {"clustertune", "tests", "tools"} - set(COMES_WITH) - PEERS
     return {name for name in foreign if not any(normal(found) in pins for found in brought_by().get(name, ()))}
 
 

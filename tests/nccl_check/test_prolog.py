@@ -65,7 +65,7 @@ def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
     found = prolog.run(place, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
     assert time.monotonic() - began < 60 + 20
-    assert found.status in (health.PASS, health.WARN), found
+    assert found.status == health.UNKNOWN and "NCCL was not touched" in found.headline, found
     assert found.file == tmp_path / "1-0-2" / "result.json"
 
 

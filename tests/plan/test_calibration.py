@@ -193,12 +193,12 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_range_is_what_the_calibration_left(tmp_path: Path) -> None:
     """A factor that contradicting runs leave at 20 % must not be told as known to 3 %."""
     from clustertune.plan.grade import cases
-    from clustertune.plan.predict import _range
+    from clustertune.plan.predict import step_range
 
     one = cases(["nebius"])[-1]  # bound by the network between nodes
     widths = []
     for deviation in (0.03, 0.2):
         constants = replace(Constants(), calibrated=("inter_scale",), deviation={"inter_scale": deviation})
-        low, high = _range(one.shape, one.machine, constants, one.step(constants))
+        low, high = step_range(one.shape, one.machine, constants, one.step(constants))
         widths.append(high - low)
     assert widths[1] > 3 * widths[0]

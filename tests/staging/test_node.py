@@ -43,7 +43,7 @@ def begin(tmp_path: Path) -> Begin:
         manifest.write_durably(
             run.run_json, json.dumps({"recipe": resolved.as_dict(), "cluster": cluster.model_dump(mode="json")})
         )
-        for folder, kind in ((run.local_model("tiny-llama"), "model"), (run.data, "dataset")):
+        for folder, kind in ((run.local_model("tiny-llama"), "model"), (run.tokens, "tokens")):
             fill(folder, {"one": MIB, "two": 300})
             manifest.seal(folder, kind, {})
         return run
@@ -66,7 +66,7 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
     with node.staged(run.path, plan(), 0):
         near = node.places(run.attempt(1), 0)
         assert same(near["model"], run.local_model("tiny-llama")) and near["model"].name == "tiny-llama"
-        assert same(near["data"], run.data) and near["data"].is_relative_to(tmp_path / "local")
+        assert same(near["data"], run.tokens) and near["data"].is_relative_to(tmp_path / "local")
         bench = Bench(tmp_path / "local")
         assert not any(bench.shelf.remove(tree.key, tree, print, "") for tree in bench.shelf.trees())
     body = record(run)

@@ -15,6 +15,8 @@ from clustertune import manifest
 from clustertune.chain import open_run
 from clustertune.checkpoint.store import newest_whole, verify
 from clustertune.config.resolve import resolve
+from clustertune.data import tokens
+from clustertune.data.tokenizer import load_tokenizer
 from clustertune.errors import UserError
 from tests.command import REPO, events
 from tests.training.forked import Forge
@@ -59,6 +61,9 @@ class Bench:
         open_run(resolved, path, ["test"]).write_own_files(resolved)
         for part in ("data", "model"):
             shutil.copytree(self.prepared / part, path / part)
+        # The rows of what this run asks for; its tokens are those of the copy.
+        source = str(next((path / "model").iterdir()))
+        tokens.make(path / "data", load_tokenizer(source, None, resolved.chat_template, resolved.train_args), resolved.train_args)
         return path
 
     def zero(self, name: str, *more: str, ranks: int = 2) -> Path:
