@@ -212,7 +212,8 @@ class Session:
 
         Raises UserError on all ranks where one sees a damaged file. :meth:`compared` gives the verdict on the weights.
         """
-        manifest.require_whole(data, self.group)
+        for part in (RunDir(self.run_path).data, data):  # the conversations, and the tokens that were made of them
+            manifest.require_whole(part, self.group)
         if base is None:
             return
         problems: list[Problem] = []
