@@ -62,8 +62,8 @@ class Bench:
         for part in ("data", "model"):
             shutil.copytree(self.prepared / part, path / part)
         # The rows of what this run asks for; its tokens are those of the copy.
-        source = str(next((path / "model").iterdir()))
-        tokens.make(path / "data", load_tokenizer(source, None, resolved.chat_template, resolved.train_args), resolved.train_args)
+        args, source = resolved.train_args, str(next((path / "model").iterdir()))
+        tokens.make(path / "data", load_tokenizer(source, None, resolved.chat_template, args), args)
         return path
 
     def zero(self, name: str, *more: str, ranks: int = 2) -> Path:
