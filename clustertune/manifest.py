@@ -40,14 +40,14 @@ _AROUND = {"parcel", "staged"}
 _HUB = "hub"
 _BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
-"""Weights in a Hub snapshot that nothing here loads. The publisher's own (Mistral's ``consolidated.safetensors``) are as large
-as transformers'."""
+"""Weights in a Hub snapshot that nothing here loads. The publisher's own (``consolidated.safetensors``) are as large."""
 _FIXES = {
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared anew",
     "merged": "move the folder away, then merge or export again",
     "model": "remove the folder, then run the same command again: it is made anew",
     "parcel": "copy it again from where it was staged, or stage it again",
+    "tokens": "remove the folder, then run the same command again: they are made anew",
     "staged": "remove the folder, then run the same command again: it is copied anew",
     _HUB: "remove the file and the blob that it links to, then fetch it again (hf download)",
 }
@@ -287,12 +287,12 @@ def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
     """The digests that lie beside the files of a folder, and the kind of what records them.
 
     They stand in the folder's own manifest; in that of staged inputs around it; or, in the Hub's cache, in the names of the
-    blobs that its files link to. Nothing is found for any other folder: it cannot be compared. Raises UserError where the
-    folder's own manifest is unreadable.
+    blobs that its files link to. Nothing is found for any other folder. Raises UserError for an unreadable manifest of its own.
     """
     if (folder / MANIFEST).exists():
         found = read_manifest(folder)
-        return found.kind, {folder / name: record for name, record in found.files.items()}
+        copied = not find_problems(folder.absolute().parent, "staged", hashes=False, allow_extra=True)  # the node's own copy
+        return "staged" if copied else found.kind, {folder / name: record for name, record in found.files.items()}
     for around in folder.absolute().parents:
         if not (around / MANIFEST).is_file():
             continue

@@ -350,10 +350,13 @@ def cluster(workers: int) -> Iterator[bool]:
 
     Raises UserError (exit 75) where the cluster cannot be reached.
     """
+    from clustertune.launch import places
+
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
-    settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(REPO), **SETTINGS}}}
+    kept = {name: os.environ[name] for name in places.VARIABLES if os.environ.get(name)}
+    settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(REPO), **kept, **SETTINGS}}}
     with contextlib.ExitStack() as stack:
         if address is None:
             above = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP else "/tmp"  # noqa: S108

@@ -63,7 +63,7 @@ command -v "$runtime" > /dev/null || {
 
 IFS=: read -ra corpora <<< "${NLTK_DATA-}"
 for path in "${present[@]}" "${HF_HOME-}" "${HF_HUB_CACHE-}" "${HUGGINGFACE_HUB_CACHE-}" "${HF_DATASETS_CACHE-}" \
-    "${XDG_CACHE_HOME-}" "${corpora[@]}" "${TMPDIR-}"; do
+    "${XDG_CACHE_HOME-}" "${HF_TOKEN_PATH-}" "${corpora[@]}" "${TMPDIR-}"; do
     if [[ $path == /* && -e $path && $path != *[:,]* && -z ${seen[$path]-} ]]; then
         options+=(--bind "$path")
         seen[$path]=1

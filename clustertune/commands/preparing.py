@@ -26,7 +26,10 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
     where the tokenizer cannot be had here; with ``samples`` also ``samples``. Raises UserError.
     """
     from clustertune.data import sequences, tokens
+    from clustertune.staging import parcel
 
+    parcel.enter(resolved)
+    input_path = input_path or (parcel.data_input(resolved) if resolved.recipe.staged else None)
     seed = int(resolved.train_args.get("seed", 42))
     with secrets.lent(secrets.of_the_hub()), contextlib.redirect_stdout(sys.stderr):
         found = conversations.prepare(
@@ -57,12 +60,11 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
     """The tokenizer that a run of the recipe has. Raises _Elsewhere, UserError."""
     from clustertune.data.tokenizer import load_tokenizer
     from clustertune.rundir import RunDir
-    from clustertune.staging import needs, parcel
+    from clustertune.staging import needs
 
     recipe = resolved.recipe
     if recipe.megatron is not None:
         raise _Elsewhere(Problem("Megatron-Bridge tokenises by itself", file=resolved.name))
-    parcel.enter(resolved)
     if recipe.model.weights == "random":
         from clustertune.data.local_model import conversation_texts, local_tokenizer
 
