@@ -89,6 +89,16 @@ def lent(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextmanager
+def withheld() -> Iterator[None]:
+    """Have all keys of ``.env`` out of the environment for a while: a process that is started then inherits none."""
+    before = drop(KNOWN)
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
 def parse(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Values of known keys, names of unknown ones, and what is wrong, from the content of a ``.env`` file."""
     values: dict[str, str] = {}

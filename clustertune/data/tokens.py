@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from clustertune import secrets
 from clustertune.console import byte_progress, say
 from clustertune.data import packing
 from clustertune.data.prepare import SPLITS
@@ -176,7 +177,8 @@ def _tokenise(
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
     try:
-        cpu = _run(missing, encoder, processes)
+        with secrets.withheld():  # the tokenizer is loaded: no process of the pool asks the Hub
+            cpu = _run(missing, encoder, processes)
     except Refused as refused:
         place, text = refused.args
         raise _refusal(missing, place, text) from None
