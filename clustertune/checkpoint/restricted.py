@@ -2,7 +2,7 @@
 
 torch 2.13 writes the index (``.metadata``) and every value that is no tensor as pickles, and runs what stands in them when
 it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoadPlanner.load_bytes`` a ``torch.load`` with
-``weights_only=False``. Whoever can write to a checkpoint can seal it again, so that a digest does not help.
+``weights_only=False``. Who can write to a checkpoint can seal it anew, so digests do not protect.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Submission:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += lead.find_problems(self.lead, minutes, file=self.resolved.name)
         there = next(place for place in (self.path, *self.path.parents) if place.exists())
-        fix = "give another --run-dir, or mend storage.runs of the cluster file"
+        fix = "give another --run-dir, or correct storage.runs in the cluster file"
         if not there.is_dir():
             problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
         elif not dry_run and not os.access(there, os.W_OK | os.X_OK):

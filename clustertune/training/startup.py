@@ -34,7 +34,7 @@ PARTS = (
     "first step",
     "other",
 )
-"""In the order in which they are told. ``digests``: waiting until data and weights are compared with theirs; ``model``: built
+"""In the order in which they are reported. ``digests``: waiting until data and weights are compared with theirs; ``model``: built
 without weights, LoRA added, trainer made; ``reading``: weights from storage to where they stay; ``first step``: compilation
 included; ``evaluation``: the one before the first step."""
 
