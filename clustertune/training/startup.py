@@ -34,9 +34,12 @@ PARTS = (
     "first step",
     "other",
 )
-"""In the order in which they are reported. ``digests``: waiting until data and weights are compared with theirs; ``model``: built
-without weights, LoRA added, trainer made; ``reading``: weights from storage to where they stay; ``first step``: compilation
-included; ``evaluation``: the one before the first step."""
+"""In the order in which they are reported.
+
+``digests``: waiting until data and weights are compared with theirs.
+``model``: built without weights, LoRA added, trainer made.
+``reading``: weights from storage to where they stay. ``first step``: compilation included.
+``evaluation``: the one before the first step."""
 
 HOW = {
     "slices": "each rank read its own slices",
