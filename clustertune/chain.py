@@ -27,7 +27,7 @@ from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
 from clustertune.report import source
 from clustertune.rundir import STAGES, RunDir
-from clustertune.staging import needs, parcel
+from clustertune.staging import bundle, needs
 from clustertune.training.events import EventLog
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
@@ -52,7 +52,7 @@ def default_run_dir(resolved: Resolved, runs: Path) -> Path:
 
 def check_folder(resolved: Resolved, path: Path) -> None:
     """Refuse a folder that holds a run of other settings, or something else than a run. Writes nothing. Raises UserError."""
-    if problems := parcel.find_problems(resolved):
+    if problems := bundle.find_problems(resolved):
         raise UserError(problems)
     run = RunDir(path)
     if run.run_json.exists():
@@ -237,7 +237,7 @@ class Chain:
         log = EventLog(self.run.metrics, 0)
         log.write("stage", stage=stage, status="started")
         began = time.perf_counter()
-        parcel.enter(self.resolved)
+        bundle.enter(self.resolved)
         steps: dict[str, Callable[[], dict[str, Any]]] = {
             "prepare": self.prepare,
             "train": self.train,
@@ -275,7 +275,7 @@ class Chain:
         recipe = self.resolved.recipe
         folder = Path(self.resolved.folder)
         seed = int(self.resolved.train_args.get("seed", 42))
-        source = parcel.data_input(self.resolved)
+        source = bundle.data_input(self.resolved)
         result = prepare(recipe.data, recipe_folder=folder, seed=seed, out=self.run.data, input_path=source)
         if recipe.model.weights == "random":
             from clustertune.data.local_model import conversation_texts, make_local_model
@@ -348,7 +348,7 @@ class Chain:
         model = self.resolved.recipe.model
         if model.weights == "random":
             return self.run.local_model(model.name)
-        if (staged := parcel.staged_folder(self.resolved)) and (found := parcel.model_folder(staged)):
+        if (staged := bundle.staged_folder(self.resolved)) and (found := bundle.model_folder(staged)):
             return found
         if model.path:
             return Path(model.path)
@@ -366,7 +366,7 @@ class Chain:
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
         # Random weights are never worth the benchmark's 541 prompts.
         benchmark = recipe.model.weights == "hub"
-        data = parcel.prompts(self.resolved)
+        data = bundle.prompts(self.resolved)
         wanted = recipe.eval.ifeval
         result = evaluate(self.run.merged, self.run.eval, settings=wanted, data=data, benchmark=benchmark)
         require_pass(result)

@@ -50,7 +50,7 @@ class TorchrunChain(Chain):
     """Node 0's call: all stages, of which the training takes part on every node."""
 
     place: Place = field(kw_only=True)
-    meeting: torchrun.Meeting = field(kw_only=True)
+    server: torchrun.RendezvousServer = field(kw_only=True)
     nodes: tuple[Node, ...] = ()
 
     def train(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class TorchrunChain(Chain):
         if self.place.job:
             newest, _ = store.newest_whole(self.run.checkpoints)
             progress.check(self.run.path, self.place.job, newest.step if newest else 0)
-        self.nodes = self.meeting.gather(self.place.wait)
+        self.nodes = self.server.gather(self.place.wait)
         return super().train()
 
     def make_plan(self, attempt: int, from_step: int) -> Plan:
@@ -77,7 +77,7 @@ class TorchrunChain(Chain):
         """One attempt at training on all nodes, from its plan to its outcome."""
         folder = self.run.attempt(plan.attempt)
         plan.write(folder)
-        self.meeting.tell(plan.attempt)
+        self.server.tell(plan.attempt)
         take_part(self.run.path, plan.attempt, self.place, quiet=self.quiet)
         torchrun.await_nodes(self.run.path, plan)
         outcome = judge(folder, plan)
@@ -100,7 +100,7 @@ def join(run_path: Path, place: Place, *, quiet: bool) -> ExitCode:
     """
     here, _ = place.describe()
     say(f"node {place.node} waits for node 0 in {run_path}")
-    told = torchrun.Guest(run_path, place.node, place.nodes, place.ranks_per_node, here, place.wait).join()
+    told = torchrun.RendezvousClient(run_path, place.node, place.nodes, place.ranks_per_node, here, place.wait).join()
     if isinstance(told, ExitCode):
         return told
     ended = take_part(run_path, told, place, quiet=quiet)

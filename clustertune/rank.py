@@ -27,10 +27,10 @@ from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, Plan, check_fence
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
-from clustertune.staging import needs, node, parcel, worker
+from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause
-from clustertune.training import course, tracker
-from clustertune.training.beat import Beat
+from clustertune.training import bench_schedule, tracker
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     records.mkdir(parents=True, exist_ok=True)
     _reserve(records / f"rank-{rank}.json")
     (records / f"rank-{rank}.pid").write_text(f"{os.getpid()}\n")
-    beat = Beat(records / f"rank-{rank}.beat")
-    beat("start")
+    heartbeat = Heartbeat(records / f"rank-{rank}.heartbeat")
+    heartbeat("start")
     out = _redirect_output(records / f"rank-{rank}.log", show=rank == 0 and not quiet)
     code, problems, orderly, superseded = ExitCode.OK, [], False, False
     try:
         check_fence(run.path, attempt)
-        code = train(run, attempt, stop, beat, out)
+        code = train(run, attempt, stop, heartbeat, out)
         orderly = True
     except BaseException as error:
         superseded = (newer := _superseded(run.path, attempt)) is not None
@@ -68,8 +68,8 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
                 traceback.print_exc()
         known = newer or _explain(error, records / f"rank-{rank}.log")
         code, problems = known.code, [asdict(p) for p in known.problems]
-    beat("end")
-    record = {"rank": rank, "host": os.uname().nodename, "step": beat.step, "code": int(code), "time": time.time()}
+    heartbeat("end")
+    record = {"rank": rank, "host": os.uname().nodename, "step": heartbeat.step, "code": int(code), "time": time.time()}
     for leave in (
         lambda: _fill(records / f"rank-{rank}.json", {**record, "problems": problems}),
         sys.stdout.flush,
@@ -164,11 +164,11 @@ class _Forgiving(io.TextIOWrapper):
             super().flush()
 
 
-def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> ExitCode:
+def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: TextIO) -> ExitCode:
     """Build the trainer, resume from the newest whole checkpoint, train, and say how it ended."""
     resolved = run.resolved()
     if resolved.recipe.megatron is not None:
-        return _train_megatron(run, resolved, number, stop, beat, out)
+        return _train_megatron(run, resolved, number, stop, heartbeat, out)
     records = run.attempt(number)
     plan = Plan.read(records) if (records / PLAN).exists() else None
     keys = _take_secrets()
@@ -182,7 +182,7 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
     def fence() -> None:
         check_fence(run.path, number)
 
-    attempt: Attempt = Attempt(number, plan, stop, beat, fence, out)
+    attempt: Attempt = Attempt(number, plan, stop, heartbeat, fence, out)
     session = Session.build(run.path, resolved, attempt, notes)
     limit = resolved.train_args.get("save_total_limit")
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence)
@@ -200,12 +200,14 @@ def train(run: RunDir, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> 
     if session.log is not None and plan is not None:
         _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, source, data, lambda folder: _describe(folder, resolved), report, keys)
-    if (steps := course.read(run.path)) is not None:
+    if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
     return session.run(trainer, latest)
 
 
-def _train_megatron(run: RunDir, resolved: Resolved, number: int, stop: StopFlag, beat: Beat, out: TextIO) -> ExitCode:
+def _train_megatron(
+    run: RunDir, resolved: Resolved, number: int, stop: StopFlag, heartbeat: Heartbeat, out: TextIO
+) -> ExitCode:
     """The same for a recipe whose ranks are Megatron's: NVIDIA's loop, with this rank's signals, records and checkpoints."""
     from clustertune.megatron import program
 
@@ -213,13 +215,13 @@ def _train_megatron(run: RunDir, resolved: Resolved, number: int, stop: StopFlag
     keys = _take_secrets()
     near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
-    parcel.enter(resolved)
+    bundle.enter(resolved)
     notes = _follow_plan(Plan.read(records))
 
     def fence() -> None:
         check_fence(run.path, number)
 
-    return program.train(program.Attempt(run, resolved, number, stop, beat, fence, out, source, notes, keys))
+    return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
 
 
 def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> None:
@@ -263,7 +265,7 @@ def _follow_plan(plan: Plan | None) -> list[str]:
 
 def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bool) -> list[str]:
     """What accelerate and the trackers read from the environment; before either is imported."""
-    parcel.enter(resolved)
+    bundle.enter(resolved)
     os.environ.update(binding.one_gpu(resolved.world_size, os.environ))
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # PEFT asks the Hub for the base's config at every save otherwise

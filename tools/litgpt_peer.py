@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer
 
-from clustertune.training.course import Course, result_file
+from clustertune.training.bench_schedule import BenchSchedule, result_file
 from clustertune.training.measure import Stopwatch
 
 TARGETS = {
@@ -74,7 +74,7 @@ def rows_of(given: dict[str, Any], rank: int, world: int) -> Iterator[torch.Tens
 def main(settings: Path, out: Path) -> None:
     """Train as many steps as the settings say; each rank leaves its figures in ``out``."""
     given = json.loads(settings.read_text())
-    course = Course(**given["course"])
+    schedule = BenchSchedule(**given["schedule"])
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -100,9 +100,9 @@ def main(settings: Path, out: Path) -> None:
     trained: Any = DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=cuda)
     rows = rows_of(given, rank, world)
-    watch, control = Stopwatch(course, result_file(out, rank)), SimpleNamespace(should_save=False)
+    watch, control = Stopwatch(schedule, result_file(out, rank)), SimpleNamespace(should_save=False)
     watch.facts = {"distributed": "MULTI_GPU" if world > 1 else "NO"}
-    for _ in range(course.total):
+    for _ in range(schedule.total):
         watch.on_step_begin(None, None, control)
         for _ in range(given["gradient_accumulation_steps"]):
             ids = torch.stack([next(rows) for _ in range(given["per_device_train_batch_size"])]).to(device)

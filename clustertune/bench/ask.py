@@ -16,7 +16,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 from clustertune.report.source import counted_share
-from clustertune.training.course import Course
+from clustertune.training.bench_schedule import BenchSchedule
 
 HELD_OUT = 0.05
 """Share of made-up conversations that the eval split takes (the recipe's default)."""
@@ -31,7 +31,7 @@ class Asked:
     overrides: tuple[str, ...]
     tiny: bool
     ranks: int | None
-    course: Course
+    schedule: BenchSchedule
     ends: bool
     """Evaluate and save once behind the steps."""
     rounds: int
@@ -84,7 +84,7 @@ def make(asked: Asked) -> Bench:
     if ranks is None and not asked.elsewhere and (shrunk := _ranks_here(whole, asked)) is not None:
         ranks = shrunk
         whole = resolve(asked.recipe, given, tiny=asked.tiny, ranks=ranks)
-    made = _to_make(asked.course, whole) if asked.synthetic else None
+    made = _to_make(asked.schedule, whole) if asked.synthetic else None
     own = [*_steps(asked), *(_made_up(whole, asked.run_path) if made else [])]
     keys = {text.partition("=")[0] for text in own}
     kept = [text for text in given if text.partition("=")[0] not in keys]
@@ -105,7 +105,7 @@ def _ranks_here(whole: Resolved, asked: Asked) -> int | None:
 
 def _steps(asked: Asked) -> list[str]:
     """So many steps, nothing between them; one evaluation and one checkpoint behind them."""
-    total = asked.course.total
+    total = asked.schedule.total
     found = [f"train.max_steps={total}", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none"]
     return [*found, *(["train.eval_strategy=steps", f"train.eval_steps={total}"] if asked.ends else ["train.eval_strategy=no"])]
 
@@ -138,9 +138,9 @@ def _seed(whole: Resolved) -> int:
     return int(whole.train_args.get("seed", 42))
 
 
-def _to_make(course: Course, whole: Resolved) -> tuple[float, int]:
+def _to_make(schedule: BenchSchedule, whole: Resolved) -> tuple[float, int]:
     """Tokens and conversations that every step needs a new one of: a second epoch would begin with a smaller step."""
-    rows = course.total * int(whole.recipe.train["global_batch_size"])
+    rows = schedule.total * int(whole.recipe.train["global_batch_size"])
     packed = bool(whole.train_args.get("packing"))
     spare = 1.1 / (1 - HELD_OUT)
     return (rows * _longest(whole) * spare, 2) if packed else (0.0, math.ceil(rows * spare) + 2)

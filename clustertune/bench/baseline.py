@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.training.course import THEIRS, Course, result_file
+from clustertune.training.bench_schedule import THEIRS, BenchSchedule, result_file
 
 NOTHING_ELSE = {"eval_strategy": "no", "eval_on_start": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 """It trains, and no more: evaluation and checkpoints are timed apart."""
@@ -53,7 +53,7 @@ def main(settings: Path, out: Path) -> None:
     import torch
 
     given = json.loads(settings.read_text())
-    course = Course(**given["course"])
+    schedule = BenchSchedule(**given["schedule"])
     cuda = torch.cuda.is_available()
     prepare_device(given, cuda=cuda)
 
@@ -83,7 +83,7 @@ def main(settings: Path, out: Path) -> None:
     elif given["chat_template"]:
         tokenizer = AutoTokenizer.from_pretrained(given["model"])
         tokenizer.chat_template = given["chat_template"]
-    asked = arguments_of(given, cuda=cuda) | {"max_steps": course.total}
+    asked = arguments_of(given, cuda=cuda) | {"max_steps": schedule.total}
     trainer = Baseline(
         model=given["model"],
         args=SFTConfig(str(out), **asked),
@@ -91,8 +91,8 @@ def main(settings: Path, out: Path) -> None:
         processing_class=tokenizer,
         peft_config=LoraConfig(**given["lora"]) if given["lora"] else None,
     )
-    turns = Turns(Path(course.turns), THEIRS) if course.turns else None
-    watch = Stopwatch(course, result_file(out, int(os.environ.get("RANK", "0"))), turns)
+    turns = Turns(Path(schedule.turns), THEIRS) if schedule.turns else None
+    watch = Stopwatch(schedule, result_file(out, int(os.environ.get("RANK", "0"))), turns)
     watch.facts = {"distributed": str(trainer.accelerator.distributed_type.value), "rows": len(trainer.train_dataset)}
     trainer.on_inputs = watch.count
     trainer.add_callback(watch)

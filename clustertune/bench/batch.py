@@ -84,10 +84,10 @@ def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overr
     named = word or (cluster.name if cluster.source.startswith("ops/clusters/") else "local")
     if "/" in named or named.endswith((".yaml", ".yml")):
         named = str(Path(named).absolute())
-    course = asked.course
+    schedule = asked.schedule
     against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in asked.against]
     words = [str(find_folder(asked.recipe)[0].absolute()), *overrides, "--inside", "--cluster", named]
-    words += ["--steps", str(course.steps), "--warmup", str(course.warmup), "--profile", str(course.profiled)]
+    words += ["--steps", str(schedule.steps), "--warmup", str(schedule.warmup), "--profile", str(schedule.profiled)]
     words += ["--rounds", str(asked.rounds), *(part for word in against for part in ("--against", word))]
     flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends, "--replace": asked.replace}
     words += [flag for flag, given in flags.items() if given]

@@ -22,7 +22,7 @@ from clustertune.launch import container, step
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.plan import Plan
 from clustertune.rundir import RunDir
-from clustertune.training.course import GONE, OURS, result_file
+from clustertune.training.bench_schedule import GONE, OURS, result_file
 
 PEERS = "peer"
 """Folder of the peers' rounds, below the run's."""
@@ -85,7 +85,7 @@ def _open(bench: Bench, command: list[str], cluster: Cluster | None, given: Allo
     if bench.made is not None and not ask.made_file(path).exists():
         say(f"conversations made up: {ask.make_conversations(bench):,} in {ask.made_file(path)}")
     run = chain.open_run(resolved, path, command)
-    bench.asked.course.write(path)
+    bench.asked.schedule.write(path)
     run.write_own_files(resolved)
     if given is None:
         return chain.Chain(run, resolved)
@@ -116,12 +116,12 @@ def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str,
     """
     folder = (made.run.path / PEERS / f"round-{name}").absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    course = bench.asked.course
+    schedule = bench.asked.schedule
     turns = folder / "turns" if together else None
     if turns is not None:  # the profiler would see two programs
-        course = replace(course, profiled=0, turns=str(turns))
+        schedule = replace(schedule, profiled=0, turns=str(turns))
     plan = made.make_plan(100_000 + len(found.attempts), 0)  # a port of its own
-    told = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), course, one.word)
+    told = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), schedule, one.word)
     order = peer.prepare(folder, made.run, plan, peer.start_of(one.word), told)
     if turns is not None:
         turns.mkdir()
@@ -143,11 +143,11 @@ def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str,
 
 def _ours_in_turn(made: chain.Chain, found: Found, bench: Bench, turns: Path) -> None:
     """One training of the recipe whose steps alternate with those of a peer that was started."""
-    replace(bench.asked.course, turns=str(turns)).write(made.run.path)
+    replace(bench.asked.schedule, turns=str(turns)).write(made.run.path)
     try:
         _ours(made, found)
     finally:
-        bench.asked.course.write(made.run.path)
+        bench.asked.schedule.write(made.run.path)
         (turns / str(OURS)).write_text(str(GONE))
 
 

@@ -57,13 +57,13 @@ def render(body: Mapping[str, Any], recipe_file: str) -> str:
 
 
 def _head(body: Mapping[str, Any], recipe_file: str) -> Iterator[str]:
-    hardware, course = body["hardware"], body["course"]
+    hardware, schedule = body["hardware"], body["course"]
     commit = body["commit"] or {}
     where = f"{hardware['nodes']} node{'s' if hardware['nodes'] > 1 else ''}, {hardware['ranks']} ranks"
     gpu = f"{hardware['gpu']}, " if hardware["gpu"] else ""
     yield (
-        f"{course['steps']} steps behind {course['warmup']} of warm-up, "
-        f"{course['rounds']} round{'s' if course['rounds'] > 1 else ''}."
+        f"{schedule['steps']} steps behind {schedule['warmup']} of warm-up, "
+        f"{schedule['rounds']} round{'s' if schedule['rounds'] > 1 else ''}."
     )
     yield ""
     yield f"- date: {body['date']}"

@@ -5,7 +5,7 @@ A peer is a Python script that ``accelerate launch`` starts with the recipe's ow
 ``SETTINGS.json``
     ``model`` (folder), ``data`` (JSON Lines with ``messages``), ``max_length``, ``per_device_train_batch_size``,
     ``gradient_accumulation_steps``, ``lora`` (PEFT's keys, or null), ``chat_template`` (or null), ``bf16``, ``seed``, ``sft``
-    (every key of ``SFTConfig`` that the recipe gives) and ``course``: ``warmup``, ``steps`` and ``profiled`` optimizer steps.
+    (every key of ``SFTConfig`` that the recipe gives) and ``schedule``: ``warmup``, ``steps`` and ``profiled`` optimizer steps.
 ``FOLDER``
     Each rank R leaves ``bench-rank-R.json`` there: ``{"steps": [{"seconds", "tokens", "computed", "labelled"}, ...],
     "peak": {"allocated", "reserved", "rss"}}``. ``steps`` are the timed ones; ``tokens`` are this rank's, padding left out,
@@ -35,7 +35,7 @@ from clustertune.launch import binding, local, rendezvous
 from clustertune.launch.plan import Plan
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
-from clustertune.training.course import GONE, THEIRS, Course
+from clustertune.training.bench_schedule import GONE, THEIRS, BenchSchedule
 
 TRL, DEFAULTS = "trl", "trl-defaults"
 NAMES = {
@@ -76,7 +76,7 @@ def title(word: str) -> str:
     return NAMES.get(word) or Path(word).name
 
 
-def settings(resolved: Resolved, run: RunDir, model: str, course: Course, word: str) -> dict[str, Any]:
+def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedule, word: str) -> dict[str, Any]:
     """What a peer gets: the same model, conversations, lengths and batch; all but ``trl-defaults`` every other argument too."""
     args = resolved.train_args
     return {
@@ -90,7 +90,7 @@ def settings(resolved: Resolved, run: RunDir, model: str, course: Course, word: 
         "chat_template": resolved.chat_template,
         "bf16": mixed_precision(args) == "bf16",
         "seed": int(args.get("seed", 42)),
-        "course": asdict(course),
+        "schedule": asdict(schedule),
     }
 
 
@@ -120,7 +120,7 @@ def run_node(order: Path, node: int) -> int:
         address, port = plan.nodes[0].address, rendezvous.free_port(plan.port or rendezvous.first_port(os.getpid(), 1))
         rendezvous.publish(folder, address, port)
     words = [str(folder / SETTINGS), str(folder)]
-    turns = json.loads((folder / SETTINGS).read_bytes())["course"].get("turns")
+    turns = json.loads((folder / SETTINGS).read_bytes())["schedule"].get("turns")
     command = local.accelerate_command(run, run.resolved(), words, plan, node, address, port, start=told["start"])
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}

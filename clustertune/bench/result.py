@@ -28,9 +28,9 @@ TOKENS_NOTE = "tokens are those of conversations, padding left out; with it they
 def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     """Everything that is known after the rounds. Raises UserError where a rank left no whole figures."""
     run = found.run.read()
-    course = bench.asked.course
+    schedule = bench.asked.schedule
     shown = str(found.run.path / "attempts")
-    ours = figures.measured(found.ours, wanted=course.steps, share=bench.share, shown=shown)
+    ours = figures.measured(found.ours, wanted=schedule.steps, share=bench.share, shown=shown)
     events = list(read_events(found.run.metrics))
     ends, started = ends_of(events, found.attempts), startup_of(events, found.attempts)
     device = found.ours[0][0].get("device")
@@ -57,7 +57,12 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "image": run.get("container"),
         "commit": run.get("git"),
         "resolved": {"sha256": recipe_sum(bench), "fingerprint": bench.measured.fingerprint()},
-        "course": {"warmup": course.warmup, "steps": course.steps, "profiled": course.profiled, "rounds": bench.asked.rounds},
+        "course": {
+            "warmup": schedule.warmup,
+            "steps": schedule.steps,
+            "profiled": schedule.profiled,
+            "rounds": bench.asked.rounds,
+        },
         "ours": ours,
         "ends": ends,
         "startup_s": started,
@@ -173,7 +178,7 @@ def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
     kind = one.theirs[0][0].get("distributed")
     # It has the recipe's distribution file. On CPUs accelerate makes data parallelism of it for trl-defaults.
     share = 1.0 if kind == "MULTI_CPU" else bench.share
-    wanted, shown = bench.asked.course.steps, str(found.run.path / "peer")
+    wanted, shown = bench.asked.schedule.steps, str(found.run.path / "peer")
     theirs = figures.measured(one.theirs, wanted=wanted, share=share, shown=shown)
     ours = figures.measured(one.paired, wanted=wanted, share=bench.share, shown=str(found.run.path / "attempts"))
     return {
@@ -207,7 +212,7 @@ def _notes(bench: Bench, found: Found, body: Mapping[str, Any]) -> Iterator[str]
     if spread["median"] and spread["stdev"] > 0.1 * spread["median"]:
         share = spread["stdev"] / spread["median"]
         yield f"steps differ by {share:.0%} (standard deviation over median): more --steps, or a machine of its own"
-    rows, course = found.ours[0][0].get("rows"), bench.asked.course
+    rows, schedule = found.ours[0][0].get("rows"), bench.asked.schedule
     batch = int(bench.measured.recipe.train["global_batch_size"])
-    if rows and rows < course.total * batch and rows % batch:
+    if rows and rows < schedule.total * batch and rows % batch:
         yield f"{rows:,} sequences are fewer than the steps take: the last step of each epoch is smaller than the others"

@@ -74,7 +74,7 @@ def bench(
     from clustertune.bench.ask import Asked
     from clustertune.bench.peer import take_turns, words_of
     from clustertune.commands.benching import Wanted, answer, new_run_path
-    from clustertune.training.course import Course
+    from clustertune.training.bench_schedule import BenchSchedule
 
     peers = words_of(against or ())
     asked = Asked(
@@ -82,7 +82,7 @@ def bench(
         overrides=tuple(overrides or ()),
         tiny=tiny,
         ranks=ranks,
-        course=Course(warmup, steps, profile, save=ends),
+        schedule=BenchSchedule(warmup, steps, profile, save=ends),
         ends=ends,
         rounds=rounds or (2 if peers else 1),
         against=peers,

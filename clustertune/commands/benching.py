@@ -241,14 +241,14 @@ def _tell(body: dict[str, Any], path: Path) -> None:
 
 def _show(bench: Bench, wanted: Wanted, cluster: Cluster) -> None:
     """What would be run: folder, steps, command, and what the planner says of it."""
-    run, course = RunDir(wanted.asked.run_path), wanted.asked.course
+    run, schedule = RunDir(wanted.asked.run_path), wanted.asked.schedule
     command = accelerate_command(run, bench.measured, rank_program(run.path, 1, quiet=False))
     plan, why = project.predict(bench.whole, cluster, bench.lengths)
     body = {
         "run_dir": str(run.path),
         "out": str(wanted.out),
         "rounds": wanted.asked.rounds,
-        "course": {"warmup": course.warmup, "steps": course.steps, "profiled": course.profiled},
+        "course": {"warmup": schedule.warmup, "steps": schedule.steps, "profiled": schedule.profiled},
         "ranks": bench.measured.world_size,
         "against": list(wanted.asked.against),
         "interleave": wanted.asked.interleave,
@@ -261,7 +261,7 @@ def _show(bench: Bench, wanted: Wanted, cluster: Cluster) -> None:
         emit_json(body)
         return
     say(f"run folder: {run.path}; result: {wanted.out}")
-    say(f"{wanted.asked.rounds} x {course.warmup} steps of warm-up, {course.steps} timed, {course.profiled} profiled")
+    say(f"{wanted.asked.rounds} x {schedule.warmup} steps of warm-up, {schedule.steps} timed, {schedule.profiled} profiled")
     if bench.made is not None:
         packed = f"{bench.made[0]:,.0f} tokens" if bench.made[0] else f"{bench.made[1]:,} conversations"
         say(f"made up: random weights of the recipe's full size, {packed}")

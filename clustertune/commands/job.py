@@ -50,7 +50,7 @@ def job(
     from clustertune import chain
     from clustertune import job as program
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import allocation, here, lead, places
+    from clustertune.launch import allocation, first_node, places, signal_margin
 
     _check_stages(first, last)
     words, point_dir = list(overrides or []), None
@@ -72,9 +72,9 @@ def job(
         asked += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
     path = point_dir or run_dir or chain.default_run_dir(resolved, places.runs(machine))
-    needed = lead.needed(path, resolved)
+    needed = signal_margin.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
-    problems += here.find_problems(machine, nodes=len(given.nodes), trains=trains)
+    problems += first_node.find_problems(machine, nodes=len(given.nodes), trains=trains)
     if problems:
         raise UserError(problems)
     places.make()
@@ -84,7 +84,7 @@ def job(
         say(line)
     late = None
     if script is not None and trains:  # the other stages go on file by file, and need less
-        late = lead.warning(lead.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
+        late = signal_margin.warning(signal_margin.given_in(script.read_text(errors="replace")), needed, given.limit_minutes)
     for text in filter(None, (late, *resolved.warnings)):
         say(f"warning: {text}")
     program.run(resolved, machine, given, path, (first, last), chain.command_line(), variables)
@@ -103,10 +103,10 @@ def _collected(resolved: Resolved, machine: Cluster) -> list[str]:
     ``submit`` has looked into one that only its shell can name.
     """
     from clustertune.launch import places
-    from clustertune.staging import parcel
+    from clustertune.staging import bundle
 
     try:
-        found, notes = parcel.offered(resolved, places.folder(machine, "models"))
+        found, notes = bundle.offered(resolved, places.folder(machine, "models"))
     except UserError as error:
         found, notes = None, [str(error.problems[0])]
     for note in notes:

@@ -68,7 +68,7 @@ def torchrun_node(
 
 def _run_as_first_node(resolved: Resolved, path: Path, place: Any, as_json: bool) -> None:
     from clustertune import chain, launched
-    from clustertune.launch.torchrun import Meeting
+    from clustertune.launch.torchrun import RendezvousServer
     from clustertune.rundir import RunDir
 
     here, _ = place.describe()
@@ -76,10 +76,10 @@ def _run_as_first_node(resolved: Resolved, path: Path, place: Any, as_json: bool
         say(f"warning: {warning}")
     with RunDir(path).lock():
         run = chain.open_run(resolved, path, chain.command_line())
-        with Meeting(path, place.nodes, place.ranks_per_node, here) as meeting:
-            links = launched.TorchrunChain(run, resolved, quiet=as_json, place=place, meeting=meeting)
+        with RendezvousServer(path, place.nodes, place.ranks_per_node, here) as server:
+            links = launched.TorchrunChain(run, resolved, quiet=as_json, place=place, server=server)
             links.go(last="train")
-            meeting.done()
+            server.done()
         links.go(first="export")
     finish(run, links.results, as_json)
 

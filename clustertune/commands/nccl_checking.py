@@ -177,7 +177,7 @@ def _place(asked: Asked, cluster: Cluster) -> tuple[Place, Options]:
         return here, _options(asked, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         from clustertune.job import has_gpus
-        from clustertune.launch.here import find_problems
+        from clustertune.launch.first_node import find_problems
 
         given = allocation.read()
         if problems := find_problems(cluster, nodes=len(given.nodes), trains=True):

@@ -26,10 +26,10 @@ def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int
     where the tokenizer cannot be had here; with ``samples`` also ``samples``. Raises UserError.
     """
     from clustertune.data import sequences, tokens
-    from clustertune.staging import parcel
+    from clustertune.staging import bundle
 
-    parcel.enter(resolved)
-    input_path = input_path or (parcel.data_input(resolved) if resolved.recipe.staged else None)
+    bundle.enter(resolved)
+    input_path = input_path or (bundle.data_input(resolved) if resolved.recipe.staged else None)
     seed = int(resolved.train_args.get("seed", 42))
     with secrets.lent(secrets.of_the_hub()), contextlib.redirect_stdout(sys.stderr):
         found = conversations.prepare(

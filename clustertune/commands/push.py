@@ -16,7 +16,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
-    from clustertune.push.parcel import Parcel
+    from clustertune.push.upload import Upload
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
@@ -52,13 +52,13 @@ def push(
     found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
     name = _target(repo or found.get("HF_REPO_ID"))
     _refuse_merged(run)
-    from clustertune.push.parcel import pack
+    from clustertune.push.upload import pack
 
-    parcel = pack(run, name, licence, [found[key] for key in secrets.SECRET if key in found])
-    for left in parcel.left_out:
+    upload = pack(run, name, licence, [found[key] for key in secrets.SECRET if key in found])
+    for left in upload.left_out:
         say(f"note: {left} stays here: only the adapter and its card are pushed")
     if dry_run:
-        _show(parcel, name, public, as_json)
+        _show(upload, name, public, as_json)
         return
     if not publish:
         fix = "look at it with --dry-run, then give --publish"
@@ -66,21 +66,21 @@ def push(
     if not (token := found.get("HF_TOKEN")):
         fix = "add a line HF_TOKEN=... to it; a token that may write: https://huggingface.co/settings/tokens"
         raise UserError(Problem("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix))
-    _send(parcel, name, token, found, public, replace, as_json)
+    _send(upload, name, token, found, public, replace, as_json)
 
 
-def _send(parcel: Parcel, name: str, token: str, found: dict[str, str], public: bool, replace: bool, as_json: bool) -> None:
+def _send(upload: Upload, name: str, token: str, found: dict[str, str], public: bool, replace: bool, as_json: bool) -> None:
     from clustertune.push import hub
 
     secrets.drop()  # the client would take a token of the environment for requests of its own
     endpoint = found.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT")
     target = hub.Target(name, public, replace, endpoint.rstrip("/") if endpoint else None)
     with secrets.lent({key: value for key, value in found.items() if key in _PROXIES}):
-        done = hub.push(parcel, target, token, say)
+        done = hub.push(upload, target, token, say)
     if as_json:
-        emit_json({"repo": name, **vars(done), "private": not public, "files": parcel.as_json()})
+        emit_json({"repo": name, **vars(done), "private": not public, "files": upload.as_json()})
         return
-    what = "already there, nothing was sent" if done.status == "unchanged" else f"pushed {parcel.size:,} bytes in one commit"
+    what = "already there, nothing was sent" if done.status == "unchanged" else f"pushed {upload.size:,} bytes in one commit"
     say(f"{what}: {done.url}")
 
 
@@ -104,14 +104,14 @@ def _refuse_merged(run: RunDir) -> None:
         raise UserError(Problem(what, file=str(run.path), fix="give the run folder: the card is made from what it holds"))
 
 
-def _show(parcel: Parcel, name: str, public: bool, as_json: bool) -> None:
+def _show(upload: Upload, name: str, public: bool, as_json: bool) -> None:
     """What would be sent, and where."""
     visibility = "public" if public else "private"
     if as_json:
-        document: dict[str, Any] = {"repo": name, "status": "planned", "private": not public, "files": parcel.as_json()}
-        emit_json({**document, "left_out": list(parcel.left_out), "card": parcel.card})
+        document: dict[str, Any] = {"repo": name, "status": "planned", "private": not public, "files": upload.as_json()}
+        emit_json({**document, "left_out": list(upload.left_out), "card": upload.card})
         return
-    say(f"{visibility} repository {name}, {parcel.size:,} bytes:")
-    for file in parcel.files:
+    say(f"{visibility} repository {name}, {upload.size:,} bytes:")
+    for file in upload.files:
         say(f"  {file.name}  {file.size:,} bytes  sha256 {file.sha256}")
-    typer.echo(parcel.card, nl=False)  # what a person saves or reads
+    typer.echo(upload.card, nl=False)  # what a person saves or reads

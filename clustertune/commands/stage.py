@@ -165,7 +165,7 @@ def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bo
     from clustertune.chain import default_run_dir
     from clustertune.launch import places
     from clustertune.rundir import RunDir
-    from clustertune.staging import needs, shelf
+    from clustertune.staging import cache, needs
     from clustertune.staging.tree import Stager
     from clustertune.staging.worker import amount
 
@@ -174,7 +174,7 @@ def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bo
         say(f"note: {note}")
     if not sources:
         raise UserError(Problem("nothing of this recipe is there to be copied yet", file=resolved.name, fix=notes[0]))
-    stager = Stager(shelf.open_shelf(staging), bounds)
+    stager = Stager(cache.open_cache(staging), bounds)
     host = os.uname().nodename
     if dry_run:
         plans = [stager.plan(source) for source in sources]
@@ -203,10 +203,10 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
     if not node_local and (nodes := _allocation()) and not dry_run:
         _on_all_nodes(nodes, cluster, as_json)
         return
-    from clustertune.staging import shelf
+    from clustertune.staging import cache
     from clustertune.staging.worker import amount
 
-    place = shelf.open_shelf(_staging_of(cluster))
+    place = cache.open_cache(_staging_of(cluster))
     removed: list[dict[str, Any]] = []
     kept: list[dict[str, Any]] = []
     for tree in place.trees():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
     from clustertune.launch.environment import Setting
     from clustertune.launch.image import Image
-    from clustertune.launch.lead import Lead
+    from clustertune.launch.signal_margin import SignalMargin
     from clustertune.launch.status import Status
     from clustertune.launch.submit import StageJob
 
@@ -83,7 +83,7 @@ class Submission:
     machine: Cluster
     path: Path
     stages: list[str]
-    lead: Lead
+    margin: SignalMargin
     jobs: list[StageJob]
     variables: list[Setting]
     """Of every stage and rank: where caches lie."""
@@ -107,9 +107,9 @@ class Submission:
         from clustertune import chain
         from clustertune.config.cluster import load_cluster
         from clustertune.config.resolve import resolve
-        from clustertune.launch import lead, places, shape
+        from clustertune.launch import places, shape, signal_margin
         from clustertune.launch import submit as launch
-        from clustertune.staging import parcel
+        from clustertune.staging import bundle
 
         for key, stage in (("--from", first), ("--to", last)):
             if stage is not None and stage not in STAGES:
@@ -120,14 +120,14 @@ class Submission:
         shaped = [*overrides, *shape.shape_overrides(resolved, machine)]
         resolved = resolved if shaped == overrides else resolve(recipe, shaped, tiny=tiny)
         variables = places.settings(machine)
-        collected, notes = parcel.offered(resolved, places.folder(machine, "models"))
+        collected, notes = bundle.offered(resolved, places.folder(machine, "models"))
         if collected is not None:
             shaped += [f"staged={collected}"]
             resolved = resolve(recipe, shaped, tiny=tiny)
         path = (run_dir or chain.default_run_dir(resolved, places.runs(machine))).absolute()
         finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
         stages = launch.left_to_do(finished, first, last)
-        needed = lead.needed(path, resolved)
+        needed = signal_margin.needed(path, resolved)
         jobs = []
         if stages:
             jobs = launch.make_jobs(
@@ -141,7 +141,7 @@ class Submission:
                     *(["--cluster", _cluster_word(cluster)] if cluster else []),
                     *places.flags(variables),
                 ],
-                signal_seconds=min(needed.seconds, lead.LONGEST_SECONDS),
+                signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
                 one_job=one_job,
             )
         return cls(resolved, machine, path, stages, needed, jobs, variables, notes=notes)
@@ -155,24 +155,24 @@ class Submission:
         """Everything that keeps this from being submitted, at once."""
         from clustertune import secrets
         from clustertune.config.resolved import is_there
-        from clustertune.launch import lead, megatron, shape, visible
+        from clustertune.launch import megatron, shape, signal_margin, visible
         from clustertune.launch.submit import REPO
-        from clustertune.staging import parcel
+        from clustertune.staging import bundle
 
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
         problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
-        wrong = parcel.find_problems(self.resolved)
+        wrong = bundle.find_problems(self.resolved)
         problems += wrong
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
-            problems += lead.find_problems(self.lead, minutes, file=self.resolved.name)
+            problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)
         there = next(place for place in (self.path, *self.path.parents) if place.exists())
         fix = "give another --run-dir, or correct storage.runs in the cluster file"
         if not there.is_dir():
             problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
         elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
             problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
-        source = None if wrong else parcel.data_input(self.resolved)
+        source = None if wrong else bundle.data_input(self.resolved)
         if source is not None and "prepare" in self.stages and not is_there(source):
             problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
         if dry_run:
@@ -268,8 +268,8 @@ class Submission:
                 {"stage": job.stage, "shape": vars(job.shape), "file": str(job.path), "script": job.script, "command": words}
                 for job, words in zip(self.jobs, self.commands(), strict=True)
             ]
-            lead = {"seconds": self.lead.seconds, "reason": self.lead.reason}
-            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": lead}
+            margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
+            document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = self._megatron()
@@ -295,7 +295,7 @@ class Submission:
             found += [f"{setting.name}={setting.value}  # {setting.reason}" for setting in self.variables]
         if self.trains:
             settings, command = self.node_lines()
-            found += ["", f"# warned {self.lead.seconds} s before the time limit: {self.lead.reason}"]
+            found += ["", f"# warned {self.margin.seconds} s before the time limit: {self.margin.reason}"]
             found += ["# environment of every rank", *(f"{s['name']}={s['value']}  # {s['reason']}" for s in settings)]
             found += ["# on the nodes, for each attempt", f"$ {shlex.join(command)}"]
             if self.resolved.recipe.megatron is not None:

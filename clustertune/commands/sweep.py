@@ -155,7 +155,7 @@ def _find_missing(made: Sweep, machine: Cluster) -> list[Problem]:
 
 
 def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
-    from clustertune.sweep.here import run_command
+    from clustertune.sweep.local import run_command
 
     commands = [] if job else [run_command(made, point) for point in made.left()]
     if as_json:
@@ -175,7 +175,7 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
 
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep.here import run_all
+    from clustertune.sweep.local import run_all
 
     failed = run_all(made)
     _show_results(made, metric, as_json)

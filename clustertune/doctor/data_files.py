@@ -18,7 +18,7 @@ from clustertune.doctor.recipe_model import snapshot
 from clustertune.errors import UserError
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.ifeval import punkt
-from clustertune.staging import parcel
+from clustertune.staging import bundle
 
 TASK = Path(__file__).resolve().parents[2] / "eval" / "ifeval" / "task.yaml"
 
@@ -80,7 +80,7 @@ def _staged(context: Context) -> Iterator[Finding]:
 def _input(context: Context) -> Iterator[Finding]:
     data, path = context.resolved.recipe.data, context.resolved.input_path
     if context.staged is not None:
-        path = parcel.data_input(context.resolved)
+        path = bundle.data_input(context.resolved)
     if context.silent or context.staged_problems:
         return
     if path is not None:

@@ -21,7 +21,7 @@ from clustertune.launch.slurm import parse_minutes
 from clustertune.ops import bounded
 from clustertune.plan.place import find_place
 from clustertune.plan.predict import Plan, make_plan
-from clustertune.staging import parcel
+from clustertune.staging import bundle
 
 PINS = Path(__file__).resolve().parents[2] / "containers" / "versions.env"
 PACKAGES = (
@@ -154,7 +154,7 @@ class Context:
     def model(self) -> ModelFolder | None:
         """The base model's files as far as they are on this machine; None: there is none, or it did not answer."""
         recipe = self.resolved.recipe.model
-        if self.staged is not None and (given := parcel.model_folder(self.staged)):
+        if self.staged is not None and (given := bundle.model_folder(self.staged)):
             folder: Path | None = given
         elif recipe.path is not None:
             folder = expand_home(recipe.path)
@@ -195,7 +195,7 @@ class Context:
         """Where ranks read the weights from: the model's folder, or where the Hub's cache will have it."""
         model = self.resolved.recipe.model
         if self.staged is not None:
-            return parcel.model_folder(self.staged) or self.hub
+            return bundle.model_folder(self.staged) or self.hub
         if model.path is not None:
             return expand_home(model.path)
         if not self.is_ours and self.home_cache and self.cluster.storage.shared:
@@ -281,15 +281,15 @@ def build(
         mounts=mounts,
         arch=arch or platform.machine(),
     )
-    staged = parcel.staged_folder(resolved)
+    staged = bundle.staged_folder(resolved)
     places = (context.run_dir, context.hub, context.weights_at, resolved.input_path, env_file.parent, staged)
     silent = unanswered(path for path in dict.fromkeys(places) if path is not None)
     if silent:
         return replace(context, silent=silent, run_dir=None if context.run_dir in silent else context.run_dir)
-    if staged is None or (problems := tuple(parcel.find_problems(resolved))):
+    if staged is None or (problems := tuple(bundle.find_problems(resolved))):
         return replace(context, staged_problems=problems if staged else ())
     inherited = dict(said)
-    parcel.enter(resolved, inherited)
+    bundle.enter(resolved, inherited)
     return replace(context, staged=staged, environment=inherited)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
-from clustertune.launch import lead, shape
+from clustertune.launch import shape, signal_margin
 from clustertune.plan.host import reads_rows
 from clustertune.plan.predict import GIB, Plan, make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
@@ -224,15 +224,15 @@ def _warned(context: Context) -> Iterator[Finding]:
     """The header that submit writes warns as early as the recipe's own figures say; the plan may know better."""
     if not context.is_real or context.cluster.slurm is None:
         return
-    wanted = lead.needed(context.run_dir, context.resolved)
-    for problem in lead.find_problems(wanted, context.minutes, file=context.name):
+    wanted = signal_margin.needed(context.run_dir, context.resolved)
+    for problem in signal_margin.find_problems(wanted, context.minutes, file=context.name):
         yield finding(
             WARNING, FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time", where=context.name
         )
-    if context.plan is None or (context.run_dir is not None and lead.measured(context.run_dir)[0]):
+    if context.plan is None or (context.run_dir is not None and signal_margin.measured(context.run_dir)[0]):
         return
     step, save = context.plan.step.seconds, context.plan.schedule.checkpoint.value
-    need = lead.STEP_FACTOR * step + save + lead.MARGIN_SECONDS
+    need = signal_margin.STEP_FACTOR * step + save + signal_margin.MARGIN_SECONDS
     if need > wanted.seconds:
         text = f"the job is warned {wanted.seconds} s before its end ({wanted.reason}); a predicted step of {step:.0f} s and"
         fix = f"give expect: {{hours, steps}} in the recipe, or smaller steps; sbatch --signal=B:USR1@{math.ceil(need)} by hand"

@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
+from clustertune.launch.heartbeat_monitor import HeartbeatMonitor
 from clustertune.launch.plan import Plan, newest_attempt
-from clustertune.launch.vitals import Vitals
 from clustertune.manifest import write_durably
 from clustertune.process import die_with_parent, stop_signals
 
@@ -102,7 +102,7 @@ class Agent:
 
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the launcher; end it where its ranks are superseded or show no life."""
-        vitals, forward = Vitals(self.folder, self.plan, self.node), self._forward(child)
+        monitor, forward = HeartbeatMonitor(self.folder, self.plan, self.node), self._forward(child)
         alone_since: float | None = None
         while True:
             try:
@@ -112,9 +112,9 @@ class Agent:
             if (newest := newest_attempt(self.run_path)) > self.plan.attempt:
                 text = f"attempt {newest} has taken over from attempt {self.plan.attempt}: this one ends here"
                 self.problems.append(Problem(text, file=str(self.run_path)))
-            elif hung := vitals.look():
+            elif hung := monitor.look():
                 self.problems += hung
-                vitals.dump_stacks()
+                monitor.dump_stacks()
             if signal.SIGUSR1 not in self.asked and asked_file(self.folder).exists():
                 forward(signal.SIGUSR1, None)
             if alone_since is None and self._peer_failed():

@@ -13,7 +13,7 @@ from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.launch import fit, shape, slurm
-from clustertune.launch.lead import Lead
+from clustertune.launch.signal_margin import SignalMargin
 from clustertune.rundir import STAGES
 
 MIB = 1 << 20
@@ -158,12 +158,12 @@ def check(
     cluster: Cluster,
     words: Sequence[str],
     stages: tuple[str, str] = (STAGES[0], STAGES[-1]),
-    lead: Lead | None = None,
+    margin: SignalMargin | None = None,
 ) -> list[Problem]:
     """What keeps the training of a recipe from running in this allocation; each fix is the whole line to use instead.
 
     ``words`` are the arguments that the user gave to the script: the recipe, overrides, flags. ``stages`` are the first and
-    the last that the job runs: where the training is not among them, any allocation will do. ``lead`` is the warning that the
+    the last that the job runs: where the training is not among them, any allocation will do. ``margin`` is the warning that the
     recipe needs: the script's own is the reference recipe's, which would use up a short job.
     """
     if not STAGES.index(stages[0]) <= STAGES.index("train") <= STAGES.index(stages[1]):
@@ -187,10 +187,10 @@ def check(
             has_gb = allocation.memory_mb * MIB / 1e9
             text = f"the job has {has_gb:.1f} GB on each node, loading the weights takes {need / 1e9:.1f} GB"
             faults.append(("--mem", text))
-    line = sbatch_line(resolved, cluster, words, lead=lead)
+    line = sbatch_line(resolved, cluster, words, margin=margin)
     problems = [Problem(text, file=f"job {allocation.job_id}", key=key, fix=f"use: {line}") for key, text in faults]
     if not resolved.tiny:
-        problems += _fit_problems(allocation, resolved, cluster, words, (wanted_nodes, wanted_ranks), lead)
+        problems += _fit_problems(allocation, resolved, cluster, words, (wanted_nodes, wanted_ranks), margin)
     return problems
 
 
@@ -200,7 +200,7 @@ def _fit_problems(
     cluster: Cluster,
     words: Sequence[str],
     wanted: tuple[int, int],
-    lead: Lead | None,
+    margin: SignalMargin | None,
 ) -> list[Problem]:
     """What does not fit even in the shape that was asked for, with the line for the smallest shape that would hold it."""
     problems = shape.fit_problems(resolved, cluster, *wanted)
@@ -209,7 +209,7 @@ def _fit_problems(
     if not problems or least is None or least <= wanted[0]:
         return problems
     more = [word for word in words if not word.startswith("slurm.nodes=")]
-    line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, lead=lead)
+    line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, margin=margin)
     return [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in problems]
 
 
@@ -220,15 +220,15 @@ def insert_overrides(words: Sequence[str], overrides: Sequence[str]) -> list[str
 
 
 def sbatch_line(
-    resolved: Resolved, cluster: Cluster, words: Sequence[str], *, nodes: int | None = None, lead: Lead | None = None
+    resolved: Resolved, cluster: Cluster, words: Sequence[str], *, nodes: int | None = None, margin: SignalMargin | None = None
 ) -> str:
     """The command, quoted for a shell, whose allocation is the recipe's."""
     wanted = shape.train_shape(resolved, cluster)
     options = replace(wanted, nodes=nodes or wanted.nodes).options()
     if not wanted.gpus_per_node:
         options.insert(2, "--gpus-per-node=0")  # the script's own header asks for some
-    if lead is not None:
-        options.append(f"--signal=B:USR1@{lead.seconds}")
+    if margin is not None:
+        options.append(f"--signal=B:USR1@{margin.seconds}")
     return shlex.join(["sbatch", *(word for word in options if word != "--ntasks-per-node=1"), SCRIPT, *words])
 
 

@@ -2,7 +2,7 @@
 
 ``attempts/0001/`` of a run holds ``plan.json`` (written before any process starts), ``rendezvous.json`` (by the first node's
 agent), for each node ``node-0.pid``, ``node-0.log`` and ``node-0.json``, for each rank ``rank-0.pid``, ``rank-0.log``,
-``rank-0.beat`` and ``rank-0.json``, and ``outcome.json`` (written last, by who started the attempt).
+``rank-0.heartbeat`` and ``rank-0.json``, and ``outcome.json`` (written last, by who started the attempt).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from clustertune.manifest import write_durably
 FOLDER = "torchrun"
 CALL = "call.json"
 TOLD = "told.json"
-BEAT = "beat"
+HEARTBEAT = "beat"
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 120.0
 """Without a beat for so long, node 0's call is taken for dead: 24 beats, twice the 60 s that an NFS client may cache a file's
@@ -80,7 +80,7 @@ def network_environment(interface: str | None) -> dict[str, str]:
 
 
 @dataclass
-class Meeting:
+class RendezvousServer:
     """Node 0's side. Use it as a context manager: the beat stops at its end, and who still waits is told the exit code."""
 
     run_path: Path
@@ -95,7 +95,7 @@ class Meeting:
     def folder(self) -> Path:
         return self.run_path / FOLDER / self.call_id
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> RendezvousServer:
         above = self.folder.parent
         before = [path for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
         self.folder.mkdir(parents=True)
@@ -148,11 +148,11 @@ class Meeting:
                 self._beat(count)
 
     def _beat(self, count: int) -> None:
-        (self.folder / BEAT).write_text(f"{count}\n")
+        (self.folder / HEARTBEAT).write_text(f"{count}\n")
 
 
 @dataclass
-class Guest:
+class RendezvousClient:
     """Another node's side."""
 
     run_path: Path
@@ -170,7 +170,7 @@ class Guest:
         Raises UserError: no call in time, or one that had answers from this node already (exit 75); one that does not fit
         this call (exit 2).
         """
-        answered, refused, beat, since = "", "", "", time.monotonic()
+        answered, refused, heartbeat, since = "", "", "", time.monotonic()
         while True:
             call = _read(self.run_path / FOLDER / CALL) or {}
             now, call_id = time.monotonic(), str(call.get("id", ""))
@@ -184,14 +184,14 @@ class Guest:
                     answered = call_id
                 else:
                     refused = call_id
-                beat, since = _text(folder / BEAT), now
-            elif call_id and (heard := _text(folder / BEAT)) != beat:
+                heartbeat, since = _text(folder / HEARTBEAT), now
+            elif call_id and (heard := _text(folder / HEARTBEAT)) != heartbeat:
                 if call_id == refused:  # it lives, and has another call for this node
                     text = f"another call is node {self.node} already"
                     raise UserError(
                         Problem(text, file=str(self.run_path), key="--node-rank", fix="each node has its own number")
                     )
-                beat, since = heard, now
+                heartbeat, since = heard, now
             if call_id == answered and (told := _read(folder / TOLD)) is not None:
                 return int(told["attempt"]) if "attempt" in told else ExitCode(int(told["code"]))
             if now - since > (self.dead_seconds if call_id and call_id == answered else self.seconds):

@@ -22,7 +22,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.megatron.settings import Counts
 
 if TYPE_CHECKING:
-    from clustertune.training.beat import Beat
+    from clustertune.training.heartbeat import Heartbeat
     from clustertune.training.stop import StopFlag
 
 RELEASE = "0.5"
@@ -93,7 +93,7 @@ class Bridge:
         wanted = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
         return Path(_of("huggingface_hub").snapshot_download(name, revision=revision, allow_patterns=wanted))
 
-    def convert(self, source: tuple[str, str | None], resolved: Resolved, out: Path, beat: Beat) -> None:
+    def convert(self, source: tuple[str, str | None], resolved: Resolved, out: Path, heartbeat: Heartbeat) -> None:
         """All ranks, each with the part that it has in the training: no node holds the whole model."""
         self.source = source
         provider = self.hf().to_megatron_provider(load_weights=True)
@@ -104,7 +104,7 @@ class Bridge:
         provider.finalize()
         provider.initialize_model_parallel(seed=0)
         chunks = provider.provide_distributed_model(wrap_with_ddp=False)
-        beat("model")
+        heartbeat("model")
         self.hf().save_megatron_model(chunks, out)
         del chunks, provider
         # The training makes its groups anew, with what it knows of its own.
@@ -112,7 +112,7 @@ class Bridge:
         _of("gc").collect()
         _of("torch").cuda.empty_cache()
 
-    def pack(self, config: Mapping[str, Mapping[str, Any]], beat: Beat) -> Counts:
+    def pack(self, config: Mapping[str, Mapping[str, Any]], heartbeat: Heartbeat) -> Counts:
         """Rank 0 alone: tokenize and pack as the training will read it, and count. What is packed already is kept."""
         data = config["dataset"]
         tokenizer = _of("megatron.bridge.training.tokenizers.tokenizer").build_tokenizer(self._tokenizer(config))
@@ -126,9 +126,9 @@ class Bridge:
             dataset_kwargs=dict(data["dataset_kwargs"]),
             do_test=False,
         )
-        beat("model")
+        heartbeat("model")
         builder.prepare_data()
-        beat("model")
+        heartbeat("model")
         if specs is None:
             return Counts(_lines(builder.train_path), _lines(builder.validation_path))
         counted = [_rows(Path(path)) for path in (builder.train_path_packed, builder.validation_path_packed)]

@@ -26,8 +26,8 @@ from clustertune.training.events import EventLog
 
 if TYPE_CHECKING:
     from clustertune.megatron.bridge import Bridge
-    from clustertune.training.beat import Beat
     from clustertune.training.collectives import Group
+    from clustertune.training.heartbeat import Heartbeat
     from clustertune.training.stop import StopFlag
 
 BASE_KIND = "megatron-base"
@@ -45,7 +45,7 @@ class Attempt:
     resolved: Resolved
     number: int
     stop: StopFlag
-    beat: Beat
+    heartbeat: Heartbeat
     fence: Callable[[], None]
     out: TextIO
     """Where people see what rank 0 says."""
@@ -128,7 +128,7 @@ class _Training:
             self._make_base()
             config = self._configure(latest)
             self.store.tell(f"resume from {latest[0].name}" if latest else "train from the base model")
-            self.attempt.beat("resume" if latest else "train", start)
+            self.attempt.heartbeat("resume" if latest else "train", start)
             self.step, self.saved = start, latest and latest[0]
             stopped = self.bridge.finetune(config, self)
             finished = self.step >= (self.steps or 0) and not stopped
@@ -151,7 +151,7 @@ class _Training:
         name, revision = self.attempt.source
         if Path(name).is_dir():
             return
-        self.attempt.beat("model")
+        self.attempt.heartbeat("model")
         found: tuple[str | None, str] | None = None
         if self.group.rank == 0:
             self.store.tell(f"loading {name} from the Hub, where it is not in the cache")
@@ -182,7 +182,7 @@ class _Training:
             manifest.agree(find_open(out) if self.group.rank == 0 else [], self.group)  # Megatron-Core unpickles it
             return
         self.attempt.fence()
-        self.attempt.beat("model")
+        self.attempt.heartbeat("model")
         began = time.monotonic()
         self.store.tell(f"converting {self.attempt.source[0]} for Megatron, once")
         fault = None
@@ -190,7 +190,7 @@ class _Training:
             fault = _empty(out)
         if fault := self.group.broadcast(fault):
             raise UserError(Problem(f"cannot be written: {fault}", file=str(out)), ExitCode.STORAGE)
-        self.bridge.convert(self.attempt.source, self.attempt.resolved, out, self.attempt.beat)
+        self.bridge.convert(self.attempt.source, self.attempt.resolved, out, self.attempt.heartbeat)
         self.group.barrier()
         if self.group.rank == 0:
             close(out)
@@ -208,7 +208,7 @@ class _Training:
         counts: tuple[int, int, list[str]] | None = None
         if self.group.rank == 0:
             try:
-                found = self.bridge.pack(settings.build(attempt.resolved, named), attempt.beat)
+                found = self.bridge.pack(settings.build(attempt.resolved, named), attempt.heartbeat)
                 counts = (found.train, found.eval, [])
             except UserError as error:
                 counts = (0, 0, [problem.message for problem in error.problems])
@@ -235,7 +235,7 @@ class _Training:
         """After each step; returns where a checkpoint of this step would go. The beat tells the watchers that it gets on."""
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         self.step = step
-        self.attempt.beat("train", step)
+        self.attempt.heartbeat("train", step)
         if self.log and loss is not None:
             train = self.attempt.resolved.train_args
             tokens = settings.global_batch(self.attempt.resolved) * int(train["max_length"])
@@ -251,14 +251,14 @@ class _Training:
 
     def on_eval(self, step: int, loss: float | None) -> None:
         """After an evaluation."""
-        self.attempt.beat("eval", step)
+        self.attempt.heartbeat("eval", step)
         if self.log and loss is not None:
             self.log.write("eval", step=step, eval_loss=loss)
 
     def on_saved(self, step: int) -> None:
         """A checkpoint lies on disk, by all ranks: it gets the recipe and, last of all, its manifest."""
         path = self.path_of(step)
-        self.attempt.beat("save", step)
+        self.attempt.heartbeat("save", step)
         began = time.monotonic()
         if self.group.rank == 0:
             recipe = json.dumps(self.attempt.resolved.as_dict(), indent=1) + "\n"
@@ -271,13 +271,13 @@ class _Training:
             self.log.write("checkpoint", step=step, path=name, bytes=size, seconds=seconds, status="saved")
             self.log.sync()
         self.store.prune()
-        self.attempt.beat("train", step)
+        self.attempt.heartbeat("train", step)
 
     def on_end(self, export: Callable[[Path], None]) -> None:
         """The last step is done and saved: what was trained is exported, and only then is the checkpoint the final one."""
         if self.saved is None or self.step < (self.steps or 0):
             return
-        self.attempt.beat("save", self.step)
+        self.attempt.heartbeat("save", self.step)
         self.store.tell("exporting to the form of Hugging Face")
         out = inputs.exported(self.attempt.run.path)
         fault = _empty(out) if self.group.rank == 0 else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.console import stderr
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.push.parcel import ALLOWED, Parcel, still_same
+from clustertune.push.upload import ALLOWED, Upload, still_same
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -43,7 +43,7 @@ class Pushed:
     commit: str | None
 
 
-def push(parcel: Parcel, target: Target, token: str, say: Callable[[str], None]) -> Pushed:
+def push(upload: Upload, target: Target, token: str, say: Callable[[str], None]) -> Pushed:
     """Send a parcel in one commit. Raises UserError: what is there is something else, the token, the network.
 
     Nothing appears in the repository before the commit: after a failure the same command begins anew.
@@ -52,21 +52,21 @@ def push(parcel: Parcel, target: Target, token: str, say: Callable[[str], None])
         api = _connect(target.endpoint, token)
         info = _find(api, target.repo)
         if info is not None:
-            if problems := _conflicts(info, parcel, target):
+            if problems := _conflicts(info, upload, target):
                 raise UserError(problems)
-            if not _differing(info, parcel):
+            if not _differing(info, upload):
                 return Pushed("unchanged", _url(api, target), info.sha)
         else:
             say(f"new {'public' if target.public else 'private'} repository {target.repo}")
             api.create_repo(target.repo, private=not target.public, exist_ok=False)
             info = _find(api, target.repo)
-        if problems := still_same(parcel):
+        if problems := still_same(upload):
             raise UserError(problems, ExitCode.AGAIN)
         commit = api.create_commit(
-            target.repo, _operations(parcel), commit_message=MESSAGE, parent_commit=info.sha if info is not None else None
+            target.repo, _operations(upload), commit_message=MESSAGE, parent_commit=info.sha if info is not None else None
         )
         after = _find(api, target.repo)
-        if after is None or (wrong := _differing(after, parcel)):
+        if after is None or (wrong := _differing(after, upload)):
             names = ", ".join(wrong) if after is not None else "the repository"
             fix = "run the same command again; if it says so again, look at the repository"
             raise UserError(Problem(f"not there as it was sent: {names}", file=target.repo, fix=fix), ExitCode.AGAIN)
@@ -98,7 +98,7 @@ def _find(api: HfApi, repo: str) -> ModelInfo | None:
         return None
 
 
-def _conflicts(info: ModelInfo, parcel: Parcel, target: Target) -> list[Problem]:
+def _conflicts(info: ModelInfo, upload: Upload, target: Target) -> list[Problem]:
     """Why a repository that exists is not written to."""
     found = []
     if not info.private and not target.public:
@@ -109,7 +109,7 @@ def _conflicts(info: ModelInfo, parcel: Parcel, target: Target) -> list[Problem]
         found.append(Problem("is private, and --public was asked for", file=target.repo, key="--public", fix=fix))
     there = {sibling.rfilename for sibling in info.siblings or []}
     foreign = sorted(there - {*ALLOWED, *OWN})
-    other = [name for name in _differing(info, parcel) if name in there]
+    other = [name for name in _differing(info, upload) if name in there]
     if (foreign or other) and not target.replace:
         what = ", ".join([*other, *foreign][:6])
         fix = "--replace writes over files of the same names and leaves the others, or --repo names another one"
@@ -117,11 +117,11 @@ def _conflicts(info: ModelInfo, parcel: Parcel, target: Target) -> list[Problem]
     return found
 
 
-def _differing(info: ModelInfo, parcel: Parcel) -> list[str]:
+def _differing(info: ModelInfo, upload: Upload) -> list[str]:
     """Files that are not there, or not as they lie here."""
     there = {sibling.rfilename: sibling for sibling in info.siblings or []}
     wrong = []
-    for file in parcel.files:
+    for file in upload.files:
         sibling = there.get(file.name)
         if sibling is None:
             wrong.append(file.name)
@@ -133,12 +133,12 @@ def _differing(info: ModelInfo, parcel: Parcel) -> list[str]:
     return wrong
 
 
-def _operations(parcel: Parcel) -> list[Any]:
+def _operations(upload: Upload) -> list[Any]:
     from huggingface_hub import CommitOperationAdd
 
     return [
         CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file.path) if file.path else file.data)
-        for file in parcel.files
+        for file in upload.files
     ]
 
 

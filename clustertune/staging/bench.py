@@ -24,7 +24,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Staging
 from clustertune.console import emit_json, say
 from clustertune.manifest import SHA256, hash_file
-from clustertune.staging.shelf import open_shelf
+from clustertune.staging.cache import open_cache
 from clustertune.staging.tree import Source, Stager
 from clustertune.staging.worker import Bounds
 
@@ -83,7 +83,7 @@ def measure(place: Path, size: int, rounds: int, workers: int, digests: bool) ->
 
     def stage() -> None:
         local.mkdir(exist_ok=True)
-        on = open_shelf(Staging(path=str(local), gb=size / 1e9 + 1))
+        on = open_cache(Staging(path=str(local), gb=size / 1e9 + 1))
         Stager(on, Bounds(workers=workers), tell=lambda _: None).stage(wanted).release()
 
     seconds: dict[str, list[float]] = {"cp": [], "stage": [], "verify": []}

@@ -23,9 +23,9 @@ from clustertune.ifeval import task as tasks
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
 from clustertune.manifest import SHA256, FileRecord
-from clustertune.staging import hub, needs, parcel, worker
+from clustertune.staging import bundle, hub, needs, worker
+from clustertune.staging.cache import JOURNAL
 from clustertune.staging.copying import Done
-from clustertune.staging.shelf import JOURNAL
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
 
@@ -91,7 +91,7 @@ class Collector:
         if model.path:
             name = Path(model.path).name
             files = self._survey(Path(model.path), "model")
-            target = f"{parcel.MODEL}/{name}"
+            target = f"{bundle.MODEL}/{name}"
             return [Part("model", model.name, target, Path(model.path), files, revision=model.revision, path=target)]
         return [self._repository("model", model.name, model.revision)]
 
@@ -99,7 +99,7 @@ class Collector:
         """A repository of the Hub: from the cache of this machine where it is whole there, else from the network."""
         plural = f"{kind}s"
         revision = revision or "main"
-        target = needs.snapshot(Path(parcel.HUB), plural, name, revision).as_posix()
+        target = needs.snapshot(Path(bundle.HUB), plural, name, revision).as_posix()
         what = "data" if kind == "dataset" else kind
         path = target if kind == "model" else None
         root = needs.snapshot(needs.hub_cache(), plural, name, revision)
@@ -123,22 +123,22 @@ class Collector:
         assert source is not None
         folder = Path(self._resolved.folder)
         if source.is_relative_to(folder):  # goes with the recipe
-            path = f"{parcel.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
-            return [Part("data", data.name, f"{parcel.RECIPES}/{folder.name}", folder, path=path)]
+            path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"
+            return [Part("data", data.name, f"{bundle.RECIPES}/{folder.name}", folder, path=path)]
         if source.is_file():
-            return [Part("data", data.name, parcel.DATA, source.parent, [_one(source)], path=f"{parcel.DATA}/{source.name}")]
-        target = f"{parcel.DATA}/{source.name}"
+            return [Part("data", data.name, bundle.DATA, source.parent, [_one(source)], path=f"{bundle.DATA}/{source.name}")]
+        target = f"{bundle.DATA}/{source.name}"
         return [Part("data", data.name, target, source, self._survey(source, "data"), path=target)]
 
     def _benchmark(self) -> list[Part]:
         if (path := self._ifeval) is not None:
-            target = f"{parcel.EVAL}/{path.name}"
-            return [Part("benchmark", path.name, parcel.EVAL, path.parent, [_one(path)], path=target)]
+            target = f"{bundle.EVAL}/{path.name}"
+            return [Part("benchmark", path.name, bundle.EVAL, path.parent, [_one(path)], path=target)]
         if self._resolved.recipe.model.weights == "random":
             self.notes.append("benchmark: random weights are scored on the project's own prompts, nothing is staged")
             return []
         place = tasks.read_task_file().hub
-        target = needs.snapshot(Path(parcel.HUB), "datasets", place.name, place.revision).as_posix()
+        target = needs.snapshot(Path(bundle.HUB), "datasets", place.name, place.revision).as_posix()
         found = tasks.fetch_benchmark(place)
         if found is None:
             text = f"{place.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
@@ -147,7 +147,7 @@ class Collector:
         return [Part("benchmark", place.name, target, found.parent, [_one(found)], revision=place.revision)]
 
     def _nltk(self) -> list[Part]:
-        target = (Path(parcel.NLTK) / punkt.FOLDER).as_posix()
+        target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
         site = punkt.locate_site_copy()
         if site is not None:
             root = site / punkt.FOLDER
@@ -155,7 +155,7 @@ class Collector:
             return [Part("nltk", "punkt_tab", target, root, files)]
 
         def fetch(_out: Path) -> None:
-            if not hub.fetch_punkt(self._out / parcel.NLTK):
+            if not hub.fetch_punkt(self._out / bundle.NLTK):
                 text = "NLTK's punkt_tab cannot be had: answers will be scored with a splitter trained here"
                 self.notes.append(f"warning: {text} -> NLTK_DATA=DIR names a folder that has it")
 
@@ -177,14 +177,14 @@ class Collector:
         path = Path(settings.image)
         beside = path.with_name(path.name + ".sha256")
         files = [_one(path), *([_one(beside)] if beside.is_file() else [])]
-        return [Part("container", path.name, parcel.CONTAINER, path.parent, files, path=f"{parcel.CONTAINER}/{path.name}")]
+        return [Part("container", path.name, bundle.CONTAINER, path.parent, files, path=f"{bundle.CONTAINER}/{path.name}")]
 
     def _recipe(self) -> list[Part]:
         folder = Path(self._resolved.folder)
-        found = [Part("recipe", folder.name, f"{parcel.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
+        found = [Part("recipe", folder.name, f"{bundle.RECIPES}/{folder.name}", folder, self._survey(folder, "recipe"))]
         recipe = self._resolved.recipe
         for path in find_elsewhere(folder, recipe.base or (), recipe.model.model_dump()):
-            target = f"{parcel.RECIPES}/{path.parent.name}"
+            target = f"{bundle.RECIPES}/{path.parent.name}"
             found.append(Part("recipe", f"{path.parent.name}/{path.name}", target, path.parent, [_one(path)]))
         return found
 
@@ -224,7 +224,7 @@ class Collector:
         if any(out.iterdir()) and not (out / JOURNAL).exists() and not (out / manifest.MANIFEST).exists():
             raise UserError(Problem("holds something else", file=str(out), key="--to", fix="give a new or empty folder"))
         if (out / manifest.MANIFEST).exists():
-            found = parcel.read(out)
+            found = bundle.read(out)
             if found.meta.get("recipe") != self._resolved.name:
                 text = f"holds what recipe {found.meta.get('recipe')} needs"
                 raise UserError(Problem(text, file=str(out), key="--to", fix="give a new folder"))
@@ -235,8 +235,8 @@ class Collector:
         out = self._out
         out.mkdir(parents=True, exist_ok=True)
         if (out / manifest.MANIFEST).exists():
-            found = parcel.read(out)
-            lines = [_line(name, record) for name, record in found.files.items() if name != parcel.SUMS]
+            found = bundle.read(out)
+            lines = [_line(name, record) for name, record in found.files.items() if name != bundle.SUMS]
             manifest.write_durably(out / JOURNAL, "".join(lines))
             (out / manifest.MANIFEST).unlink()
 
@@ -284,9 +284,9 @@ class Collector:
                     worker.copy(part.root, target, wanted, self._bounds, done=keep, advance=advance, record=SHA256)
         else:
             self._load(part, target, records, note)
-        if part.revision and part.target.startswith(parcel.HUB):
+        if part.revision and part.target.startswith(bundle.HUB):
             kind = "models" if part.what == "model" else "datasets"
-            hub.note_revision(self._out / parcel.HUB, kind, part.name, part.revision)
+            hub.note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
 
     def _load(self, part: Part, target: Path, records: dict[str, FileRecord], note: Callable[[str, FileRecord], None]) -> None:
         """From the network, each file compared with the Hub's own digest of it."""
@@ -312,21 +312,21 @@ class Collector:
     def _seal(self, parts: Sequence[Part], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
         """What lies there and is none of the parts', as NLTK's other languages, goes with them; then sums and manifest."""
         (self._out / JOURNAL).unlink(missing_ok=True)
-        (self._out / parcel.SUMS).unlink(missing_ok=True)
+        (self._out / bundle.SUMS).unlink(missing_ok=True)
         other = [name for name in manifest.list_files(self._out) if name not in records]
         for name, record in manifest.record_files(self._out, other).items():
             records[name] = record
         lines = [f"{record.sha256}  {name}\n" for name, record in sorted(records.items())]
-        manifest.write_durably(self._out / parcel.SUMS, "".join(lines))
-        records[parcel.SUMS] = manifest.hash_file(self._out / parcel.SUMS)
+        manifest.write_durably(self._out / bundle.SUMS, "".join(lines))
+        records[bundle.SUMS] = manifest.hash_file(self._out / bundle.SUMS)
         own = {part.what: {"name": part.name, "revision": part.revision, "path": part.path} for part in parts[::-1]}
-        words = [word for word in overrides if not word.startswith(f"{parcel.STAGED}=")]
+        words = [word for word in overrides if not word.startswith(f"{bundle.STAGED}=")]
         data = self._resolved.recipe.data
         if data.input is not None:
             own["data"]["revision"] = None
         asked = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": words}
         meta = {**asked, "parts": own, "host": os.uname().nodename}
-        manifest.seal(self._out, parcel.KIND, meta, records)
+        manifest.seal(self._out, bundle.KIND, meta, records)
 
 
 def _check_prompts(path: Path) -> None:

@@ -11,7 +11,7 @@ from clustertune.config.resolved import Resolved, expand_home
 from clustertune.launch import visible
 from clustertune.manifest import MANIFEST
 from clustertune.rundir import RunDir
-from clustertune.staging import parcel
+from clustertune.staging import bundle
 from clustertune.staging.tree import Source
 
 
@@ -31,7 +31,7 @@ def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
     model = resolved.recipe.model
     if model.weights == "random":
         return run.local_model(model.name) if run else None
-    if (staged := parcel.staged_folder(resolved)) and (found := parcel.model_folder(staged)):
+    if (staged := bundle.staged_folder(resolved)) and (found := bundle.model_folder(staged)):
         return found
     if model.path:
         return Path(model.path)
@@ -42,7 +42,7 @@ def model_source(run: RunDir, resolved: Resolved) -> tuple[str, str | None]:
     """Where the base model is read from: a folder, or a Hub id and its commit."""
     if resolved.recipe.model.weights == "random":
         return str(run.local_model(resolved.recipe.model.name)), None
-    if (staged := parcel.staged_folder(resolved)) and (found := parcel.model_folder(staged)):
+    if (staged := bundle.staged_folder(resolved)) and (found := bundle.model_folder(staged)):
         return str(found), None
     return resolved.recipe.model.path or resolved.recipe.model.name, resolved.recipe.model.revision
 

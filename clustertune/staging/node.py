@@ -23,7 +23,7 @@ from clustertune.launch.agent import ask_anew, node_record
 from clustertune.launch.plan import Plan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
-from clustertune.staging import needs, shelf, worker
+from clustertune.staging import cache, needs, worker
 from clustertune.staging.tree import Source, Staged, Stager
 from clustertune.staging.worker import Bounds
 
@@ -39,7 +39,7 @@ def record_file(folder: Path, node: int) -> Path:
 
 def beat_file(folder: Path, node: int) -> Path:
     """Touched while a node copies: the others see that it is alive."""
-    return folder / f"staging-{node}.beat"
+    return folder / f"staging-{node}.heartbeat"
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[Stage
     mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
     assert cluster.storage.staging is not None
     try:
-        stager = Stager(shelf.open_shelf(cluster.storage.staging), bounds, deep=False)
+        stager = Stager(cache.open_cache(cluster.storage.staging), bounds, deep=False)
     except UserError as error:
         return [f"nothing is staged, the ranks read the shared storage: {error.problems[0]}"]
     for source in needs.sources(resolved, run)[0]:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
-from clustertune.staging import netwatch, parcel
+from clustertune.staging import bundle, netwatch
 
 FORWARD_BYTES = 4e9
 """Weights up to this size are loaded, and take one step; of larger ones only the headers are read."""
@@ -87,9 +87,9 @@ class Rehearsal:
         """Resolved, and the parcel is its."""
         from clustertune.config.resolve import resolve
 
-        words = [*self._order["overrides"], f"{parcel.STAGED}={self._folder}"]
+        words = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
         self._resolved = resolve(self._order["recipe"], words, tiny=self._order["tiny"])
-        parcel.enter(self._resolved)
+        bundle.enter(self._resolved)
         return f"{self._resolved.name}, {self._resolved.world_size} ranks"
 
     def libraries(self) -> str:
@@ -112,7 +112,7 @@ class Rehearsal:
             recipe_folder=Path(self.resolved.folder),
             seed=int(self.resolved.train_args.get("seed", 42)),
             out=out,
-            input_path=parcel.data_input(self.resolved),
+            input_path=bundle.data_input(self.resolved),
         )
         with (out / "train.jsonl").open(encoding="utf-8") as lines:
             self._conversation = json.loads(next(lines))["messages"]
@@ -124,7 +124,7 @@ class Rehearsal:
 
         if self.resolved.recipe.model.weights == "random":
             return self._make_model()
-        folder = parcel.model_folder(self._folder)
+        folder = bundle.model_folder(self._folder)
         if folder is None:
             raise UserError(Problem("holds no model", file=str(self._folder), fix="stage the recipe again"))
         from clustertune.ifeval.model import check_weights, raise_if
@@ -215,7 +215,7 @@ class Rehearsal:
 
         task = tasks.read_task_file()
         published = self.resolved.recipe.model.weights == "hub"
-        given = parcel.prompts(self.resolved)
+        given = bundle.prompts(self.resolved)
         source = tasks.choose_source(task, given, benchmark=published)
         own = given is None and source.name != task.hub.name
         lacks = f" (the folder has no {task.hub.name})" if published and own else ""

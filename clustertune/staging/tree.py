@@ -18,9 +18,9 @@ from clustertune import manifest
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.manifest import FileRecord
-from clustertune.staging import shelf, worker
+from clustertune.staging import cache, worker
+from clustertune.staging.cache import JOURNAL, KIND, PLANNED, Lock, StagingCache
 from clustertune.staging.copying import Done, signs
-from clustertune.staging.shelf import JOURNAL, KIND, PLANNED, Lock, Shelf
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
 
@@ -88,7 +88,7 @@ def key_of(source: Source, files: Sequence[SourceFile]) -> str:
 class Stager:
     """Brings trees onto a shelf."""
 
-    def __init__(self, on: Shelf, bounds: Bounds, *, deep: bool = True, tell: Callable[[str], None] = say) -> None:
+    def __init__(self, on: StagingCache, bounds: Bounds, *, deep: bool = True, tell: Callable[[str], None] = say) -> None:
         """``deep``: hash a tree that is there, byte for byte; else look only whether it was written to since."""
         self._shelf, self._bounds, self._deep, self._tell = on, bounds, deep, tell
 
@@ -228,13 +228,13 @@ class Stager:
         words = str(error)
         if any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT)):
             with contextlib.suppress(OSError):
-                shelf.discard(folder)
+                cache.discard(folder)
 
     def _kept_from_before(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> dict[str, FileRecord]:
         """The files that a killed copy has left whole: each is hashed again, and all others are removed."""
         records: dict[str, FileRecord] = {}
         expected = {f"{source.name}/{file.name}": file for file in files}
-        for line in shelf.read_journal(folder):
+        for line in cache.read_journal(folder):
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 name, record = str(line["name"]), manifest.parse_record(line)
                 file = expected.get(name)

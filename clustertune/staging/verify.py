@@ -17,7 +17,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import SHA256
-from clustertune.staging import isolate, netwatch, parcel, worker
+from clustertune.staging import bundle, isolate, netwatch, worker
 from clustertune.staging.worker import Bounds
 
 STEP_SECONDS = 900.0
@@ -67,7 +67,7 @@ def verify(
     """
     folder = folder.absolute()
     verdict = Verdict()
-    found = parcel.read(folder)
+    found = bundle.read(folder)
     _check_sums(folder, found, verdict, bounds)
     if verdict.problems:
         return verdict
@@ -75,7 +75,7 @@ def verify(
     meta = found.meta
     order = {
         "folder": str(folder),
-        "recipe": recipe or str(folder / parcel.RECIPES / str(meta["recipe"])),
+        "recipe": recipe or str(folder / bundle.RECIPES / str(meta["recipe"])),
         "overrides": list(overrides) or list(meta["overrides"]),
         "tiny": tiny or (recipe is None and bool(meta["tiny"])),
     }
@@ -159,7 +159,7 @@ def _environment(folder: Path, scratch: Path, log: Path) -> dict[str, str]:
     search = os.pathsep.join(filter(None, [str(site), package, kept.get("PYTHONPATH", "")]))
     return {
         **kept,
-        **parcel.variables(folder),
+        **bundle.variables(folder),
         "HOME": str(home),
         "TMPDIR": str(scratch / "tmp"),
         "PYTHONPATH": search,

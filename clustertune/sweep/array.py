@@ -11,7 +11,7 @@ from clustertune import lock
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import lead, shape, slurm, submit
+from clustertune.launch import shape, signal_margin, slurm, submit
 from clustertune.launch.records import parse_jobs
 from clustertune.rundir import STAGES
 from clustertune.sweep.points import Point, Sweep, missing_inputs
@@ -39,7 +39,9 @@ def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) 
     for point, item in zip(sweep.points, resolved, strict=True):
         minutes = shape.train_shape(item, cluster).minutes
         found.update(dict.fromkeys(shape.find_problems(item, cluster)))
-        found.update(dict.fromkeys(lead.find_problems(lead.needed(point.run_dir, item), minutes, file=item.name)))
+        found.update(
+            dict.fromkeys(signal_margin.find_problems(signal_margin.needed(point.run_dir, item), minutes, file=item.name))
+        )
     if cluster.slurm is None:
         fix = "add a slurm section to its file, --cluster names another one, --here runs the points on this machine"
         found[Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, fix=fix)] = None
@@ -57,7 +59,7 @@ def make_job(
     if len(shapes) > 1:
         text = "the points ask for nodes, GPUs or memory of different size, and one job array has one shape"
         raise UserError(Problem(text, file=sweep.name, fix="a sweep for each: " + "; ".join(map(str, shapes))))
-    needed = max(lead.needed(point.run_dir, item).seconds for point, item in zip(sweep.points, resolved, strict=True))
+    needed = max(signal_margin.needed(point.run_dir, item).seconds for point, item in zip(sweep.points, resolved, strict=True))
     limit = f"%{at_once}" if at_once else ""
     folder = sweep.path.absolute()
     logs = submit.escape_pattern(folder / "logs")
@@ -68,7 +70,7 @@ def make_job(
         script=submit.render(
             f"{sweep.name}-sweep",
             shape.train_shape(resolved[0], cluster),
-            min(needed, lead.LONGEST_SECONDS),
+            min(needed, signal_margin.LONGEST_SECONDS),
             extra=[f"--array={indices(sweep.left())}{limit}"],
         ),
         path=folder / "jobs" / "sweep.sbatch",

@@ -4,7 +4,7 @@ accelerate 1.15 has a model loaded whole and then broadcast by rank 0 (``fsdp_cp
 one process for a model of 405B parameters. Two functions of the stack are replaced where the recipe's accelerate file asks
 for just that, everything else stays theirs:
 
-* transformers' ``_load_pretrained_model`` leaves the parameters :func:`hollow`, having looked up where each comes from;
+* transformers' ``_load_pretrained_model`` leaves the parameters :func:`empty_storage`, having looked up where each comes from;
 * accelerate's ``fsdp2_load_full_state_dict``, called with the sharded model, fills each rank's part from the files. What is
   not in them (LoRA's matrices, drawn from the same seed) is broadcast from rank 0 as before.
 
@@ -35,7 +35,18 @@ from clustertune.training import loading_quantised as quantised
 from clustertune.training import loading_zero as zero
 from clustertune.training.collectives import Group
 from clustertune.training.loading_files import Reader, survey
-from clustertune.training.loading_place import broadcast, clean, hollow, is_hollow, placed, plain, put, region, rows, span
+from clustertune.training.loading_place import (
+    broadcast,
+    clean,
+    empty_storage,
+    is_empty_storage,
+    placed,
+    plain,
+    put,
+    region,
+    rows,
+    span,
+)
 from clustertune.training.loading_sources import SHOWN, Source, Sources, Unfollowed, find
 from clustertune.training.startup import Startup
 
@@ -214,8 +225,8 @@ class Loading:
             return
         for parameter in model.parameters():
             # A DTensor was made in float32 when it was split: clustertune/training/tensor.py.
-            if parameter.requires_grad and is_hollow(parameter) and not isinstance(parameter, DTensor):
-                parameter.data = hollow(parameter.shape, torch.float32)
+            if parameter.requires_grad and is_empty_storage(parameter) and not isinstance(parameter, DTensor):
+                parameter.data = empty_storage(parameter.shape, torch.float32)
 
     def _filler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def fill(accelerator: Any, model: Any, full_sd: dict[str, Any], cpu_offload: bool = False) -> Any:
@@ -240,7 +251,7 @@ class Loading:
             first = seen.setdefault(shared.get(clean(name), id(name)), name)
             if first == name and name in sources:
                 wanted[name] = sources[name]
-            elif first == name and dist.get_rank() == 0 and is_hollow(given[name]):
+            elif first == name and dist.get_rank() == 0 and is_empty_storage(given[name]):
                 problems.append(Problem("no weight file holds it", key=name, fix="fsdp_cpu_ram_efficient_loading: false"))
         try:
             for name, local in self._read(wanted, empty, self._part):
@@ -357,7 +368,7 @@ def _without_values(model: Any, name: str, source: Source) -> tuple[torch.nn.Mod
     before = getattr(module, own)
     if quantised.is_packed(before):
         return module, own, quantised.packed(before, source.shape)
-    value = hollow(source.shape, source.dtype)
+    value = empty_storage(source.shape, source.dtype)
     if own in module._parameters:
         value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
     return module, own, value

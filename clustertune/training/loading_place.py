@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def hollow(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def empty_storage(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU that takes no memory: one element, repeated.
 
     Not on the meta device: PEFT puts an adapter where its base is and its values would be lost, and accelerate finds the
@@ -21,17 +21,17 @@ def hollow(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def hollow_part(shape: torch.Size, dtype: torch.dtype, mesh: Any, placement: Placement) -> DTensor:
-    """A DTensor over a mesh of one dimension whose part here is :func:`hollow`.
+    """A DTensor over a mesh of one dimension whose part here is :func:`empty_storage`.
 
     Not by ``DTensor.from_local``, which moves the part to the mesh's device: there it would take its memory.
     """
     local, _ = compute_local_shape_and_global_offset(shape, mesh, [placement])
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
-    return DTensor(hollow(local, dtype), DTensorSpec(mesh, (placement,), meta), requires_grad=False)
+    return DTensor(empty_storage(local, dtype), DTensorSpec(mesh, (placement,), meta), requires_grad=False)
 
 
-def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values of its own: :func:`hollow`, or on the meta device. Of a DTensor: its part here."""
+def is_empty_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values of its own: :func:`empty_storage`, or on the meta device. Of a DTensor: its part here."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return bool(tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size())
@@ -80,7 +80,7 @@ def broadcast(given: torch.Tensor, like: Any, device: torch.device) -> torch.Ten
     if isinstance(given, DTensor):
         given = given.full_tensor()
     empty = torch.empty(like.shape, dtype=like.dtype, device=device)
-    whole = empty if is_hollow(given) else given.detach().to(device=device, dtype=like.dtype).contiguous()
+    whole = empty if is_empty_storage(given) else given.detach().to(device=device, dtype=like.dtype).contiguous()
     dist.broadcast(whole, src=0)
     return whole
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from clustertune.training.loading_files import Reader
-from clustertune.training.loading_place import hollow, is_hollow, plain, put, span
+from clustertune.training.loading_place import empty_storage, is_empty_storage, plain, put, span
 from clustertune.training.loading_sources import Source, Unfollowed
 
 NESTED_BLOCK = 256
@@ -50,7 +50,7 @@ def packed(parameter: Any, shape: tuple[int, ...], *, device: str = "cpu") -> An
     if size % (2 * storage.itemsize):
         raise Unfollowed(f"a weight of shape {list(shape)} does not fill whole elements of {storage}")
     length = (size // (2 * storage.itemsize), 1)
-    value = torch.empty(length, dtype=storage, device="meta") if device == "meta" else hollow(length, storage)
+    value = torch.empty(length, dtype=storage, device="meta") if device == "meta" else empty_storage(length, storage)
     kept = {key: given for key, given in parameter.__dict__.items() if key not in ("data", "requires_grad", "bnb_quantized")}
     return type(parameter)(value, requires_grad=False, **{**kept, "bnb_quantized": True})
 
@@ -67,7 +67,7 @@ def to_meta(model: Any, names: Collection[str]) -> list[tuple[str, torch.nn.Modu
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):
             full = f"{prefix}.{name}" if prefix else name
-            if parameter is None or not (plain(full) in names or is_hollow(parameter)):
+            if parameter is None or not (plain(full) in names or is_empty_storage(parameter)):
                 continue
             if id(parameter) not in made:
                 shape = tuple(parameter.shape)

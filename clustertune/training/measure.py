@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from clustertune.process import process_age
 from clustertune.training import profiled
-from clustertune.training.course import OURS, Course, result_file
+from clustertune.training.bench_schedule import OURS, BenchSchedule, result_file
 
 IGNORED_LABEL = -100
 """What a label is where no loss is taken."""
@@ -27,10 +27,10 @@ _POLL_SECONDS = 0.005
 _LONGEST_TURN = 1800.0
 
 
-def attach(trainer: Any, course: Course, records: Path) -> None:
+def attach(trainer: Any, schedule: BenchSchedule, records: Path) -> None:
     """Have a trainer measured. It must call its ``on_inputs`` with the inputs of every micro batch of training."""
-    turns = Turns(Path(course.turns), OURS, lambda: trainer.beat("train")) if course.turns else None
-    watch = Stopwatch(course, result_file(records, int(os.environ.get("RANK", "0"))), turns)
+    turns = Turns(Path(schedule.turns), OURS, lambda: trainer.heartbeat("train")) if schedule.turns else None
+    watch = Stopwatch(schedule, result_file(records, int(os.environ.get("RANK", "0"))), turns)
     trainer.on_inputs = watch.count
     watch.facts = {"rows": len(trainer.train_dataset)}
     trainer.add_callback(watch)
@@ -81,8 +81,8 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
     logging. No collective is made in it: each rank leaves a file of its own. ``turns``: with another program.
     """
 
-    def __init__(self, course: Course, out: Path, turns: Turns | None = None) -> None:
-        self.course, self.out, self.turns = course, out, turns
+    def __init__(self, schedule: BenchSchedule, out: Path, turns: Turns | None = None) -> None:
+        self.schedule, self.out, self.turns = schedule, out, turns
         self.facts: dict[str, Any] = {}
         self._cuda = torch.cuda.is_available()
         self._last, self._cpu = 0.0, 0.0
@@ -112,7 +112,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
         if self._to_first_step is None:
             self._to_first_step = process_age()
             self._begin()
-        if self._taken == self.course.warmup + self.course.steps and self.course.profiled and self._is_first:
+        if self._taken == self.schedule.warmup + self.schedule.steps and self.schedule.profiled and self._is_first:
             self._profiler = profiled.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:  # noqa: ARG002
@@ -131,22 +131,22 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
                 "labelled": sum(labelled),
             }
         )
-        if self._taken == self.course.warmup:
+        if self._taken == self.schedule.warmup:
             self._before = self._peaks()
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats()
-        if self._taken == self.course.warmup + self.course.steps:
+        if self._taken == self.schedule.warmup + self.schedule.steps:
             self.facts["peak"] = self._peaks()
-        if self._taken == self.course.total:
+        if self._taken == self.schedule.total:
             self._end()
-            control.should_save = control.should_save and self.course.save
+            control.should_save = control.should_save and self.schedule.save
         if self.turns is not None and self._is_first:
             self.turns.mark(self._taken)
         self._begin()
 
     def _begin(self) -> None:
         """Wait for this program's turn, where there are turns, and start the clocks. What follows the timed steps has none."""
-        timed = self.course.warmup + self.course.steps
+        timed = self.schedule.warmup + self.schedule.steps
         if self.turns is not None and self._taken < timed:
             self.turns.wait(self._taken)
         elif self.turns is not None and self._taken == timed:
@@ -172,8 +172,8 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 
     def _end(self) -> None:
         if self._profiler is not None:
-            self._profile = profiled.stop(self._profiler, self.course.profiled)
-        course = self.course
+            self._profile = profiled.stop(self._profiler, self.schedule.profiled)
+        schedule = self.schedule
         body = {
             "rank": int(os.environ.get("RANK", "0")),
             "device": torch.cuda.get_device_name() if self._cuda else None,
@@ -181,9 +181,9 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "to_first_step_s": self._to_first_step,
-            "warmup": self._records[: course.warmup],
-            "steps": self._records[course.warmup : course.warmup + course.steps],
-            "profiled": self._records[course.warmup + course.steps :],
+            "warmup": self._records[: schedule.warmup],
+            "steps": self._records[schedule.warmup : schedule.warmup + schedule.steps],
+            "profiled": self._records[schedule.warmup + schedule.steps :],
             "profile": self._profile,
             "peak_before": self._before,
             **self.facts,

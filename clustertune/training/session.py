@@ -23,9 +23,9 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
 from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, kernels, packing, recompute, sharding, tracker
-from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
 from clustertune.training.events import EventLog, TrainingConsole
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.stop import StopFlag
@@ -60,7 +60,7 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
             self._report({**facts, "notes": self._session.notes})
         if self.trainer.is_at_end and self.trainer.eval_dataset is None:
             raise NothingLeft
-        self._session.attempt.beat("train", self.trainer.state.global_step)
+        self._session.attempt.heartbeat("train", self.trainer.state.global_step)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Attempt:
     plan: Plan | None
     """None where whoever started the ranks left none."""
     stop: StopFlag
-    beat: Beat
+    heartbeat: Heartbeat
     fence: Callable[[], None]
     """Raises UserError where another attempt has taken over."""
     out: TextIO
@@ -148,7 +148,7 @@ class Session:
         ``keys``: the user's tokens by the names of their variables. W&B starts a process, which would inherit them all.
         """
         self._init_tracker(keys.get("WANDB_API_KEY"))
-        self.attempt.beat("model")
+        self.attempt.heartbeat("model")
         with secrets.lent({name: value for name, value in keys.items() if name == "HF_TOKEN"}):
             return self._make_trainer(store, source, data, describe, report)
 
@@ -191,7 +191,7 @@ class Session:
             loading=loading,
             store=store,
             stop=self.attempt.stop,
-            beat=self.attempt.beat,
+            heartbeat=self.attempt.heartbeat,
             fence=self.attempt.fence,
             on_checkpoint=self._on_checkpoint,
             on_removed=self._on_removed,
@@ -327,7 +327,7 @@ class Session:
         """Take the steps that are left; make up the last evaluation where only that is."""
         if trainer.agree():  # asked while the model was loaded: there is nothing new to save
             return
-        self.attempt.beat("resume" if checkpoint else "train", trainer.start_step)
+        self.attempt.heartbeat("resume" if checkpoint else "train", trainer.start_step)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except NothingLeft:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from clustertune.errors import Problem, UserError
-from clustertune.training.loading_place import hollow_part, is_hollow
+from clustertune.training.loading_place import hollow_part, is_empty_storage
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 """The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""
@@ -127,7 +127,7 @@ class _Split:
 
     def _part_of(self, parameter: nn.Parameter, placement: Replicate | Shard) -> DTensor:
         dtype = torch.float32 if self.upcast and parameter.requires_grad else parameter.dtype
-        if is_hollow(parameter):  # read later, by rows (clustertune/training/loading.py)
+        if is_empty_storage(parameter):  # read later, by rows (clustertune/training/loading.py)
             return hollow_part(parameter.shape, dtype, self.mesh, placement)
         # Every rank holds the whole tensor: nothing is sent.
         return distribute_tensor(parameter.data, self.mesh, [placement], src_data_rank=None).to(dtype)
@@ -238,8 +238,9 @@ class _Split:
 def split(model: Any, mesh: Any, *, upcast: bool = False) -> dict[str, int]:
     """Split a model (PEFT's wrapper included) over the one-dimensional ``mesh``, in place.
 
-    Every rank must hold its values whole, or leave them to be read later (:func:`hollow`). ``upcast``: what is trained becomes
-    float32, as accelerate would make it where it trains in another precision; of a DTensor it changes the dtype's name alone.
+    Every rank must hold its values whole, or leave them to be read later (:func:`empty_storage`). ``upcast``: what is
+    trained becomes float32, as accelerate would make it where it trains in another precision. Of a DTensor it changes the
+    dtype's name alone.
 
     Returns how many modules were split in which style. Raises UserError where the model has no plan, or one of its styles
     is not known here, or its sizes do not divide: the check before the queue says the same from the architecture alone.

@@ -24,8 +24,8 @@ from clustertune.checkpoint import restricted
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import deepspeed, fsdp1
-from clustertune.training.beat import Beat
 from clustertune.training.collectives import Group
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
 from clustertune.training.zero import ZeroTrainer, local
 
@@ -86,14 +86,14 @@ class Trainer(ZeroTrainer):
         on_checkpoint: Callable[[Saved], None],
         on_removed: Callable[[Path], None],
         checkpoint_extra: Callable[[Path], None],
-        beat: Beat,
+        heartbeat: Heartbeat,
         fence: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         restricted.install()
         super().__init__(*args, **kwargs)
         self.group = Group()
-        self.store, self.stop, self.beat, self.fence = store, stop, beat, fence
+        self.store, self.stop, self.heartbeat, self.fence = store, stop, heartbeat, fence
         self.on_checkpoint, self.on_removed, self.checkpoint_extra = on_checkpoint, on_removed, checkpoint_extra
         self.stopping = False
         """All ranks agreed to stop after the current step."""
@@ -111,7 +111,7 @@ class Trainer(ZeroTrainer):
     # -- the guard before the optimizer step ---------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.beat("train", self.state.global_step)
+        self.heartbeat("train", self.state.global_step)
         if self.on_inputs is not None:
             self.on_inputs(args[1])
         loss: torch.Tensor = super().training_step(*args, **kwargs)
@@ -175,7 +175,7 @@ class Trainer(ZeroTrainer):
         return None
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.beat("eval", self.state.global_step)
+        self.heartbeat("eval", self.state.global_step)
         if self.agree():
             raise _EvalStopped
         return super().prediction_step(*args, **kwargs)
@@ -219,7 +219,7 @@ class Trainer(ZeroTrainer):
         """Replaces the Trainer's: a new folder of the store, no ``training_args.bin`` (a pickle that may hold a token)."""
         began = time.perf_counter()
         step = self.state.global_step
-        self.beat("save", step)
+        self.heartbeat("save", step)
         self._check_parameters()
         self.store_flos()
         meta = {
@@ -236,7 +236,7 @@ class Trainer(ZeroTrainer):
         try:
             folder = self.store.begin(step)
             self._write_state(folder)
-            self.beat("save", step)
+            self.heartbeat("save", step)
             size = self.store.commit(folder, meta)
         except (Exception, torch.distributed.checkpoint.CheckpointException) as error:  # the latter is no Exception
             # A lost peer fails a save too: only what the storage did is the storage's.
@@ -246,10 +246,10 @@ class Trainer(ZeroTrainer):
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
             raise self._not_saved(step, folder, error) from error
         self.on_checkpoint(Saved(step, folder, size, time.perf_counter() - began, bool(meta["final"])))
-        self.beat("save", step)
+        self.heartbeat("save", step)
         for path in self.store.prune():
             self.on_removed(path)
-        self.beat("train", step)
+        self.heartbeat("train", step)
 
     def _not_saved(self, step: int, folder: Path, error: BaseException) -> UserError:
         trained = [p for p in self.model.parameters() if p.requires_grad]

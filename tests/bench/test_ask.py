@@ -11,12 +11,13 @@ import pytest
 from clustertune.bench import ask, synthetic
 from clustertune.bench.ask import Asked
 from clustertune.errors import UserError
-from clustertune.training.course import Course
+from clustertune.training.bench_schedule import BenchSchedule
 
 
 def asked(recipe: str = "tiny-oasst2", *overrides: str, **more: Any) -> Asked:
     values: dict[str, Any] = {
-        "recipe": recipe, "overrides": overrides, "tiny": False, "ranks": None, "course": Course(2, 4, 1), "ends": True,
+        "recipe": recipe, "overrides": overrides, "tiny": False, "ranks": None, "ends": True,
+        "schedule": BenchSchedule(2, 4, 1),
         "rounds": 1, "against": (), "synthetic": False, "run_path": Path("runs/bench/x/1"),
     }  # fmt: skip
     return Asked(**{**values, **more})

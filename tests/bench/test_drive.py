@@ -18,13 +18,13 @@ from clustertune.config.cluster import load_cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import Plan
-from clustertune.training.course import GONE, Course, read, result_file
+from clustertune.training.bench_schedule import GONE, BenchSchedule, read, result_file
 
 PEER = """
 import json, pathlib, sys
 order = pathlib.Path(sys.argv[1])
 told = json.loads((order.parent / "settings.json").read_text())
-assert told["course"]["steps"] == 3 and told["max_length"] == 256 and told["lora"]["r"] == 16
+assert told["schedule"]["steps"] == 3 and told["max_length"] == 256 and told["lora"]["r"] == 16
 for rank in range(2):
     steps = [{"seconds": 2.0, "tokens": 100, "computed": 100, "labelled": 100}] * 3
     body = {"steps": steps, "peak": {"rss": 1 << 30}, "distributed": "MULTI_CPU"}
@@ -49,7 +49,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def attempt(self: chain.Chain, plan: Plan) -> Outcome:
         seen.append("ours")
         assert not self.run.checkpoints.exists(), "a round goes on from no other one's checkpoint"
-        assert read(self.run.path) == Course(1, 3, 1)
+        assert read(self.run.path) == BenchSchedule(1, 3, 1)
         self.run.checkpoints.mkdir()
         for rank in range(plan.world_size):
             steps = [{"seconds": 1.0, "tokens": 90, "computed": 100, "labelled": 50}] * 3
@@ -80,7 +80,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made(tmp_path: Path, **more: Any) -> ask.Bench:
-    wanted = Asked("tiny-oasst2", (), False, None, Course(1, 3, 1), True, 2, ("trl",), False, tmp_path / "run")
+    wanted = Asked("tiny-oasst2", (), False, None, BenchSchedule(1, 3, 1), True, 2, ("trl",), False, tmp_path / "run")
     return ask.make(replace(wanted, **more))
 
 
@@ -138,10 +138,10 @@ def test_our_own_failure_ends_it(tmp_path: Path, told: list[str], monkeypatch: p
 
 def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, told: list[str]) -> None:
     """83 sequences are 20 steps of 4 and one of 3, which is faster than the others."""
-    bench = made(tmp_path, against=(), rounds=1, course=Course(1, 3, 1))
+    bench = made(tmp_path, against=(), rounds=1, schedule=BenchSchedule(1, 3, 1))
     found = drive.measure(bench, ["clustertune", "bench"])
     assert not any("smaller than the others" in note for note in result.document(bench, found, load_cluster("local"))["notes"])
-    longer = replace(bench, asked=replace(bench.asked, course=Course(20, 3, 1)))
+    longer = replace(bench, asked=replace(bench.asked, schedule=BenchSchedule(20, 3, 1)))
     notes = result.document(longer, found, load_cluster("local"))["notes"]
     assert any("83 sequences are fewer than the steps take" in note for note in notes)
     assert told == ["prepare", "ours"]
@@ -151,7 +151,7 @@ TAKING_TURNS = """
 import json, pathlib, sys
 order = pathlib.Path(sys.argv[1])
 told = json.loads((order.parent / "settings.json").read_text())
-assert told["course"]["turns"] == str(order.parent / "turns") and told["course"]["profiled"] == 0
+assert told["schedule"]["turns"] == str(order.parent / "turns") and told["schedule"]["profiled"] == 0
 assert (told["sft"] is None) == ("defaults" in sys.argv[2])
 for rank in range(2):
     steps = [{"seconds": 2.0, "tokens": 90, "computed": 100, "labelled": 50}] * 3
@@ -170,10 +170,10 @@ def test_two_peers_each_in_turn_with_ours(tmp_path: Path, told: list[str], monke
         return [sys.executable, "-c", TAKING_TURNS, str(order), next(words)]
 
     def watched(self: chain.Chain, plan: Plan) -> Outcome:
-        course = read(self.run.path)
-        assert course is not None and course.turns is not None and Path(course.turns).is_dir()
-        seen.append(course.turns)
-        replace(course, turns=None).write(self.run.path)
+        schedule = read(self.run.path)
+        assert schedule is not None and schedule.turns is not None and Path(schedule.turns).is_dir()
+        seen.append(schedule.turns)
+        replace(schedule, turns=None).write(self.run.path)
         return attempt(self, plan)
 
     monkeypatch.setattr(drive, "_on_nodes", command)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from clustertune.training import course as courses
-from clustertune.training.course import GONE, OURS, THEIRS, Course
+from clustertune.training import bench_schedule
+from clustertune.training.bench_schedule import GONE, OURS, THEIRS, BenchSchedule
 from clustertune.training.measure import Stopwatch, Turns
 
 
@@ -49,7 +49,7 @@ INPUTS = {
 
 def test_warm_up_is_apart_and_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps hold compilation and connections; padding is no work that anybody wants."""
-    watch = Stopwatch(Course(warmup=1, steps=2, profiled=0), tmp_path / "r.json")
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=2, profiled=0), tmp_path / "r.json")
     drive(watch, [50.0, 1.0, 3.0], INPUTS, monkeypatch)
     found = json.loads((tmp_path / "r.json").read_text())
     assert [row["seconds"] for row in found["steps"]] == [1.0, 3.0] and found["warmup"][0]["seconds"] == 50.0
@@ -59,7 +59,7 @@ def test_warm_up_is_apart_and_tokens_are_counted(tmp_path: Path, monkeypatch: py
 
 def test_packed_inputs_without_a_mask_are_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding-free batches have no attention mask: TRL leaves it out for flash attention."""
-    watch = Stopwatch(Course(warmup=1, steps=1), tmp_path / "r.json")
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=1), tmp_path / "r.json")
     drive(watch, [1.0, 1.0], {"input_ids": torch.zeros(1, 7), "labels": torch.ones(1, 7)}, monkeypatch)
     row = json.loads((tmp_path / "r.json").read_text())["steps"][0]
     assert (row["computed"], row["tokens"], row["labelled"]) == (14, 14, 14)
@@ -67,7 +67,7 @@ def test_packed_inputs_without_a_mask_are_all_tokens(tmp_path: Path, monkeypatch
 
 def test_profiled_steps_are_not_timed_and_nothing_is_saved_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profiler slows the steps it sees; a checkpoint of a large model takes minutes that a benchmark may not want."""
-    watch = Stopwatch(Course(warmup=1, steps=1, profiled=2, save=False), tmp_path / "r.json")
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=1, profiled=2, save=False), tmp_path / "r.json")
     control = drive(watch, [1.0, 2.0, 9.0, 9.0], INPUTS, monkeypatch)
     found = json.loads((tmp_path / "r.json").read_text())
     assert [row["seconds"] for row in found["steps"]] == [2.0] and len(found["profiled"]) == 2
@@ -109,7 +109,7 @@ def test_waiting_for_a_turn_is_no_part_of_a_step(tmp_path: Path, monkeypatch: py
         clock.now += 100.0
 
     monkeypatch.setattr(turns, "_wait_for", waited)
-    watch = Stopwatch(Course(warmup=1, steps=2, profiled=1), tmp_path / "r.json", turns)
+    watch = Stopwatch(BenchSchedule(warmup=1, steps=2, profiled=1), tmp_path / "r.json", turns)
     control = SimpleNamespace(should_save=True)
     for _ in range(4):
         watch.on_step_begin(None, None, control)
@@ -123,6 +123,6 @@ def test_waiting_for_a_turn_is_no_part_of_a_step(tmp_path: Path, monkeypatch: py
 
 def test_another_run_is_not_measured(tmp_path: Path) -> None:
     """Only a benchmark's run folder says that its ranks are to be timed."""
-    assert courses.read(tmp_path) is None
-    Course(1, 2, 3, save=False).write(tmp_path)
-    assert courses.read(tmp_path) == Course(1, 2, 3, save=False) and Course(1, 2, 3).total == 6
+    assert bench_schedule.read(tmp_path) is None
+    BenchSchedule(1, 2, 3, save=False).write(tmp_path)
+    assert bench_schedule.read(tmp_path) == BenchSchedule(1, 2, 3, save=False) and BenchSchedule(1, 2, 3).total == 6

@@ -11,7 +11,7 @@ from clustertune.bench import ask, page, project
 from clustertune.bench.project import Work
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
-from clustertune.training.course import Course
+from clustertune.training.bench_schedule import BenchSchedule
 
 MEASURED: dict[str, Any] = {
     "ranks": 16,
@@ -99,7 +99,7 @@ def test_a_cluster_without_gpus_has_no_plan() -> None:
 
 def _asked() -> ask.Asked:
     return ask.Asked(
-        "llama405b-oasst2", (), False, None, Course(1, 2, 1), True, 1, (), False, Path("runs/bench/x"), elsewhere=True
+        "llama405b-oasst2", (), False, None, BenchSchedule(1, 2, 1), True, 1, (), False, Path("runs/bench/x"), elsewhere=True
     )
 
 

@@ -15,7 +15,7 @@ from clustertune.bench.ask import Asked
 from clustertune.commands import benching
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
-from clustertune.training.course import Course
+from clustertune.training.bench_schedule import BenchSchedule
 from tests import tree
 from tests.bench.documents import document
 from tests.command import REPO, run
@@ -24,7 +24,7 @@ COMMITTED = REPO / "docs" / "results" / "bench"
 
 
 def asked(path: Path, *overrides: str, again: bool = False) -> Asked:
-    return Asked("tiny-oasst2", overrides, False, None, Course(1, 3), False, 1, (), False, path, replace=again)
+    return Asked("tiny-oasst2", overrides, False, None, BenchSchedule(1, 3), False, 1, (), False, path, replace=again)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from clustertune.errors import ExitCode
 from clustertune.launch import agent as agents
-from clustertune.launch import vitals
+from clustertune.launch import heartbeat_monitor
 from clustertune.launch.agent import Agent, launcher_pid_file, record_file
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Node, Plan
@@ -165,7 +165,7 @@ def test_sigterm_in_a_slurm_step_is_no_wish_of_a_person(tmp_path: Path, launcher
 
 def test_a_stopped_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP leaves it in every collective for ever; SIGKILL ends also a stopped process."""
-    monkeypatch.setattr(vitals, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat_monitor, "STOPPED_SECONDS", 0.5)
     agent = agent_of(tmp_path)
     pid = agent.folder / "rank-0.pid"
     when(filled(pid), lambda: os.kill(int(pid.read_text()), signal.SIGSTOP))
@@ -176,7 +176,7 @@ def test_a_stopped_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_silent_rank_is_ended(tmp_path: Path) -> None:
     agent = agent_of(tmp_path, stall=1.0)
-    (agent.folder / "rank-0.beat").write_text("7 train 3\n")
+    (agent.folder / "rank-0.heartbeat").write_text("7 train 3\n")
     agent.run([sys.executable, "-c", "import time; time.sleep(120)"], quiet=True)
     outcome = judge(agent.folder, agent.plan)
     assert outcome.code is ExitCode.AGAIN and "no sign of life" in outcome.problems[0].message
@@ -187,12 +187,12 @@ def test_patience_follows_the_pace(tmp_path: Path) -> None:
     """Loading and saving may take an hour; under way five times the longest silence, 300 s at least."""
     now = [0.0]
     plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
-    look = vitals.Vitals(tmp_path, plan, 0, clock=lambda: now[0])
+    look = heartbeat_monitor.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
 
-    def at(seconds: float, beat: str | None = None) -> bool:
+    def at(seconds: float, heartbeat: str | None = None) -> bool:
         now[0] = seconds
-        if beat:
-            (tmp_path / "rank-0.beat").write_text(beat)
+        if heartbeat:
+            (tmp_path / "rank-0.heartbeat").write_text(heartbeat)
         return bool(look.look())
 
     assert not at(0) and not at(1000, "1 model 0") and not at(4000)
@@ -209,10 +209,10 @@ def test_a_small_models_pace_has_its_floor(tmp_path: Path) -> None:
     """Steps of a second: whoever says nothing for five minutes hangs."""
     now = [0.0]
     plan = Plan(attempt=1, nodes=(Node("here", "here"),), ranks_per_node=1)
-    look = vitals.Vitals(tmp_path, plan, 0, clock=lambda: now[0])
+    look = heartbeat_monitor.HeartbeatMonitor(tmp_path, plan, 0, clock=lambda: now[0])
     for count in range(5):
         now[0] = float(count)
-        (tmp_path / "rank-0.beat").write_text(f"{count} train {count}\n")
+        (tmp_path / "rank-0.heartbeat").write_text(f"{count} train {count}\n")
         assert not look.look()
     now[0] = 4.0 + 299
     assert not look.look()

@@ -11,7 +11,7 @@ import pytest
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError
 from clustertune.launch import allocation
-from clustertune.launch.lead import Lead
+from clustertune.launch.signal_margin import SignalMargin
 from tests.launch.machines import machine
 
 ENVIRONMENT = {
@@ -184,5 +184,7 @@ def test_only_the_training_needs_its_allocation() -> None:
 
 def test_the_line_warns_in_time() -> None:
     """The script's own warning is the reference recipe's: it would tell a job of half an hour to stop after five minutes."""
-    found = allocation.check(read(SLURM_NTASKS_PER_NODE="8"), resolve("llama405b-oasst2"), machine(), WORDS, lead=Lead(77, "x"))
+    found = allocation.check(
+        read(SLURM_NTASKS_PER_NODE="8"), resolve("llama405b-oasst2"), machine(), WORDS, margin=SignalMargin(77, "x")
+    )
     assert found and all("--signal=B:USR1@77" in options(problem) for problem in found)

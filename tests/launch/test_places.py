@@ -19,7 +19,7 @@ from clustertune.config.cluster_schema import Cluster, SlurmFacts, Storage
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.launch import allocation, places, shape, submit
-from clustertune.staging import parcel
+from clustertune.staging import bundle
 from tests.command import run
 from tests.launch.machines import machine
 from tests.launch.test_job_places import cluster_file
@@ -224,15 +224,15 @@ def test_collected_models_are_taken_by_the_recipes_name(tmp_path: Path, monkeypa
     """One that others can write, or of another model, is passed over with the reason."""
     resolved = resolve("llama8b-lima")
     folder = tmp_path / "llama8b-lima"
-    assert parcel.offered(resolved, None) == parcel.offered(resolved, tmp_path) == (None, [])
+    assert bundle.offered(resolved, None) == bundle.offered(resolved, tmp_path) == (None, [])
     folder.mkdir(mode=0o755)
     (folder / "MANIFEST.json").write_text("{}")
-    found, notes = parcel.offered(resolved, tmp_path)
+    found, notes = bundle.offered(resolved, tmp_path)
     assert found is None and "passed over" in notes[0]
-    monkeypatch.setattr(parcel, "find_problems", lambda _resolved: [])
-    assert parcel.offered(resolved, tmp_path) == (folder, [])
+    monkeypatch.setattr(bundle, "find_problems", lambda _resolved: [])
+    assert bundle.offered(resolved, tmp_path) == (folder, [])
     folder.chmod(0o777)
-    found, notes = parcel.offered(resolved, tmp_path)
+    found, notes = bundle.offered(resolved, tmp_path)
     assert found is None and f"staged={folder}" in notes[0]
 
 

@@ -155,7 +155,7 @@ def test_a_rank_that_raised_leaves_at_once(tmp_path: Path, monkeypatch: pytest.M
 
     record, left = in_attempt(tmp_path, monkeypatch, fail)
     assert left == [75] and (record["code"], record["step"], record["host"]) == (75, 7, os.uname().nodename)
-    assert (tmp_path / "attempts" / "0001" / "rank-0.beat").read_text().split()[1:] == ["end", "7"]
+    assert (tmp_path / "attempts" / "0001" / "rank-0.heartbeat").read_text().split()[1:] == ["end", "7"]
     record, left = in_attempt(tmp_path, monkeypatch, lambda *args: ExitCode.OK)
     assert left == [] and record["code"] == 0
 

@@ -18,7 +18,7 @@ from clustertune.cluster.cluster import Cluster as Throwaway
 from clustertune.commands import submit as command
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import lead, shape, slurm, submit, visible
+from clustertune.launch import shape, signal_margin, slurm, submit, visible
 from clustertune.rundir import STAGES, RunDir
 from tests.launch import golden_submit
 from tests.launch.job_record import job_record
@@ -71,7 +71,7 @@ def test_the_body_has_one_home() -> None:
     rendered = submit.render("x-train", shape.Shape(2, 8, 8, 64, None, 60, "gpu"), 120)
     found_header, found_body = submit.split_script(rendered)
     assert found_body == body
-    assert lead.given_in(found_header) == 120
+    assert signal_margin.given_in(found_header) == 120
     for line in ("--job-name=x-train", "--requeue", "--open-mode=append", "--export=NIL", "--gpus-per-node=8"):
         assert f"#SBATCH {line}\n" in found_header
 

@@ -20,20 +20,22 @@ from clustertune.commands.launchers import resolve_for_nodes
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch import torchrun
 from clustertune.launch.plan import Node
-from clustertune.launch.torchrun import Guest, Meeting
+from clustertune.launch.torchrun import RendezvousClient, RendezvousServer
 from tests.command import REPO, SHORT, Done, rank_pid
 
 HERE = Node("n0", "127.0.0.1")
 
 
-def guest(run: Path, node: int = 1, *, nodes: int = 2, ranks: int = 1, seconds: float = 20, dead: float = 20) -> Guest:
-    return Guest(run, node, nodes, ranks, Node(f"n{node}", f"10.0.0.{node}"), seconds, dead)
+def client(
+    run: Path, node: int = 1, *, nodes: int = 2, ranks: int = 1, seconds: float = 20, dead: float = 20
+) -> RendezvousClient:
+    return RendezvousClient(run, node, nodes, ranks, Node(f"n{node}", f"10.0.0.{node}"), seconds, dead)
 
 
 class Call(threading.Thread):
     """A guest's call in a thread; ``said`` is what it got, or how it failed."""
 
-    def __init__(self, of: Guest) -> None:
+    def __init__(self, of: RendezvousClient) -> None:
         super().__init__(daemon=True)
         self.of = of
         self.said: Any = None
@@ -66,64 +68,64 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_in_any_order_meet(tmp_path: Path) -> None:
     """Before node 0's call and after it; the plan's order is the nodes' numbers, whoever came first."""
-    early = Call(guest(tmp_path, 2, nodes=3))
+    early = Call(client(tmp_path, 2, nodes=3))
     time.sleep(0.1)
-    with Meeting(tmp_path, 3, 1, HERE) as meeting:
-        until((meeting.folder / "node-2.json").exists)
-        late = Call(guest(tmp_path, 1, nodes=3))
-        assert [node.name for node in meeting.gather(20)] == ["n0", "n1", "n2"]
-        meeting.tell(7)
+    with RendezvousServer(tmp_path, 3, 1, HERE) as server:
+        until((server.folder / "node-2.json").exists)
+        late = Call(client(tmp_path, 1, nodes=3))
+        assert [node.name for node in server.gather(20)] == ["n0", "n1", "n2"]
+        server.tell(7)
         assert (early.end(), late.end()) == (7, 7)
 
 
 def test_an_earlier_round_s_attempt_is_never_joined(tmp_path: Path) -> None:
     """Node 0 was killed after it had told an attempt, or before: a new call waits for a new id."""
     for told in (True, False):
-        killed = Meeting(tmp_path, 2, 1, HERE)
+        killed = RendezvousServer(tmp_path, 2, 1, HERE)
         killed.__enter__()
         killed._stop.set()  # kill -9: no beat, no last word
         if told:
             killed.tell(1)
-        waiting = Call(guest(tmp_path))
+        waiting = Call(client(tmp_path))
         time.sleep(0.3)
         assert waiting.said is None
-        with Meeting(tmp_path, 2, 1, HERE) as meeting:
-            meeting.gather(20)
-            meeting.tell(2)
+        with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+            server.gather(20)
+            server.tell(2)
             assert waiting.end() == 2
-        assert [path.name for path in (tmp_path / "torchrun").iterdir() if path.is_dir()] == [meeting.call_id]
+        assert [path.name for path in (tmp_path / "torchrun").iterdir() if path.is_dir()] == [server.call_id]
 
 
 def test_two_calls_with_one_number_are_told(tmp_path: Path) -> None:
     """Both would start the same ranks."""
-    with Meeting(tmp_path, 2, 1, HERE) as meeting:
-        first = Call(guest(tmp_path))
-        until((meeting.folder / "node-1.json").exists)
-        second = Call(guest(tmp_path))
+    with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+        first = Call(client(tmp_path))
+        until((server.folder / "node-1.json").exists)
+        second = Call(client(tmp_path))
         refused = second.end()
         assert isinstance(refused, UserError) and refused.code is ExitCode.CONFIG and "node 1 already" in str(refused)
-        meeting.tell(1)
+        server.tell(1)
         assert first.end() == 1
 
 
 def test_a_call_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """Other counts give other ranks: the rendezvous would wait for processes that nobody starts."""
-    with Meeting(tmp_path, 2, 1, HERE):
-        for other, option in ((guest(tmp_path, nodes=3), "--nodes"), (guest(tmp_path, ranks=4), "--ranks-per-node")):
+    with RendezvousServer(tmp_path, 2, 1, HERE):
+        for other, option in ((client(tmp_path, nodes=3), "--nodes"), (client(tmp_path, ranks=4), "--ranks-per-node")):
             refused = Call(other).end()
             assert isinstance(refused, UserError) and refused.code is ExitCode.CONFIG and option in str(refused)
 
 
 def test_a_dead_first_node_is_noticed(tmp_path: Path) -> None:
-    with Meeting(tmp_path, 2, 1, HERE) as meeting:
-        waiting = Call(guest(tmp_path, dead=1.0))
-        meeting.gather(20)
+    with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+        waiting = Call(client(tmp_path, dead=1.0))
+        server.gather(20)
         time.sleep(1.5)
         assert waiting.said is None  # it beats
-        meeting._stop.set()
+        server._stop.set()
         refused = waiting.end()
     assert isinstance(refused, UserError) and refused.code is ExitCode.AGAIN and "no life" in str(refused)
-    nobody = Call(guest(tmp_path / "empty", seconds=0.2)).end()
+    nobody = Call(client(tmp_path / "empty", seconds=0.2)).end()
     assert isinstance(nobody, UserError) and nobody.code is ExitCode.AGAIN and "no call of node 0" in str(nobody)
     assert not (tmp_path / "empty").exists()  # the run folder is node 0's to make
 
@@ -131,9 +133,9 @@ def test_a_dead_first_node_is_noticed(tmp_path: Path) -> None:
 def test_missing_nodes_are_named(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"no call of node 1, node 2 within") as caught,
-        Meeting(tmp_path, 3, 1, HERE) as meeting,
+        RendezvousServer(tmp_path, 3, 1, HERE) as server,
     ):
-        meeting.gather(0.1)
+        server.gather(0.1)
     assert caught.value.code is ExitCode.AGAIN
 
 
@@ -142,19 +144,19 @@ def test_who_waits_is_told_how_the_first_node_ended(tmp_path: Path, ends: str, c
     """Without it the other calls wait for a preparation that has failed long ago."""
     waiting: list[Call] = []
     try:
-        with Meeting(tmp_path, 2, 1, HERE) as meeting:
-            waiting.append(Call(guest(tmp_path)))
-            meeting.gather(20)
+        with RendezvousServer(tmp_path, 2, 1, HERE) as server:
+            waiting.append(Call(client(tmp_path)))
+            server.gather(20)
             if ends == "recipe":
                 raise UserError("wrong")
             if ends == "signal":
                 raise KeyboardInterrupt
-            meeting.done()
+            server.done()
     except (UserError, KeyboardInterrupt):
         pass
     assert waiting[0].end() == ExitCode(code)
     # A call that comes after the end is not told an earlier round's failure, only that nothing is left to train.
-    late = Call(guest(tmp_path, 1, seconds=0.5)).end()
+    late = Call(client(tmp_path, 1, seconds=0.5)).end()
     assert late == ExitCode.OK if code == 0 else "no call of node 0" in str(late)
 
 

@@ -19,7 +19,7 @@ from clustertune.launch.agent import Agent
 from clustertune.launch.plan import Node, Plan
 from clustertune.megatron import inputs, program
 from clustertune.rundir import RunDir
-from clustertune.training.beat import Beat
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
 from tests.megatron.standin import Loop
 
@@ -63,7 +63,7 @@ def test_a_rank_runs_the_program(planned: RunDir, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HF_TOKEN", "of the user")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     stop = StopFlag()
-    assert rank.train(planned, 1, stop, Beat(), io.StringIO()) is ExitCode.AGAIN
+    assert rank.train(planned, 1, stop, Heartbeat(), io.StringIO()) is ExitCode.AGAIN
     (attempt,) = given
     assert attempt.stop is stop and attempt.tokens == {"HF_TOKEN": "of the user"} and attempt.number == 1
     assert attempt.source == (attempt.resolved.recipe.model.name, attempt.resolved.recipe.model.revision)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from clustertune.errors import UserError
-from clustertune.push.parcel import pack
+from clustertune.push.upload import pack
 from clustertune.report import forms
 from clustertune.rundir import RunDir
 from tests.push.conftest import change

@@ -12,7 +12,7 @@ import pytest
 
 from clustertune.config.cluster_schema import Staging
 from clustertune.ifeval import task
-from clustertune.staging import needs, shelf
+from clustertune.staging import cache, needs
 from clustertune.staging.tree import Source, Stager
 from clustertune.staging.worker import Bounds
 from tests import command
@@ -55,8 +55,8 @@ class Bench:
     def __init__(self, path: Path, gb: float = 10, *, deep: bool = True, stall: float = 60) -> None:
         path.mkdir(exist_ok=True)
         self.said: list[str] = []
-        self.shelf = shelf.open_shelf(Staging(path=str(path), gb=gb))
-        self.stager = Stager(self.shelf, Bounds(workers=4, stall=stall), deep=deep, tell=self.said.append)
+        self.cache = cache.open_cache(Staging(path=str(path), gb=gb))
+        self.stager = Stager(self.cache, Bounds(workers=4, stall=stall), deep=deep, tell=self.said.append)
 
     def stage(self, root: Path, what: str = "data") -> Path:
         """Stage a folder and let it go again; the copy's folder."""

@@ -68,11 +68,11 @@ def test_the_ranks_find_their_copies(begin: Begin, tmp_path: Path) -> None:
         assert same(near["model"], run.local_model("tiny-llama")) and near["model"].name == "tiny-llama"
         assert same(near["data"], run.tokens) and near["data"].is_relative_to(tmp_path / "local")
         bench = Bench(tmp_path / "local")
-        assert not any(bench.shelf.remove(tree.key, tree, print, "") for tree in bench.shelf.trees())
+        assert not any(bench.cache.remove(tree.key, tree, print, "") for tree in bench.cache.trees())
     body = record(run)
     assert body["warnings"] == [] and [tree["reused"] for tree in body["trees"]] == [False, False]
     assert body["trees"][0]["copied"] == MIB + 300 + (run.local_model("tiny-llama") / manifest.MANIFEST).stat().st_size
-    assert all(bench.shelf.remove(tree.key, tree, print, "") for tree in bench.shelf.trees())
+    assert all(bench.cache.remove(tree.key, tree, print, "") for tree in bench.cache.trees())
     assert node.places(run.attempt(1), 0) == {}, "what is gone is not read from"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.staging import copying, shelf, worker
+from clustertune.staging import cache, copying, worker
 from clustertune.staging.tree import Source
 from tests.command import REPO
 from tests.staging.conftest import MIB, MODEL, REVISION, Bench, fill, flip, into_hub_cache, same
@@ -123,7 +123,7 @@ def test_a_flipped_byte_in_the_source_is_refused(tmp_path: Path, bench: Bench, k
     with pytest.raises(UserError, match="its content differs from") as caught:
         bench.stage(root, "model")
     assert "sha256" in str(caught.value)
-    assert not any((tree / manifest.MANIFEST).exists() for tree in bench.shelf.root.iterdir())
+    assert not any((tree / manifest.MANIFEST).exists() for tree in bench.cache.root.iterdir())
 
 
 def test_a_small_file_of_the_hub_is_checked_too(tmp_path: Path, bench: Bench) -> None:
@@ -184,14 +184,14 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     local = tmp_path / "local"
     child = start(local, root)
     deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not any(len(p.read_bytes().splitlines()) > 3 for p in local.rglob(shelf.JOURNAL)):
+    while time.monotonic() < deadline and not any(len(p.read_bytes().splitlines()) > 3 for p in local.rglob(cache.JOURNAL)):
         time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert not list(local.rglob(manifest.MANIFEST)), "the copy was done before it could be killed: make it larger"
-    half = next(local.rglob(shelf.JOURNAL)).parent / "source"
+    half = next(local.rglob(cache.JOURNAL)).parent / "source"
     bench = Bench(local)
-    journal = shelf.read_journal(half.parent)
+    journal = cache.read_journal(half.parent)
     flip(half / str(journal[0]["name"]).split("/")[1])  # what was whole may be damaged since
     found = bench.stager.stage(Source("data", "source", root))
     found.release()
@@ -246,14 +246,14 @@ def test_room_that_is_promised_is_not_given_twice(tmp_path: Path, monkeypatch: p
     """Two copies that begin together must not fill the disk together, be it what is allowed or what is free."""
     bench = Bench(tmp_path / "local", gb=0.03 if lacking == "allowed" else 10)
     if lacking == "free":
-        usage = type(shutil.disk_usage(tmp_path))(0, 0, shelf.SPARE + 30 * MIB)
-        monkeypatch.setattr(shelf.shutil, "disk_usage", lambda _path: usage)
-    with bench.shelf.alone("data-one", wait=None):
-        bench.shelf.folder("data-one").mkdir()
-        bench.shelf.make_room("data-one", 20 * MIB, bench.said.append)
-        bench.shelf.folder("data-two").mkdir()
+        usage = type(shutil.disk_usage(tmp_path))(0, 0, cache.SPARE + 30 * MIB)
+        monkeypatch.setattr(cache.shutil, "disk_usage", lambda _path: usage)
+    with bench.cache.alone("data-one", wait=None):
+        bench.cache.folder("data-one").mkdir()
+        bench.cache.make_room("data-one", 20 * MIB, bench.said.append)
+        bench.cache.folder("data-two").mkdir()
         with pytest.raises(UserError, match="no room for"):
-            bench.shelf.make_room("data-two", 20 * MIB, bench.said.append)
+            bench.cache.make_room("data-two", 20 * MIB, bench.said.append)
 
 
 MOUNT = (
@@ -273,7 +273,7 @@ def test_a_full_disk_is_told_and_left_as_it_was(tmp_path: Path, checked: bool) -
     root = fill(tmp_path / "source", {f"{n:02}.bin": 8 * MIB for n in range(8)})
     local = tmp_path / "local"
     local.mkdir()
-    guard = "" if checked else "from clustertune.staging import shelf; shelf.SPARE = -(1 << 40)\n"
+    guard = "" if checked else "from clustertune.staging import cache; cache.SPARE = -(1 << 40)\n"
     program = guard + PROGRAM.replace("finally:", "except Exception as error:\n    print(int(error.code), error)\nfinally:")
     program += "    print('left:', [str(p) for p in Path(sys.argv[1]).rglob('*') if p.is_file() and p.stat().st_size > 100])"
     child = start(local, root, prefix=(*MOUNT, "40m", str(local)), program=program)
@@ -371,4 +371,4 @@ def test_a_staging_folder_that_cannot_be_trusted_is_refused(tmp_path: Path, wron
             own.mkdir()
             own.chmod(0o777)
     with pytest.raises(UserError, match=r"has no such folder|belongs to somebody else"):
-        shelf.open_shelf(Staging(path=str(place), gb=1))
+        cache.open_cache(Staging(path=str(place), gb=1))

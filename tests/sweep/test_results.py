@@ -23,17 +23,17 @@ def sweep(tmp_path: Path) -> Sweep:
         "tiny-oasst2", ["train.learning_rate=1e-3,2e-3,3e-3", "lora.r=8,16"], tiny=False, last="train", path=tmp_path / "s"
     )[0]
     made.write()
-    course(made, 0, [2.0, 1.5], done=True)
-    course(made, 1, [2.0, 1.25], done=True, scores={"prompt_level_strict_acc": 0.5})
-    course(made, 2, [2.0, math.nan], stage="failed")
+    schedule(made, 0, [2.0, 1.5], done=True)
+    schedule(made, 1, [2.0, 1.25], done=True, scores={"prompt_level_strict_acc": 0.5})
+    schedule(made, 2, [2.0, math.nan], stage="failed")
     outcome(made, 2, 1, 93, "the loss is not finite at step 2")
     (made.path / "logs").mkdir()
     (made.path / "logs" / "x-7_3.log").write_text("a\nerror: data.input: not JSON: <b>\nlast words\n")
-    course(made, 4, [1.0])
+    schedule(made, 4, [1.0])
     return made
 
 
-def course(
+def schedule(
     made: Sweep, index: int, losses: list[float], *, done: bool = False, stage: str = "started", scores: Any = None
 ) -> None:
     run = RunDir(made.points[index].run_dir)
@@ -76,7 +76,7 @@ def test_best_first_and_failed_last_with_the_reason(sweep: Sweep) -> None:
 def test_scores_sort_the_other_way(sweep: Sweep) -> None:
     """More is better there; a finished point without the score comes behind those that have it."""
     assert [r.index for r in collect(sweep, "prompt_level_strict_acc")][:2] == [1, 0]
-    course(sweep, 5, [3.0], done=True, scores={"prompt_level_strict_acc": 0.75})
+    schedule(sweep, 5, [3.0], done=True, scores={"prompt_level_strict_acc": 0.75})
     assert [r.index for r in collect(sweep, "prompt_level_strict_acc")][:3] == [5, 1, 0]
     with pytest.raises(UserError, match="there is no metric 'best'"):
         check_metric("best")

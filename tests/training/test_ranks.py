@@ -65,7 +65,7 @@ def test_torchrun_alone_shards_as_accelerate_launch_does(fresh: Path) -> None:
     assert any("accelerate.yaml was applied here" in note for note in found["notes"])
     assert any(note.startswith("TORCH_SHOW_CPP_STACKTRACES=0 by the plan") for note in found["notes"])
     assert ranks.record(1)["step"] == 4 and ranks.record(1)["host"] == os.uname().nodename
-    count, phase, step = (ranks.records / "rank-1.beat").read_text().split()
+    count, phase, step = (ranks.records / "rank-1.heartbeat").read_text().split()
     assert int(count) > 8 and (phase, step) == ("end", "4")
 
 

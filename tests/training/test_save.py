@@ -14,7 +14,7 @@ import torch
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import trainer as room
-from clustertune.training.beat import Beat
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ def make(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
     made.state = SimpleNamespace(global_step=4, max_steps=8, epoch=0.5)
     made.args = SimpleNamespace(output_dir=str(folder))
     made._total_train_tokens, made.eval_skipped, made._bad_loss = 0, False, None
-    made.beat, made.at_write = Beat(), -1
+    made.heartbeat, made.at_write = Heartbeat(), -1
 
     def write(_folder: Path) -> None:
         made.at_write = made.group.met

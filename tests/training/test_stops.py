@@ -18,8 +18,8 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import check_fence
 from clustertune.process import stop_signals
 from clustertune.training import deepspeed
-from clustertune.training.beat import Beat
 from clustertune.training.events import EventLog
+from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.mesh import MeshTrainer
 from clustertune.training.stop import StopFlag
 from clustertune.training.trainer import NothingLeft, Trainer
@@ -43,7 +43,7 @@ class Ranks:
 
 def make(monkeypatch: pytest.MonkeyPatch, fence: Any = lambda: None, step: int = 0, start: int = 0, **metrics: float) -> Any:
     made: Any = object.__new__(Trainer)
-    made.group, made.stop, made.beat, made.fence = Ranks(), StopFlag(), Beat(), fence
+    made.group, made.stop, made.heartbeat, made.fence = Ranks(), StopFlag(), Heartbeat(), fence
     made.stopping, made.eval_skipped, made.peak_memory_bytes, made.start_step = False, False, 0, start
     made.state = SimpleNamespace(global_step=step, max_steps=8)
     made.control, made._metrics, made.model = SimpleNamespace(), {"eval": {}}, torch.nn.Linear(1, 1)

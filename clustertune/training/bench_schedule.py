@@ -15,7 +15,7 @@ GONE = 1 << 62
 
 
 @dataclass(frozen=True)
-class Course:
+class BenchSchedule:
     """How many optimizer steps, in this order."""
 
     warmup: int
@@ -39,10 +39,10 @@ class Course:
         (run_path / SETTINGS).write_text(json.dumps(asdict(self)) + "\n")
 
 
-def read(run_path: Path) -> Course | None:
+def read(run_path: Path) -> BenchSchedule | None:
     """What is to be measured in a run; None where it is no benchmark's."""
     path = run_path / SETTINGS
-    return Course(**json.loads(path.read_text())) if path.exists() else None
+    return BenchSchedule(**json.loads(path.read_text())) if path.exists() else None
 
 
 def result_file(records: Path, rank: int) -> Path:

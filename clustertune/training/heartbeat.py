@@ -12,7 +12,7 @@ EVERY_SECONDS = 0.2
 _WIDTH = 47
 
 
-class Beat:
+class Heartbeat:
     """``<counter> <phase> <step>``, padded with blanks to one length so that a shorter line leaves nothing of a longer one.
 
     Called by the main thread where it gets on, never by a thread of its own: a main thread that hangs must be seen.

@@ -45,7 +45,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class StagingCache:
     """A user's part of the staging folder."""
 
     root: Path
@@ -153,7 +153,7 @@ class Lock:
             os.close(self.fd)
 
 
-def open_shelf(staging: Staging) -> Shelf:
+def open_cache(staging: Staging) -> StagingCache:
     """This user's shelf on this node, made where it is missing.
 
     ``storage.staging.path`` itself is made only where its parent is there: on a node whose disk is not mounted it would fill
@@ -174,7 +174,7 @@ def open_shelf(staging: Staging) -> Shelf:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         message = "belongs to somebody else, or others can write to it: ranks would load what they put there"
         raise UserError(Problem(message, file=str(root), fix="remove it, or set another storage.staging.path"))
-    return Shelf(root, int(staging.gb * 1e9))
+    return StagingCache(root, int(staging.gb * 1e9))
 
 
 def discard(folder: Path) -> None:

@@ -26,7 +26,7 @@ AGAIN_FIX = "the next attempt goes on from the newest whole checkpoint"
 
 
 @dataclass
-class _Pulse:
+class _RankState:
     """What was last heard of one rank, by this machine's clock."""
 
     text: str = ""
@@ -39,61 +39,61 @@ class _Pulse:
 
 
 @dataclass
-class Vitals:
+class HeartbeatMonitor:
     """The ranks of one node. :meth:`look` is called again and again."""
 
     folder: Path
     plan: Plan
     node: int
     clock: Callable[[], float] = time.monotonic
-    _pulses: dict[int, _Pulse] = field(default_factory=dict)
+    _states: dict[int, _RankState] = field(default_factory=dict)
 
     def look(self) -> list[Problem]:
         """The ranks that have to be given up now; none while all live."""
         now = self.clock()
         found = []
         for rank in self.plan.ranks_of(self.node):
-            pulse = self._pulses.setdefault(rank, _Pulse(since=now))
-            beat = _read(self.folder / f"rank-{rank}.beat")
-            if beat != pulse.text:
-                training = _phase(pulse.text) == _phase(beat) == "train"
+            rank_state = self._states.setdefault(rank, _RankState(since=now))
+            heartbeat = _read(self.folder / f"rank-{rank}.heartbeat")
+            if heartbeat != rank_state.text:
+                training = _phase(rank_state.text) == _phase(heartbeat) == "train"
                 # The first silence ends where the first step begins: a second, where a step of 405B takes seven minutes.
-                if training and pulse.trained:
-                    pulse.longest = max(pulse.longest, now - pulse.since)
-                pulse.trained = training
-                pulse.text, pulse.since = beat, now
-            if (text := self._stopped(rank, pulse, now) or self._silent(pulse, now)) is not None:
+                if training and rank_state.trained:
+                    rank_state.longest = max(rank_state.longest, now - rank_state.since)
+                rank_state.trained = training
+                rank_state.text, rank_state.since = heartbeat, now
+            if (text := self._stopped(rank, rank_state, now) or self._silent(rank_state, now)) is not None:
                 found.append(
                     Problem(f"{self.plan.where(rank)} {text}", file=str(self.folder / f"rank-{rank}.log"), fix=AGAIN_FIX)
                 )
         return found
 
-    def _stopped(self, rank: int, pulse: _Pulse, now: float) -> str | None:
+    def _stopped(self, rank: int, rank_state: _RankState, now: float) -> str | None:
         """Held by the kernel: certain, whatever its beats say."""
         pid = _read(self.folder / f"rank-{rank}.pid").strip()
         if not pid.isdigit() or process_state(int(pid)) not in ("T", "t"):
-            pulse.stopped_since = None
+            rank_state.stopped_since = None
             return None
-        if pulse.stopped_since is None:
-            pulse.stopped_since = now
-        held = now - pulse.stopped_since
+        if rank_state.stopped_since is None:
+            rank_state.stopped_since = now
+        held = now - rank_state.stopped_since
         return f"hangs: its process is stopped (state T) for {held:.0f} s" if held >= STOPPED_SECONDS else None
 
-    def _silent(self, pulse: _Pulse, now: float) -> str | None:
-        if _phase(pulse.text) == "end":
+    def _silent(self, rank_state: _RankState, now: float) -> str | None:
+        if _phase(rank_state.text) == "end":
             return None
-        quiet = now - pulse.since
-        if quiet < self.limit(pulse):
+        quiet = now - rank_state.since
+        if quiet < self.limit(rank_state):
             return None
-        last = " ".join(pulse.text.split()[1:]) or "nothing at all"
+        last = " ".join(rank_state.text.split()[1:]) or "nothing at all"
         return f"hangs: no sign of life for {quiet:.0f} s (last: {last})"
 
-    def limit(self, pulse: _Pulse) -> float:
+    def limit(self, rank_state: _RankState) -> float:
         """Seconds of silence that are allowed now."""
         if self.plan.stall_seconds is not None:
             return self.plan.stall_seconds
-        paced = max(LEAST_SECONDS, GAPS * pulse.longest)
-        return paced if pulse.longest and _phase(pulse.text) != "save" else max(paced, STARTUP_SECONDS)
+        paced = max(LEAST_SECONDS, GAPS * rank_state.longest)
+        return paced if rank_state.longest and _phase(rank_state.text) != "save" else max(paced, STARTUP_SECONDS)
 
     def dump_stacks(self) -> None:
         """Ask every rank of the node for the stacks of its threads, in its own log (faulthandler on SIGUSR2)."""
@@ -111,8 +111,8 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def _phase(beat: str) -> str:
-    words = beat.split()
+def _phase(heartbeat: str) -> str:
+    words = heartbeat.split()
     return words[1] if len(words) > 1 else ""
 
 

@@ -35,14 +35,14 @@ RECENT = 500
 
 
 @dataclass(frozen=True)
-class Lead:
+class SignalMargin:
     """The seconds between the warning and the time limit, and what they were computed from."""
 
     seconds: int
     reason: str
 
 
-def needed(run_path: Path | None, resolved: Resolved) -> Lead:
+def needed(run_path: Path | None, resolved: Resolved) -> SignalMargin:
     """1.5 x p95 of the step seconds + p95 of the save seconds + 30 s; measured in the run, else the recipe's, else assumed."""
     steps, saves = measured(run_path) if run_path is not None else ([], [])
     if steps:
@@ -51,18 +51,18 @@ def needed(run_path: Path | None, resolved: Resolved) -> Lead:
         saved = f"p95 of {len(saves)} measured saves" if saves else "assumed for a save"
         return _lead(step, source, save, saved)
     if resolved.tiny or resolved.recipe.model.weights == "random":
-        return Lead(TINY_SECONDS, f"{TINY_SECONDS} s for a tiny model")
+        return SignalMargin(TINY_SECONDS, f"{TINY_SECONDS} s for a tiny model")
     expect = resolved.recipe.expect
     if expect.hours and expect.steps:
         source = f"the recipe's {expect.hours:g} h / {expect.steps} steps"
         return _lead(expect.hours * 3600 / expect.steps, source, ASSUMED_SAVE_SECONDS, "assumed for a save")
-    return Lead(DEFAULT_SECONDS, f"{DEFAULT_SECONDS} s: neither this run nor the recipe says how long a step takes")
+    return SignalMargin(DEFAULT_SECONDS, f"{DEFAULT_SECONDS} s: neither this run nor the recipe says how long a step takes")
 
 
-def _lead(step: float, source: str, save: float, saved: str) -> Lead:
+def _lead(step: float, source: str, save: float, saved: str) -> SignalMargin:
     seconds = STEP_FACTOR * step + save + MARGIN_SECONDS
     text = f"{STEP_FACTOR:g} x {step:.1f} s a step ({source}) + {save:.1f} s a save ({saved}) + {MARGIN_SECONDS:.0f} s"
-    return Lead(math.ceil(seconds), text)
+    return SignalMargin(math.ceil(seconds), text)
 
 
 def measured(run_path: Path) -> tuple[list[float], list[float]]:
@@ -94,7 +94,7 @@ def given_in(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def warning(given: int | None, wanted: Lead, limit_minutes: float | None = None) -> str | None:
+def warning(given: int | None, wanted: SignalMargin, limit_minutes: float | None = None) -> str | None:
     """What to say at the start of a job whose script warns too late, or halfway to its limit or before; None if it is right.
 
     ``limit_minutes``: the job's time limit, None where there is none or it is not known. What sbatch was given on its command
@@ -116,7 +116,7 @@ def warning(given: int | None, wanted: Lead, limit_minutes: float | None = None)
     return None
 
 
-def find_problems(wanted: Lead, minutes: float, *, file: str) -> list[Problem]:
+def find_problems(wanted: SignalMargin, minutes: float, *, file: str) -> list[Problem]:
     """A time limit that the warning would use up: the job would be told to stop as soon as it starts."""
     if wanted.seconds > LONGEST_SECONDS:
         text = f"a warning {wanted.seconds} s ahead is needed ({wanted.reason}); Slurm knows at most {LONGEST_SECONDS} s"

@@ -14,7 +14,7 @@ import pytest
 from clustertune import manifest
 from clustertune.config.load import find_elsewhere
 from clustertune.config.resolve import resolve
-from clustertune.staging import isolate, needs, parcel
+from clustertune.staging import bundle, isolate, needs
 from tests.command import REPO, SHORT
 from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run
 
@@ -31,11 +31,11 @@ def test_a_parcel_is_a_cache_of_the_hub_with_sums(parcel_of_all: Path) -> None:
     model = needs.snapshot(staged / "hub", "models", MODEL, REVISION)
     assert (model / "model.safetensors").is_file() and not (model / "model.safetensors").is_symlink()
     assert (staged / "hub/models--example-org--tiny-llama/refs/main").read_text() == REVISION
-    subprocess.run(["sha256sum", "--check", "--quiet", parcel.SUMS], cwd=staged, check=True)
-    assert manifest.find_problems(staged, parcel.KIND) == []
-    assert parcel.model_folder(staged) == model
+    subprocess.run(["sha256sum", "--check", "--quiet", bundle.SUMS], cwd=staged, check=True)
+    assert manifest.find_problems(staged, bundle.KIND) == []
+    assert bundle.model_folder(staged) == model
     there = {
-        path.relative_to(staged / parcel.RECIPES).as_posix() for path in (staged / parcel.RECIPES).rglob("*") if path.is_file()
+        path.relative_to(staged / bundle.RECIPES).as_posix() for path in (staged / bundle.RECIPES).rglob("*") if path.is_file()
     }
     assert {"_base/sft-lora.yaml", "_base/calm.yaml", "described/model.json", "described/recipe.yaml"} <= there
     assert "_base/tulu3.yaml" not in there
@@ -106,7 +106,7 @@ def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: P
 
 def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
     """Flipped, missing and foreign files, all at once and by name."""
-    model = parcel.model_folder(staged)
+    model = bundle.model_folder(staged)
     assert model is not None
     flip(model / "model.safetensors", 5000)
     (model / "tokenizer.json").unlink()
@@ -125,13 +125,13 @@ def test_a_damaged_parcel_is_not_rehearsed(staged: Path) -> None:
 @pytest.mark.jobs
 def test_collected_again_what_is_whole_is_kept(staged: Path, hub_recipe: tuple[Path, Path]) -> None:
     """An interrupted copy of 800 GB goes on; a damaged file of it is copied again."""
-    model = parcel.model_folder(staged)
+    model = bundle.model_folder(staged)
     assert model is not None
     before = (model / "config.json").stat().st_ino
     flip(model / "model.safetensors", 5000)
     done = run("stage", hub_recipe[0], "--to", staged, network=False, HF_HOME=str(hub_recipe[1]))
     assert done.code == 0, done.err
-    assert manifest.find_problems(staged, parcel.KIND) == []
+    assert manifest.find_problems(staged, bundle.KIND) == []
     assert (model / "config.json").stat().st_ino == before
 
 
@@ -140,7 +140,7 @@ def test_a_parcel_of_another_model_is_refused(parcel_of_all: Path, hub_recipe: t
     other = "f" * 40
     words = [f"model.revision={other}", f"staged={parcel_of_all}"]
     resolved = resolve(str(hub_recipe[0]), words)
-    problem = parcel.find_problems(resolved)[0]
+    problem = bundle.find_problems(resolved)[0]
     assert f"holds {MODEL}@0123456789ab, the recipe asks for {MODEL}@ffffffffffff" in problem.message
     done = run("run", hub_recipe[0], *words, "--ranks", "2", "--run-dir", tmp_path / "r")
     assert done.code == 2 and "the recipe asks for" in done.err and not (tmp_path / "r").exists()
@@ -155,7 +155,7 @@ def test_a_folder_that_is_not_ours_is_not_written_to(tmp_path: Path, way: str) -
     else:
         fill(out, {"mine": 10})
         if way == "another recipe":
-            manifest.seal(out, parcel.KIND, {"recipe": "other", "parts": {}})
+            manifest.seal(out, bundle.KIND, {"recipe": "other", "parts": {}})
     before = sorted(p.name for p in tmp_path.rglob("*"))
     done = run("stage", "recipes/tiny-oasst2", "--to", out)
     assert done.code == 2 and "--to" in done.err
@@ -182,8 +182,8 @@ def test_entered_every_library_reads_the_parcel(parcel_of_all: Path, hub_recipe:
     staged = parcel_of_all
     resolved = resolve(str(hub_recipe[0]), [f"staged={staged}"])
     environ = {"NLTK_DATA": "/site/nltk", "WANDB_MODE": "disabled"}
-    parcel.enter(resolved, environ)
-    parcel.enter(resolved, environ)
+    bundle.enter(resolved, environ)
+    bundle.enter(resolved, environ)
     assert environ["HF_HUB_OFFLINE"] == "1" and environ["HF_HUB_CACHE"] == str(staged / "hub")
     assert environ["NLTK_DATA"] == f"{staged / 'nltk_data'}{os.pathsep}/site/nltk" and environ["WANDB_MODE"] == "disabled"
 

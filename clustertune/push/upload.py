@@ -54,7 +54,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Upload:
     """Everything that goes, as it lies here."""
 
     files: tuple[File, ...]
@@ -71,7 +71,7 @@ class Parcel:
         return [{"name": file.name, "bytes": file.size, "sha256": file.sha256} for file in self.files]
 
 
-def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = ()) -> Parcel:
+def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = ()) -> Upload:
     """Verify the adapter of ``run``, write its card, and look through all that would go.
 
     ``secrets``: values that must be in none of the files, such as the tokens of ``.env``. Raises UserError with everything
@@ -105,7 +105,7 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     if problems := [problem for file in files for problem in look_through(file, run, secrets)]:
         raise UserError(problems)
     left = sorted({*list_files(run.adapter), *sealed.files} - {*ADAPTER_FILES, MANIFEST})
-    return Parcel(tuple(files), card, tuple(left))
+    return Upload(tuple(files), card, tuple(left))
 
 
 def _refusals(run: RunDir, document: Mapping[str, Any]) -> list[Problem]:
@@ -160,10 +160,10 @@ def _text_of(file: File) -> str:
     return json.dumps(header.get("__metadata__") or {}) + "\n" + "\n".join(header)
 
 
-def still_same(parcel: Parcel) -> list[Problem]:
+def still_same(upload: Upload) -> list[Problem]:
     """Files that were changed since they were verified."""
     return [
         Problem("was changed while it was pushed", file=str(file.path), fix="run the same command again")
-        for file in parcel.files
+        for file in upload.files
         if file.path is not None and hash_file(file.path).sha256 != file.sha256
     ]
