@@ -79,6 +79,7 @@ def context_function(save: Sequence[str]) -> functools.partial[Any]:
     """What ``torch.utils.checkpoint.checkpoint`` takes as its ``context_fn``; a partial, which torch.compile reads through."""
     return functools.partial(_contexts, tuple(save))
 
+
 WRAPPER = acc.key_of("activation_checkpointing")
 
 
