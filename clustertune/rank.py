@@ -279,9 +279,8 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
     from clustertune.training import build, cpu_fsdp, deepspeed
 
     notes += deepspeed.set_environment(resolved, _tracker_id(run, resolved), cuda=torch.cuda.is_available())
-    if not torch.cuda.is_available() and not deepspeed.is_asked(resolved.accelerate):
-        fsdp = resolved.accelerate.get("fsdp_config") or {}
-        notes += cpu_fsdp.set_environment(int(fsdp.get("fsdp_version", 1)) if fsdp else None)
+    if not torch.cuda.is_available() and not resolved.distribution.is_deepspeed:
+        notes += cpu_fsdp.set_environment(fsdp1=resolved.distribution.kind == "FSDP1")
         cpu_fsdp.install()
     build.set_tracker_environment(run.path, _tracker_id(run, resolved), "clustertune", has_key=has_key)
     return notes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.adapter.export import FILE_MODE, count_bad, export, verify
 from clustertune.adapter.publish import find_published, staged, staging
 from clustertune.checkpoint.store import find_checkpoint
-from clustertune.config.derive import mixed_precision
+from clustertune.config.distribution import mixed_precision
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, Manifest, agree, find_problem, find_records, fsync_path, hash_file, seal

@@ -44,7 +44,7 @@ def prepare_device(given: Mapping[str, Any], *, cuda: bool) -> None:
         return
     from clustertune.training import cpu_fsdp
 
-    cpu_fsdp.set_environment(int(os.environ.get("FSDP_VERSION", "1")))
+    cpu_fsdp.set_environment(fsdp1=os.environ.get("FSDP_VERSION", "1") == "1")
     cpu_fsdp.install()
 
 

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from clustertune.config.distribution import words
+
 NONE = "-"
 
 
@@ -75,17 +77,9 @@ def _head(body: Mapping[str, Any], recipe_file: str) -> Iterator[str]:
     yield f"- recipe: [{recipe_file}]({recipe_file}), sha256 {body['resolved']['sha256'][:16]}"
     if changed := body.get("overrides"):
         yield f"- overrides: `{shlex.join(changed)}`"
-    yield f"- distribution: {distribution(body)}"
+    yield f"- distribution: {words(body['distributed']) or 'unknown'}"
     if body["command"]:
         yield f"- command: `{shlex.join(map(str, body['command']))}`"
-
-
-def distribution(body: Mapping[str, Any]) -> str:
-    """How the ranks shared the work."""
-    told = body["distributed"] or {}
-    version = f" {told['fsdp_version']}" if told.get("fsdp_version") else ""
-    mesh = ", ".join(f"{key} {size}" for key, size in (told.get("mesh") or {}).items())
-    return f"{told.get('type', 'unknown')}{version}" + (f" ({mesh})" if mesh else "")
 
 
 def _steps(body: Mapping[str, Any]) -> Iterator[str]:

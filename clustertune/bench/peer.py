@@ -28,7 +28,7 @@ from typing import Any
 
 from clustertune import secrets
 from clustertune.chain import visible_gpus
-from clustertune.config.derive import mixed_precision
+from clustertune.config.distribution import mixed_precision
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import binding, local, rendezvous

@@ -16,7 +16,7 @@ from clustertune.bench import figures, peer, project, published
 from clustertune.bench.ask import Asked, Bench
 from clustertune.bench.drive import Found, Peer
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.derive import mixed_precision
+from clustertune.config.distribution import mixed_precision
 from clustertune.events import read_events
 
 SCHEMA = "clustertune.bench/2"

@@ -152,8 +152,8 @@ def _compare(plans: list[Plan], as_document: bool) -> None:
 
 
 def _advise(place: Place, found: Plan, asked: Asked) -> None:
+    from clustertune.config.overrides import Source
     from clustertune.plan import advise as advisor
-    from clustertune.plan.overrides import Source
 
     counts = _counts(asked.nodes, found)
     source = Source(found.resolved, tuple(asked.overrides))

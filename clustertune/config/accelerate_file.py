@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from clustertune.config import deepspeed_keys as ds
 from clustertune.config.load import COMMAND_LINE, did_you_mean, nearest
 from clustertune.config.modeling import layer_classes, modeling_classes
 from clustertune.config.native_rules import show_value
@@ -99,11 +100,6 @@ def _words(name: str) -> list[str]:
     return list(string_list(parse_module("accelerate", "utils/constants.py"), name))
 
 
-def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
-    return str(config.get(f"fsdp_{key}")).lower() in {"true", "1", "yes"}
-
-
 def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section of the file as a mapping, empty where it is absent or wrong."""
     value = body.get(name)
@@ -117,6 +113,95 @@ def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
         if key.endswith("_size") and isinstance(value, int) and value > 1:
             sizes[key.removeprefix("parallelism_config_").removesuffix("_size")] = value
     return sizes
+
+
+# --- what a checked file says: read by distribution.py alone --------------------------------------------------------------
+
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""The axes of accelerate's mesh, in its order."""
+_DEFAULT_STAGE, _UNKNOWN_STAGE = 2, 3
+"""accelerate's own ``zero_stage`` (utils/dataclasses.py, DeepSpeedPlugin); what is taken where the file is not recorded."""
+
+
+def key_of(name: str) -> str:
+    """The full key path of an FSDP setting, or of the size of an axis of the mesh, as errors name it."""
+    return f"parallelism_config.parallelism_config_{name}_size" if name in AXES else f"fsdp_config.fsdp_{name}"
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A true-or-false key of ``fsdp_config``, without its ``fsdp_`` prefix."""
+    return _is_true(config.get(f"fsdp_{key}"))
+
+
+def fsdp_flag(body: Mapping[str, Any], key: str) -> bool:
+    """The same of the whole file; false without FSDP."""
+    return body.get("distributed_type") == "FSDP" and flag(section(body, "fsdp_config"), key)
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in {"true", "1", "yes"}
+
+
+def fsdp_version(body: Mapping[str, Any]) -> int | None:
+    """1 or 2, accelerate's own being 1; None without FSDP."""
+    if body.get("distributed_type") != "FSDP":
+        return None
+    return 2 if str(section(body, "fsdp_config").get("fsdp_version")) == "2" else 1
+
+
+def recomputes(body: Mapping[str, Any]) -> bool:
+    """Whether FSDP recomputes the layers that it wraps."""
+    return fsdp_flag(body, "activation_checkpointing")
+
+
+def sharding_strategy(body: Mapping[str, Any]) -> str:
+    """torch's ShardingStrategy, which under FSDP2 is ``FULL_SHARD`` or, without resharding, ``SHARD_GRAD_OP``."""
+    config = section(body, "fsdp_config")
+    if fsdp_version(body) == 2:
+        return "SHARD_GRAD_OP" if str(config.get("fsdp_reshard_after_forward")).lower() == "false" else "FULL_SHARD"
+    return str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+
+
+def state_dict_type(body: Mapping[str, Any]) -> str:
+    """torch's StateDictType; accelerate's own is sharded under FSDP2, else full."""
+    given = section(body, "fsdp_config").get("fsdp_state_dict_type")
+    default = "SHARDED_STATE_DICT" if fsdp_version(body) == 2 else "FULL_STATE_DICT"
+    return default if given is None else str(given).upper()
+
+
+def compiled(train: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the model is compiled, and whether layer by layer: once, and then taken for all layers of one kind."""
+    dynamo = section(body, "dynamo_config")
+    backend = str(dynamo.get("dynamo_backend", dynamo.get("backend", "NO"))).upper()
+    named = train.get("torch_compile") or train.get("torch_compile_backend") or train.get("torch_compile_mode")
+    on = bool(named) or backend not in ("NO", "NONE", "FALSE")
+    return on, on and _is_true(dynamo.get("dynamo_use_regional_compilation", dynamo.get("use_regional_compilation")))
+
+
+def says_dynamic(body: Mapping[str, Any]) -> bool:
+    """Whether the file says how torch.compile takes lengths that differ."""
+    return bool({"dynamo_use_dynamic", "use_dynamic"} & section(body, "dynamo_config").keys())
+
+
+def zero_stage(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> int:
+    """The ZeRO stage of DeepSpeed's file, or of accelerate's keys where there is none."""
+    keys = section(body, "deepspeed_config")
+    if deepspeed is None and "deepspeed_config_file" in keys:
+        return _UNKNOWN_STAGE
+    found = ds.get(deepspeed, f"{ds.ZERO}.stage") if deepspeed is not None else keys.get("zero_stage", _DEFAULT_STAGE)
+    return int(found) if str(found).isdecimal() else 0
+
+
+def offload_device(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, part: str) -> str:
+    """``none``, ``cpu`` or ``nvme``, of DeepSpeed's ``offload_param`` or ``offload_optimizer``."""
+    keys = section(body, "deepspeed_config")
+    if deepspeed is None and "deepspeed_config_file" in keys:
+        return "none"
+    named = ds.get(deepspeed, f"{ds.ZERO}.{part}.device") if deepspeed is not None else keys.get(f"{part}_device")
+    return str(named) if named in ("cpu", "nvme") else "none"
+
+
+# --- what is wrong with a file --------------------------------------------------------------------------------------------
 
 
 def find_problems(document: Document, folder: Path, kind: str | None) -> list[Problem]:

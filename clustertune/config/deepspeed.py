@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed_keys as keys
-from clustertune.config.derive import DEFAULT_MICRO_BATCH, mixed_precision
+from clustertune.config.deepspeed_keys import OFFLOADS, ZERO, get
+from clustertune.config.derive import DEFAULT_MICRO_BATCH
+from clustertune.config.distribution import mixed_precision
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.native import train_fields
 from clustertune.config.native_rules import show_value
@@ -17,8 +18,6 @@ from clustertune.config.resolved import Derived
 from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem
 
-ZERO = "zero_optimization"
-OFFLOADS = ("offload_param", "offload_optimizer")
 AUTO = "auto"
 NVME_BUFFER = 10**8
 """DeepSpeed's default ``buffer_size`` (runtime/zero/offload_config.py)."""
@@ -184,33 +183,6 @@ def filled(body: Mapping[str, Any], meant: Meant) -> list[Derived]:
         if get(body, path) == AUTO:
             found.append(Derived(f"deepspeed.{path}", AUTO, "storage.scratch of the cluster file, a folder for each job"))
     return found
-
-
-def get(body: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
-    found: Any = body
-    for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
-def stage(accelerate: Mapping[str, Any], body: Mapping[str, Any] | None) -> int | None:
-    """The ZeRO stage that a recipe asks for, in DeepSpeed's file or in accelerate's keys; None where it asks for no DeepSpeed.
-
-    ``body``: DeepSpeed's file, None where there is none; runs of former releases do not have it: 3 is taken for them.
-    """
-    if accelerate.get("distributed_type") != "DEEPSPEED":
-        return None
-    keys = acc.section(accelerate, "deepspeed_config")
-    if body is None and "deepspeed_config_file" in keys:
-        return 3
-    found = get(body, f"{ZERO}.stage") if body is not None else keys.get("zero_stage", 2)
-    return int(found) if str(found).isdecimal() else 0
-
-
-def uses_nvme(body: Mapping[str, Any] | None) -> bool:
-    """Whether parameters or optimizer state lie on a local disk."""
-    return any(get(body or {}, f"{ZERO}.{part}.device") == "nvme" for part in OFFLOADS)
 
 
 def _check_names(body: Mapping[str, Any], add: Add) -> None:

@@ -16,6 +16,8 @@ from clustertune.config.remembered import remembered
 from clustertune.config.source import annotated, classes, has_file, parse_module
 from clustertune.errors import UserError
 
+ZERO = "zero_optimization"
+OFFLOADS = ("offload_param", "offload_optimizer")
 VERSION = "0.19.8"
 """The release that the lists below were read from (deepspeed/runtime)."""
 
@@ -129,6 +131,55 @@ AUTO = frozenset(
 )  # fmt: skip
 """Keys whose ``auto`` somebody fills in: transformers (integrations/deepspeed.py, HfTrainerDeepSpeedConfig) and accelerate
 (utils/dataclasses.py, DeepSpeedPlugin.__post_init__; accelerator.py, _prepare_deepspeed)."""
+
+
+def get(body: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of a configuration; None where there is none."""
+    found: Any = body
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def text(body: Mapping[str, Any], path: str) -> str | None:
+    """The same as a word."""
+    found = get(body, path)
+    return None if found is None else str(found)
+
+
+def secondary_partition(body: Mapping[str, Any]) -> bool:
+    """Whether a second copy of the weights is split over the ranks of each node (ZeRO++'s hpZ)."""
+    given = str(get(body, f"{ZERO}.zero_hpz_partition_size"))
+    return given.isdecimal() and int(given) > 1
+
+
+def quantizes_traffic(body: Mapping[str, Any]) -> bool:
+    """Whether weights or gradients travel quantised (ZeRO++)."""
+    return any(bool(get(body, f"{ZERO}.zero_quantized_{what}")) for what in ("weights", "gradients"))
+
+
+def nvme_paths(body: Mapping[str, Any]) -> dict[str, str]:
+    """What is swapped to a local disk, and where: a folder or ``auto``."""
+    on_disk = [part for part in OFFLOADS if get(body, f"{ZERO}.{part}.device") == "nvme"]
+    return {part: str(get(body, f"{ZERO}.{part}.nvme_path")) for part in on_disk}
+
+
+def move_to_memory(body: dict[str, Any]) -> list[str]:
+    """Have what is swapped to a disk offloaded to host memory in a configuration; returns what was moved."""
+    moved = list(nvme_paths(body))
+    for part in moved:
+        section = get(body, f"{ZERO}.{part}")
+        section.pop("nvme_path", None)
+        section["device"] = "cpu"
+    return moved
+
+
+def keep_own_optimizer(body: dict[str, Any]) -> bool:
+    """Have torch's optimizer offloaded instead of DeepSpeed's Adam; whether the configuration offloads one of its own."""
+    own = get(body, f"{ZERO}.offload_optimizer.device") == "cpu" and "optimizer" not in body
+    if own:
+        body["zero_force_ds_cpu_optimizer"] = False
+    return own
 
 
 @cache

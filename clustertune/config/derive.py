@@ -9,6 +9,7 @@ from typing import Any
 from clustertune.config import accelerate_file as acc
 from clustertune.config.beside import SHARD_SIZE
 from clustertune.config.checks import Place
+from clustertune.config.distribution import mixed_precision
 from clustertune.config.native_rules import show_value
 from clustertune.config.resolved import Derived
 from clustertune.config.schema import Megatron
@@ -66,12 +67,6 @@ def megatron_parallel(m: Megatron, world: int) -> tuple[int, Derived]:
     shared = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
     size = max(1, world // shared)
     return size, Derived("data_parallel_size", size, f"{world} ranks" + (f" / {shared} (tp x pp x cp)" if shared > 1 else ""))
-
-
-def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
-    """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
-    wanted = math.floor(ratio * layers + 0.5)
-    return tuple(index for index in range(layers) if -(-(index + 1) * wanted // layers) > -(-index * wanted // layers))
 
 
 def data_parallel(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[int, Derived, list[Problem]]:
@@ -138,12 +133,6 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) ->
     return None, [Problem(text, file=place(path), key=".".join(path), fix=fix)]
 
 
-def by_fsdp(accelerate: Mapping[str, Any]) -> bool:
-    """Whether FSDP recomputes the layers that it wraps."""
-    config = acc.section(accelerate, "fsdp_config")
-    return accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing")
-
-
 def checkpointing(
     train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place
 ) -> tuple[Derived, list[Problem]]:
@@ -154,7 +143,7 @@ def checkpointing(
     """
     key = "activation_checkpointing"
     stated = train.get(key, train.get("gradient_checkpointing"))
-    wrapped = by_fsdp(accelerate)
+    wrapped = acc.recomputes(accelerate)
     if wrapped and stated:
         named = key if train.get(key) is not None else "gradient_checkpointing"
         text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"
@@ -166,16 +155,6 @@ def checkpointing(
         named = key if train.get(key) is not None else "gradient_checkpointing"
         return Derived(f"train.{key}", bool(stated), f"train.{named}"), []
     return Derived(f"train.{key}", True, f"TRL's default; {file} does not checkpoint activations"), []
-
-
-def mixed_precision(train: Mapping[str, Any]) -> str:
-    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
-
-    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
-    """
-    if train.get("bf16") is None:
-        return "fp16" if train.get("fp16") else "bf16"
-    return "bf16" if train["bf16"] else "fp16" if train.get("fp16") else "no"
 
 
 def reduce_dtype(

@@ -7,7 +7,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.checks import Place
-from clustertune.config.derive import mixed_precision
+from clustertune.config.distribution import Distribution, mixed_precision
 from clustertune.config.modeling import attention_takes
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
@@ -125,16 +125,6 @@ def show(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def compiled(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether the model is compiled, and whether layer by layer: once, and then taken for all layers of one kind."""
-    dynamo = acc.section(accelerate, "dynamo_config")
-    backend = str(dynamo.get("dynamo_backend", dynamo.get("backend", "NO"))).upper()
-    named = train.get("torch_compile") or train.get("torch_compile_backend") or train.get("torch_compile_mode")
-    on = bool(named) or backend not in ("NO", "NONE", "FALSE")
-    regional = dynamo.get("dynamo_use_regional_compilation", dynamo.get("use_regional_compilation", False))
-    return on, on and str(regional).lower() in ("true", "1", "yes")
-
-
 def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], micro_batch: int) -> Iterator[str]:
     """What packing costs where a mask keeps conversations apart, and why it does. ``micro_batch`` in rows of ``max_length``."""
     if not packs(train) or attention_of(train) not in ("sdpa", "eager"):
@@ -150,10 +140,9 @@ def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], mic
     )
 
 
-def warnings(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> Iterator[str]:
+def warnings(distribution: Distribution) -> Iterator[str]:
     """What is allowed and rarely meant."""
-    on, by_layer = compiled(train, accelerate)
-    if on and not by_layer:
+    if distribution.compiled and not distribution.compiled_by_layer:
         yield (
             "the model is compiled as a whole, every layer anew, and the first step takes minutes; "
             "accelerate.dynamo_config.dynamo_use_regional_compilation=true compiles one layer for all"

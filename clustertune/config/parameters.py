@@ -122,6 +122,17 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
     return trained or None
 
 
+def weight_bytes(architecture: Mapping[str, Any]) -> float | None:
+    """Bytes of the model's weights in bfloat16; None where the architecture cannot be counted."""
+    found = parameter_count(architecture)
+    return None if found is None else 2.0 * found
+
+
+def trained_count(architecture: Mapping[str, Any], lora: Mapping[str, Any] | None) -> int | None:
+    """Parameters that are trained: the adapter's, or all without ``lora``; None where they cannot be counted."""
+    return parameter_count(architecture) if lora is None else lora_parameter_count(architecture, lora)
+
+
 def adapter_modules(architecture: Mapping[str, Any]) -> list[str]:
     """The full names of all modules that LoRA can replace; empty where the source of the model does not show them."""
     kind = str(architecture["model_type"])

@@ -73,14 +73,15 @@ def is_sharded(config: Mapping[str, Any]) -> bool:
     return method(config) == "bitsandbytes" and bool(config.get("load_in_4bit"))
 
 
-def cast_away(config: Mapping[str, Any], train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> str | None:
-    """Why 4-bit weights in this storage would lose their values; None where they keep them.
+def cast_away(config: Mapping[str, Any], train: Mapping[str, Any], kind: str) -> str | None:
+    """Why 4-bit weights in this storage would lose their values; None where they keep them. ``kind``: accelerate's
+    ``DistributedType``.
 
     Under ``train.bf16`` each floating parameter is cast to bfloat16: by FSDP1 and FSDP2 as they gather it (param_dtype of
     accelerate's policy), by DeepSpeed before the first step (0.19, engine.py, _cast_module_mixed_precision). A
     float16 holds four of them in its bits, a float32 eight: rounded, they are others.
     """
-    caster = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(str(accelerate.get("distributed_type")))
+    caster = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(kind)
     storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
     if caster is None or train.get("bf16") is False or not config.get("load_in_4bit") or storage not in ("float16", "float32"):
         return None

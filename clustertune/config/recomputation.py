@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config.checks import Place
-from clustertune.config.derive import by_fsdp, recomputed_layers
+from clustertune.config.distribution import recomputed_layers
 from clustertune.config.schema import ActivationCheckpointing
 from clustertune.errors import Problem
 
@@ -97,7 +98,7 @@ def _twice(
         if section.save and words.get("use_reentrant"):
             text = f"reentrant checkpointing keeps no results, and {SECTION}.save asks for some"
             yield Problem(text, file=where, key=f"train.{named}.use_reentrant", fix="leave it out")
-    if by_fsdp(accelerate):
+    if acc.recomputes(accelerate):
         text = f"given, and {file} has fsdp_activation_checkpointing: true, for all layers: that is said twice"
         what = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the section out"
         yield Problem(text, file=place(tuple(own.split("."))), key=own, fix=what)

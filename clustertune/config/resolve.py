@@ -11,6 +11,8 @@ from typing import Any
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
 from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, recomputation, strategy
+from clustertune.config import distribution as distributions
+from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
 from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, Megatron, Recipe
@@ -216,7 +218,8 @@ class _Work:
         problems += kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown, self.place)
         if self.megatron is None:
             lora = self.values.get("lora")
-            zero = deepspeed.stage(distribution, self.deepspeed.data if self.deepspeed else None)
+            zeros = distribution.get("distributed_type") == "DEEPSPEED"
+            zero = acc.zero_stage(distribution, self.deepspeed.data if self.deepspeed else None) if zeros else None
             problems += strategy.find_problems(
                 self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
             )
@@ -231,7 +234,7 @@ class _Work:
             lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
             said = deepspeed.read(self.train, total, found.value, self.world, self.dp, self.architecture, lora=lora)
             problems += deepspeed.find_problems(self.deepspeed, said)
-            if lora and derive.mixed_precision(self.train) != "no" and self.deepspeed.data.get(deepspeed.REDUCED_IN) is None:
+            if lora and mixed_precision(self.train) != "no" and self.deepspeed.data.get(deepspeed.REDUCED_IN) is None:
                 self.deepspeed = replace(self.deepspeed, data={**self.deepspeed.data, deepspeed.REDUCED_IN: "fp32"})
                 self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
                 self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
@@ -249,7 +252,7 @@ class _Work:
             return derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
         problems = recomputation.find_problems(section, self.train, distribution, self.accelerate_file, self.place)
         layers = int((self.architecture or {}).get("num_hidden_layers", 1))
-        on = bool(derive.recomputed_layers(section.ratio, layers))
+        on = bool(recomputed_layers(section.ratio, layers))
         return Derived(key, on, recomputation.reason(section, layers)), problems
 
     def _megatron_problems(self, ratio: float | None) -> list[Problem]:
@@ -324,8 +327,15 @@ class _Work:
             deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,
         )
+        if problems := distributions.find_problems(resolved.distribution, *self._distribution_files()):
+            raise UserError(problems)
         resolved.warnings.extend(_warnings(resolved))
         return resolved
+
+    def _distribution_files(self) -> tuple[str, str]:
+        """The accelerate file, and the one that says DeepSpeed's stage, as errors name them."""
+        assert self.accelerate is not None
+        return self.accelerate.file, (self.deepspeed or self.accelerate).file
 
     def _origins(self, recipe: Recipe) -> dict[str, str]:
         origins = {".".join(path): layer.origin for path, layer in self.owners.items()}
@@ -356,9 +366,9 @@ def _warnings(resolved: Resolved) -> list[str]:
     path = resolved.input_path
     if path is not None and not is_there(path):
         found.append(f"data.input {resolved.recipe.data.input} is not there on this machine")
-    if resolved.accelerate.get("distributed_type") == "MULTI_GPU" and resolved.world_size > 1:
+    if resolved.distribution.kind == "DDP" and resolved.world_size > 1:
         found.append(f"{resolved.accelerate_file}: distributed_type MULTI_GPU keeps the whole model on every rank")
-    found += kernels.warnings(resolved.train_args, resolved.accelerate)
+    found += kernels.warnings(resolved.distribution)
     if resolved.recipe.megatron is None:
         micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or derive.DEFAULT_MICRO_BATCH)
         found += kernels.mask_warnings(resolved.train_args, resolved.architecture, micro_batch)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from clustertune.config import distribution as distributions
+from clustertune.config.distribution import Distribution
 from clustertune.config.schema import Recipe
 
 _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
@@ -73,6 +76,20 @@ class Resolved:
     derived: list[Derived] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    @cached_property
+    def distribution(self) -> Distribution:
+        """How the training is spread over ranks: of a record, as it was recorded."""
+        return distributions.read(
+            self.recipe,
+            self.train_args,
+            self.accelerate,
+            self.deepspeed,
+            world=self.world_size,
+            data_parallel=self.data_parallel_size,
+            layers=int(self.architecture.get("num_hidden_layers", 1)),
+            reduce_dtype=self.reduce_dtype,
+        )
+
     @property
     def reduce_dtype(self) -> str | None:
         """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is no choice."""
@@ -120,13 +137,18 @@ class Resolved:
             "deepspeed_overrides": self.deepspeed_overrides,
             "derived": [vars(item) for item in self.derived],
             "warnings": list(self.warnings),
+            "distribution": self.distribution.as_dict(),
         }
 
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> Resolved:
         """The inverse of :meth:`as_dict`. Raises KeyError, TypeError or ValueError where ``body`` is something else."""
-        rest = {key: value for key, value in body.items() if key not in {"recipe", "derived"}}
-        return cls(recipe=Recipe.model_validate(body["recipe"]), derived=[Derived(**item) for item in body["derived"]], **rest)
+        rest = {key: value for key, value in body.items() if key not in {"recipe", "derived", "distribution"}}
+        derived = [Derived(**item) for item in body["derived"]]
+        found = cls(recipe=Recipe.model_validate(body["recipe"]), derived=derived, **rest)
+        if "distribution" in body:  # records of former releases have none: it is read from their files' values
+            vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
+        return found
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA, distribution and ranks.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.config import architecture
 from clustertune.config.load import BESIDE
-from clustertune.config.parameters import lora_parameter_count, parameter_count, uncounted
+from clustertune.config.parameters import parameter_count, trained_count, uncounted
 from clustertune.config.resolved import Derived, Resolved
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "train_args": resolved.train_args,
         "architecture": resolved.architecture,
         "parameters": parameter_count(resolved.architecture),
-        "trainable_parameters": _trainable(resolved),
+        "trainable_parameters": trained_count(resolved.architecture, resolved.recipe.lora),
         "accelerate_file": resolved.accelerate_file,
         "accelerate": resolved.accelerate,
         **({"deepspeed": resolved.deepspeed} if resolved.deepspeed is not None else {}),
@@ -135,14 +135,8 @@ def _style(origin: str) -> str:
     return {"override": "bold", "tiny": "magenta", "derived": "cyan", "base": "dim", "default": "dim"}.get(kind, "")
 
 
-def _trainable(resolved: Resolved) -> int | None:
-    if resolved.recipe.lora is None:
-        return parameter_count(resolved.architecture)
-    return lora_parameter_count(resolved.architecture, resolved.recipe.lora)
-
-
 def _notes(resolved: Resolved) -> Iterator[str]:
-    total, trainable = parameter_count(resolved.architecture), _trainable(resolved)
+    total, trainable = parameter_count(resolved.architecture), trained_count(resolved.architecture, resolved.recipe.lora)
     counted = f", {total:,} parameters" if total else f" ({uncounted(resolved.architecture)})"
     if total and trainable:
         counted += f", {trainable:,} trained ({Decimal(f'{100 * trainable / total:.2g}'):f} %)"

@@ -36,8 +36,7 @@ class _Look:
         self.problems: list[Problem] = []
 
     def mesh(self, axis: str, message: str, fix: str | None = None) -> None:
-        key = f"parallelism_config.parallelism_config_{axis}_size"
-        self.problems.append(Problem(message, file=self.file, key=key, fix=fix))
+        self.problems.append(Problem(message, file=self.file, key=acc.key_of(axis), fix=fix))
 
     def of(self, path: tuple[str, ...], message: str, fix: str | None = None) -> None:
         self.problems.append(Problem(message, file=self.place(path), key=".".join(path), fix=fix))
@@ -85,16 +84,16 @@ def _quantized(look: _Look, zero: int | None) -> None:
     if config is None:
         return
     path = ("train", "model_init_kwargs", "quantization_config")
-    version = str(acc.section(look.accelerate, "fsdp_config").get("fsdp_version", 1)) if look.kind == "FSDP" else None
+    version = acc.fsdp_version(look.accelerate)
     storage = str(config.get("bnb_4bit_quant_storage", "uint8"))
-    if (text := quantization.cast_away(config, look.train, look.accelerate)) is not None:
+    if (text := quantization.cast_away(config, look.train, str(look.kind))) is not None:
         look.of((*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16")
-    elif config.get("load_in_4bit") and version == "2" and storage == "uint8":
+    elif config.get("load_in_4bit") and version == 2 and storage == "uint8":
         # accelerate/utils/fsdp_utils.py:800: such weights are left out of the sharding, whole on every rank.
         text = f"bnb_4bit_quant_storage is {storage}: FSDP2 would keep the whole base on every rank"
         look.of((*path, "bnb_4bit_quant_storage"), text, "write bnb_4bit_quant_storage: bfloat16")
     dtype = str((look.train.get("model_init_kwargs") or {}).get("dtype", "float32"))
-    if config.get("load_in_4bit") and version == "1" and storage != dtype:
+    if config.get("load_in_4bit") and version == 1 and storage != dtype:
         wanted = dtype if look.train.get("bf16") is False else "bfloat16"
         text = f"bnb_4bit_quant_storage is {storage}, the model's dtype {dtype}: FSDP1 flattens weights of one type only"
         look.of(path, text, f"write bnb_4bit_quant_storage: {wanted}, and model_init_kwargs: {{dtype: {wanted}}}")

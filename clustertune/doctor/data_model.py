@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clustertune.config.native_rules import show_value
+from clustertune.config.parameters import weight_bytes
 from clustertune.data.tokenizer import PADS
 from clustertune.doctor.recipe_context import Context, Lies
 from clustertune.doctor.recipe_model import has_generation_marks
 from clustertune.doctor.recipe_plan import hours
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
-from clustertune.launch import fit
 from clustertune.secrets import SECRET, read_env
 
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereLabs/", "bigcode/starcoder")
@@ -142,7 +142,7 @@ def _absent(context: Context) -> Iterator[Finding]:
         yield finding(ABSENT, status, f"model.path {recipe.path} is no folder on this machine", fix, where=context.name)
     if not _remote(context) or (model is not None and model.config is not None):
         return
-    size = fit.weight_bytes(context.resolved)
+    size = weight_bytes(context.resolved.architecture)
     much = f" ({size / 1e9:,.0f} GB)" if size else ""
     fetch = f"hf download {recipe.name} --revision {recipe.revision}, where the network is; or clustertune stage"
     text = f"{recipe.name} at {recipe.revision} is not in {context.hub}{much}"
@@ -264,7 +264,7 @@ def _vocabulary(context: Context) -> Iterator[Finding]:
 def _disk(context: Context) -> Iterator[Finding]:
     if not context.is_real or context.silent or context.staged_problems:
         return
-    size, lies = fit.weight_bytes(context.resolved), context.lies_on(_real(context))
+    size, lies = weight_bytes(context.resolved.architecture), context.lies_on(_real(context))
     if lies.kind == "fuse.mergerfs" and _cannot_map(lies):
         fix = "mount the pool with cache.files=auto-full, partial or full (mergerfs 2.40 and before: not off, no direct_io)"
         yield finding(UNMAPPABLE, FAIL, f"{_real(context)} lies on {lies}, its page cache is off", fix, where=str(lies.point))

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from clustertune.config.distribution import how_to_load
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.launch import shape, signal_margin
-from clustertune.plan.host import reads_rows
 from clustertune.plan.predict import GIB, Plan, make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 
@@ -135,9 +135,7 @@ def _unplanned(context: Context) -> Iterator[Finding]:
 
 def _refused(context: Context) -> Iterator[Finding]:
     """What submit would refuse anyway, but for the memory of a GPU where the plan says more of it."""
-    for problem in shape.find_problems(context.resolved, context.cluster):
-        if context.plan is not None and problem.key == "slurm.nodes" and "needs at least" in problem.message:
-            continue
+    for problem in shape.find_problems(context.resolved, context.cluster, memory=context.plan is None):
         yield finding(
             REFUSED, FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster", where=context.name
         )
@@ -159,8 +157,7 @@ def _memory(context: Context) -> Iterator[Finding]:
         text = (
             f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts}), a node has {plan.machine.host_bytes / GIB:,.0f} GiB"
         )
-        fix = "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true reads by rows; offload less; more nodes"
-        yield finding(HOST_MEMORY, FAIL, text, fix, where=context.name)
+        yield finding(HOST_MEMORY, FAIL, text, how_to_load(context.resolved.distribution)[1], where=context.name)
 
 
 def _timeout(context: Context) -> float:
@@ -170,7 +167,7 @@ def _timeout(context: Context) -> float:
 def _loading(context: Context) -> Iterator[Finding]:
     plan, limit = _plan_of(context), _timeout(context)
     # Ranks that read their own rows end together: none of them waits for one that loads.
-    if plan is None or context.resolved.world_size == 1 or reads_rows(context.resolved):
+    if plan is None or context.resolved.world_size == 1 or context.resolved.distribution.reads_parts:
         return
     seconds = plan.schedule.start.value - START_S
     if seconds > limit / 2:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import kernels, quantization
-from clustertune.config.derive import mixed_precision
+from clustertune.config import quantization
+from clustertune.config.distribution import mixed_precision
 from clustertune.config.hardware import load_hardware
 from clustertune.config.modeling import carries_state
 from clustertune.doctor import stack_faults
@@ -120,14 +120,9 @@ def check(context: Context) -> Iterator[Finding]:
 
 def _recomputation(context: Context) -> Iterator[Finding]:
     args = context.resolved.train_args
-    config = acc.section(context.resolved.accelerate, "fsdp_config")
     of_model = bool(args.get("activation_checkpointing") or args.get("gradient_checkpointing"))
-    if (
-        context.resolved.accelerate.get("distributed_type") == "FSDP"
-        and acc.flag(config, "activation_checkpointing")
-        and of_model
-    ):
-        text = "train.activation_checkpointing and fsdp_activation_checkpointing are both true"
+    if context.resolved.distribution.recompute.by == "fsdp" and of_model:
+        text = f"train.activation_checkpointing and {acc.key_of('activation_checkpointing')} are both true"
         yield finding(RECOMPUTED, FAIL, text, "leave it to one of them, best FSDP's", where=context.name)
 
 
@@ -136,10 +131,9 @@ def _saving(context: Context) -> Iterator[Finding]:
     if str(args.get("save_strategy", "steps")) in ("no", "best"):
         text = f"train.save_strategy is {args['save_strategy']}: no checkpoint of the last step is certain"
         yield finding(UNSAVED, FAIL, text, "train.save_strategy=steps", where=context.name)
-    sharded = stack_faults.state_dict_type(context) == "SHARDED_STATE_DICT"
-    fsdp = stack_faults.fsdp1(context) or stack_faults.fsdp2(context)
+    sharded = context.resolved.distribution.state_dict == "SHARDED_STATE_DICT"
     if args.get("save_only_model"):
-        text = "train.save_only_model is true" + (" with SHARDED_STATE_DICT" if sharded and fsdp else "")
+        text = "train.save_only_model is true" + (" with SHARDED_STATE_DICT" if sharded else "")
         yield finding(ONLY_MODEL, FAIL, text, "leave save_only_model out", where=context.name)
     if args.get("save_total_limit") == 1 and context.several_nodes:
         text = f"train.save_total_limit is 1, on {context.resolved.recipe.slurm.nodes} nodes"
@@ -175,7 +169,7 @@ def _labels(context: Context) -> Iterator[Finding]:
 
 def _shapes(context: Context) -> Iterator[Finding]:
     args = context.resolved.train_args
-    compiled = kernels.compiled(args, context.resolved.accelerate)[0]
+    compiled = context.resolved.distribution.compiled
     # Packed rows differ in length too, unless they are cut to one: bfd fills them, the last one aside.
     if compiled and not args.get("packing") and not args.get("pad_to_multiple_of"):
         text = "the model is compiled, and batches as long as their longest conversation"

@@ -12,11 +12,12 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.checkpoint import store
+from clustertune.config.parameters import trained_count, weight_bytes
 from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import Problem, UserError
 from clustertune.health import FAIL, WARN, Finding, Rule, finding
-from clustertune.launch import fit, visible
+from clustertune.launch import visible
 from clustertune.tensorfile import Tensor, read_header
 
 OURS = ("run.json", "lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
@@ -215,15 +216,21 @@ def _whole(context: Context, checkpoint: store.Checkpoint) -> Iterator[Finding]:
         text = f"{checkpoint.path.name} was written by {world} ranks, the job has {context.resolved.world_size}"
         fix = f"use {world} ranks, or another run folder"
         yield finding(OTHER_WORLD, WARN, text, fix, where=str(checkpoint.path))
-    trained = fit.trainable(context.resolved) if context.resolved.recipe.lora is not None else None
+    trained = _adapter_size(context)
     if trained:
         size, adapter = sum(record.size for record in found.files.values()), 12.0 * trained
-        weights = fit.weight_bytes(context.resolved) or 0
+        weights = weight_bytes(context.resolved.architecture) or 0
         # float32 adapter and AdamW's two moments; below a tenth of the base it is something small.
         if size > TIMES * adapter and size > 0.1 * weights + adapter:
             text = f"{checkpoint.path.name} has {size / 1e9:,.1f} GB, adapter and optimizer are {adapter / 1e9:,.1f} GB"
             fix = "look at lora.modules_to_save; accelerate writes the adapter only (adapter_only) for PEFT models"
             yield finding(WITH_BASE, WARN, text, fix, where=str(checkpoint.path))
+
+
+def _adapter_size(context: Context) -> int | None:
+    """Parameters of the adapter; None without one, or where they cannot be counted."""
+    lora = context.resolved.recipe.lora
+    return None if lora is None else trained_count(context.resolved.architecture, lora)
 
 
 def _adapter(context: Context) -> Iterator[Finding]:
@@ -249,7 +256,7 @@ def _adapter(context: Context) -> Iterator[Finding]:
         yield finding(SHAPES, FAIL, f"{path.name}: {error}", "move the folder away, then --from export", where=str(out))
         return
     bad = list(bad_shapes(tensors))
-    count = fit.trainable(context.resolved) if context.resolved.recipe.lora is not None else None
+    count = _adapter_size(context)
     found = sum(_count(tensor) for tensor in tensors)
     if count and not bad and found != count and not (context.resolved.recipe.lora or {}).get("modules_to_save"):
         bad.append(f"{found:,} parameters, the recipe trains {count:,}")

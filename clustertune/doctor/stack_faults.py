@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
-from clustertune.config.derive import mixed_precision
 from clustertune.doctor.recipe_context import Context
 from clustertune.health import FAIL, WARN, Rule
 
@@ -65,46 +64,28 @@ class Fault:
     rule: Rule
 
 
-def _fsdp(context: Context) -> int:
-    """The version of FSDP that the recipe uses; 0: none."""
-    if context.resolved.accelerate.get("distributed_type") != "FSDP":
-        return 0
-    config = acc.section(context.resolved.accelerate, "fsdp_config")
-    return int(str(config.get("fsdp_version", config.get("version", 1))) == "2") + 1
-
-
-def state_dict_type(context: Context) -> str:
-    """``FULL_STATE_DICT``, ``SHARDED_STATE_DICT``; accelerate's own default is the second under FSDP2, else the first."""
-    config = acc.section(context.resolved.accelerate, "fsdp_config")
-    given = config.get("fsdp_state_dict_type", config.get("state_dict_type"))
-    words = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
-    default = "SHARDED_STATE_DICT" if _fsdp(context) == 2 else "FULL_STATE_DICT"
-    return words.get(str(given), str(given).upper()) if given is not None else default
-
-
 def lora(context: Context) -> bool:
     return context.resolved.recipe.lora is not None
 
 
 def fsdp2(context: Context) -> bool:
-    return _fsdp(context) == 2
+    return context.resolved.distribution.kind == "FSDP2"
 
 
 def fsdp1(context: Context) -> bool:
-    return _fsdp(context) == 1
+    return context.resolved.distribution.kind == "FSDP1"
 
 
 def _mixed(context: Context) -> bool:
-    return mixed_precision(context.resolved.train_args) != "no"
+    return context.resolved.distribution.mixed_precision != "no"
 
 
 def _fsdp_recomputes(context: Context) -> bool:
-    return _fsdp(context) > 0 and acc.flag(acc.section(context.resolved.accelerate, "fsdp_config"), "activation_checkpointing")
+    return context.resolved.distribution.recompute.by == "fsdp"
 
 
 def _loads_on_rank_0(context: Context) -> bool:
-    config = acc.section(context.resolved.accelerate, "fsdp_config")
-    return context.is_real and _fsdp(context) > 0 and acc.flag(config, "cpu_ram_efficient_loading")
+    return context.is_real and context.resolved.distribution.efficient_loading
 
 
 def _packs_without_flash(context: Context) -> bool:
@@ -147,10 +128,10 @@ def _fault(
 FAULTS = (
     _fault(
         "adapter-of-rank-0-only", "accelerate", "<1.15",
-        lambda c: fsdp2(c) and lora(c) and state_dict_type(c) == "FULL_STATE_DICT", FAIL,
+        lambda c: fsdp2(c) and lora(c) and c.resolved.distribution.state_dict == "FULL_STATE_DICT", FAIL,
         "a FULL_STATE_DICT checkpoint of a LoRA under FSDP2 holds the slice of rank 0 only",
         "a resumed run goes on with all other ranks' part of the adapter at its initial values, in silence",
-        "accelerate 1.15 or later, or fsdp_state_dict_type: SHARDED_STATE_DICT",
+        f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT",
         "https://github.com/huggingface/accelerate/pull/4206",
     ),
     _fault(
@@ -177,7 +158,7 @@ FAULTS = (
     ),
     _fault(
         "every-rank-loads-all", "transformers", ">=5.0,<5.23", _loads_on_rank_0, WARN,
-        "fsdp_cpu_ram_efficient_loading does not spare the other ranks: each makes the whole model in RAM",  # read: 5.0 to 5.22
+        f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM",
         "the node runs out of RAM while loading, or stands still for long after it",
         "transformers 5.23 or 4.57, or RAM for ranks per node x model",
         "https://github.com/huggingface/transformers/issues/43749",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from clustertune.config import kernels
+from clustertune.config.parameters import weight_bytes
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context, plain
 from clustertune.doctor.stack_faults import FAULTS, NCCL, holds
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
-from clustertune.launch import fit
 
 GIB = 1 << 30
 _ZEROED = ">=5.7"
@@ -71,7 +71,7 @@ def _names(package: str) -> tuple[str, ...]:
 
 def _ranks_load(context: Context, version: str) -> tuple[str, str] | None:
     """Status and arithmetic of ranks that each make the whole model in RAM; None where a node has room for it."""
-    weights, ranks = fit.weight_bytes(context.resolved), context.resolved.recipe.slurm.gpus_per_node
+    weights, ranks = weight_bytes(context.resolved.architecture), context.resolved.recipe.slurm.gpus_per_node
     room = context.cluster.compute.memory_gb * GIB
     if weights is None:
         return WARN, ""
@@ -112,7 +112,7 @@ def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     args = context.resolved.train_args
     # Without GPUs the run leaves these kernels out: clustertune/training/build.py.
     yield from kernels.needed(args, gpus=bool(context.cluster.compute.gpus))
-    if context.resolved.accelerate.get("distributed_type") == "DEEPSPEED":
+    if context.resolved.distribution.is_deepspeed:
         yield "accelerate.distributed_type", "DEEPSPEED", ("deepspeed",)
     packages = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel", "fbgemm_fp8": "fbgemm-gpu"}
     method = stack_faults.quantized_by(context)

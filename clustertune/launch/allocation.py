@@ -12,7 +12,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
-from clustertune.launch import fit, shape, slurm
+from clustertune.launch import shape, slurm
 from clustertune.launch.signal_margin import SignalMargin
 from clustertune.rundir import STAGES
 
@@ -182,15 +182,15 @@ def check(
         text = f"the job has {allocation.tasks_per_node} tasks on each node; one starts all of a node's ranks"
         faults.append(("--ntasks-per-node", text))
     if not resolved.tiny and allocation.memory_mb is not None:
-        need = fit.total(fit.loading_parts(resolved, wanted_ranks))
+        need = shape.host_bytes(resolved, cluster)
         if need > allocation.memory_mb * MIB:
             has_gb = allocation.memory_mb * MIB / 1e9
-            text = f"the job has {has_gb:.1f} GB on each node, loading the weights takes {need / 1e9:.1f} GB"
+            text = f"the job has {has_gb:.1f} GB on each node, the ranks of a node take {need / 1e9:.1f} GB"
             faults.append(("--mem", text))
     line = sbatch_line(resolved, cluster, words, margin=margin)
     problems = [Problem(text, file=f"job {allocation.job_id}", key=key, fix=f"use: {line}") for key, text in faults]
     if not resolved.tiny:
-        problems += _fit_problems(allocation, resolved, cluster, words, (wanted_nodes, wanted_ranks), margin)
+        problems += _fit_problems(allocation, resolved, cluster, words, margin)
     return problems
 
 
@@ -199,14 +199,12 @@ def _fit_problems(
     resolved: Resolved,
     cluster: Cluster,
     words: Sequence[str],
-    wanted: tuple[int, int],
     margin: SignalMargin | None,
 ) -> list[Problem]:
     """What does not fit even in the shape that was asked for, with the line for the smallest shape that would hold it."""
-    problems = shape.fit_problems(resolved, cluster, *wanted)
-    room = shape.usable_gpu_bytes(cluster)
-    least = fit.smallest_nodes(resolved, wanted[1], room) if room else None
-    if not problems or least is None or least <= wanted[0]:
+    problems = shape.fit_problems(resolved, cluster)
+    least = shape.least_nodes(resolved, cluster) if problems else None
+    if least is None or least <= resolved.recipe.slurm.nodes:
         return problems
     more = [word for word in words if not word.startswith("slurm.nodes=")]
     line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, margin=margin)

@@ -36,7 +36,7 @@ def accelerate_command(
     """
     nodes = len(plan.nodes) if plan else 1
     meeting = ["--main_process_ip", address, "--same_network", "--rdzv_backend", "static"] if nodes > 1 else []
-    if nodes > 1 and resolved.accelerate.get("distributed_type") == "DEEPSPEED":
+    if nodes > 1 and resolved.distribution.is_deepspeed:
         # accelerate's default starts the ranks of all nodes itself, with pdsh and a hostfile.
         meeting += ["--deepspeed_multinode_launcher", "standard"]
     return [

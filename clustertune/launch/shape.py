@@ -6,15 +6,18 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from clustertune.config import deepspeed as ds
 from clustertune.config.cluster_schema import Cluster
+from clustertune.config.distribution import how_to_load
 from clustertune.config.hardware import load_hardware
+from clustertune.config.parameters import is_counted, trained_count, weight_bytes
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME
-from clustertune.errors import Problem
-from clustertune.launch import fit
+from clustertune.errors import Problem, UserError
 from clustertune.launch.slurm import format_minutes, parse_minutes
 from clustertune.plan.host import RANK_HOST_BYTES
+from clustertune.plan.machine import has_cudnn_attention
+from clustertune.plan.place import find_place
+from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.rundir import STAGES
 
@@ -30,6 +33,8 @@ PREPARE_CPUS, PREPARE_SECONDS, TOKENISER_GB = 8, 120.0, 0.5
 """Of prepare: cores at least, the time in which it should have tokenised, and a process's memory (docs/results/data.md)."""
 MERGE_BYTES_PER_SECOND = 0.2e9
 """Network storage that reads and writes at once; docs/results/merge.md has four times that from a local disk."""
+GPU_MEMORY = "slurm.nodes"
+"""The key that a recipe which does not fit is reported under."""
 TINY_RANKS = 2
 """Ranks of a tiny run on a node without GPUs."""
 
@@ -135,7 +140,7 @@ def train_shape(resolved: Resolved, cluster: Cluster) -> Shape:
     elif share == 1.0:
         memory = None
     else:
-        least = fit.total(fit.loading_parts(resolved, ranks)) / GIB
+        least = host_bytes(resolved, cluster) / GIB
         memory = _at_most_node(max(math.floor(compute.memory_gb * share), math.ceil(1.1 * least)), cluster)
     return Shape(nodes, gpus, ranks, cpus, memory, minutes, *_place(cluster))
 
@@ -158,7 +163,7 @@ def _prepare(resolved: Resolved, cluster: Cluster) -> Shape:
 
 def _export_gb(resolved: Resolved) -> float:
     """The trained weights in float32, once as read and once as written, beside the process."""
-    return PROCESS_GB + 2 * 4 * (fit.trainable(resolved) or 0) / GIB
+    return PROCESS_GB + 2 * 4 * (trained_count(resolved.architecture, resolved.recipe.lora) or 0) / GIB
 
 
 def _merge_minutes(resolved: Resolved) -> float:
@@ -166,7 +171,7 @@ def _merge_minutes(resolved: Resolved) -> float:
 
     Memory does not grow with the model: 192 MiB of buffers, and two shards of page cache for the device to keep up.
     """
-    seconds = 2 * (fit.weight_bytes(resolved) or 0) / MERGE_BYTES_PER_SECOND
+    seconds = 2 * (weight_bytes(resolved.architecture) or 0) / MERGE_BYTES_PER_SECOND
     return 10 * math.ceil((30 + seconds / 60) / 10)
 
 
@@ -186,7 +191,7 @@ def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
 
 def eval_gpus(resolved: Resolved, cluster: Cluster) -> int | None:
     """GPUs that hold the merged weights in bfloat16 with a tenth for caches; None where that cannot be told."""
-    weights, room = fit.weight_bytes(resolved), usable_gpu_bytes(cluster)
+    weights, room = weight_bytes(resolved.architecture), usable_gpu_bytes(cluster)
     if weights is None or room is None:
         return None
     return max(1, math.ceil(1.1 * weights / room))
@@ -215,8 +220,8 @@ def _limit(cluster: Cluster) -> int:
     return math.floor(found) if found is not None else 10**9
 
 
-def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
-    """What a recipe asks for that the cluster does not have: nodes, GPUs, time, memory (GPU and host) to fit at all."""
+def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) -> list[Problem]:
+    """What a recipe asks for that the cluster does not have: nodes, GPUs, time, and with ``memory`` room for it."""
     nodes, ranks = run_shape(resolved, cluster)
     have, compute = len(cluster.compute_nodes), cluster.compute
     problems = []
@@ -237,39 +242,62 @@ def find_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
         most = cluster.slurm.max_time
         text = f"{resolved.recipe.slurm.time}, partition {cluster.slurm.partition} allows {most}"
         add("slurm.time", text, f"slurm.time={most}: the run goes on in another job")
-    return problems + fit_problems(resolved, cluster, nodes, ranks)
+    return problems + (fit_problems(resolved, cluster) if memory else [])
 
 
-def fit_problems(resolved: Resolved, cluster: Cluster, nodes: int, ranks: int) -> list[Problem]:
-    """What cannot fit into GPU or host memory on ``nodes`` nodes with ``ranks`` ranks each; a tiny run always fits."""
-    parts = fit.rank_parts(resolved, nodes * ranks, ranks)
-    if resolved.tiny or not parts:
+def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
+    """The memory that ``plan`` foresees on a cluster; None where the model cannot be counted, or for a tiny run, which fits."""
+    if resolved.tiny or not is_counted(resolved.architecture):
+        return None
+    try:
+        return footprint(resolved, find_place(cluster).constants, cudnn=has_cudnn_attention(cluster))[0]
+    except UserError:
+        return None  # plan and doctor say why
+
+
+def host_bytes(resolved: Resolved, cluster: Cluster) -> float:
+    """RAM of the fullest node, bytes; 0 where it cannot be foreseen."""
+    found = held(resolved, cluster)
+    return found.host_bytes if found else 0.0
+
+
+def gpu_room(resolved: Resolved, cluster: Cluster) -> float | None:
+    """Bytes that a rank may take: of its GPU, or of RAM on a cluster without GPUs; None where the GPU is not known."""
+    if cluster.compute.gpus:
+        return usable_gpu_bytes(cluster)
+    return max(0.0, cluster.compute.memory_gb * GIB / resolved.distribution.ranks_per_node - RANK_HOST_BYTES)
+
+
+def least_nodes(resolved: Resolved, cluster: Cluster) -> int | None:
+    """The fewest nodes, with the recipe's ranks on each, that hold it; None: none, or it cannot be foreseen."""
+    room = gpu_room(resolved, cluster)
+    if room is None or held(resolved, cluster) is None:
+        return None
+    return fewest_nodes(resolved, find_place(cluster).constants, room, cudnn=has_cudnn_attention(cluster))
+
+
+def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
+    """What does not fit into GPU or host memory by the figures of ``clustertune plan``; a tiny run always fits."""
+    found, room = held(resolved, cluster), gpu_room(resolved, cluster)
+    if found is None:
         return []
     problems = []
+    if room is not None and found.needed > room:
+        each = resolved.distribution.ranks_per_node
+        place = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes on a node"
+        words = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in found.peak.parts)
+        text = f"predicted {found.needed / GIB:.1f} GiB on each rank at the {found.peak.name}, {place} has {room / GIB:.1f} GiB"
+        least = least_nodes(resolved, cluster)
+        fix = f"slurm.nodes={least} is the least with {each} ranks per node" if least else "no number of nodes helps"
+        fix += f"; clustertune plan {resolved.name} --advise names what fits"
+        problems.append(Problem(f"{text} (GiB: {words})", file=resolved.name, key=GPU_MEMORY, fix=fix))
     node_bytes = cluster.compute.memory_gb * GIB
-    room = usable_gpu_bytes(cluster)
-    if not cluster.compute.gpus:
-        room = max(0.0, node_bytes / ranks - RANK_HOST_BYTES)
-    if room is not None and (need := fit.total(parts)) > room:
-        place = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {ranks} processes on a node"
-        words = ", ".join(map(str, parts))
-        text = f"needs at least {need / 1e9:.1f} GB on each rank, {place} has {room / 1e9:.1f} GB ({words})"
-        least = fit.smallest_nodes(resolved, ranks, room)
-        fix = (
-            f"slurm.nodes={least} is the least with {ranks} ranks per node" if least else "no number of nodes helps: split more"
-        )
-        problems.append(Problem(text, file=resolved.name, key="slurm.nodes", fix=fix))
-    loading = fit.loading_parts(resolved, ranks)
-    if (need := fit.total(loading)) > node_bytes and cluster.compute.gpus:
-        text = f"loading needs {need / 1e9:.1f} GB of host memory on a node, it has {node_bytes / 1e9:.1f} GB"
-        text += f" ({', '.join(map(str, loading))})"
-        key, fix = "fsdp_config", "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true: each rank reads its rows"
-        if (stage := ds.stage(resolved.accelerate, resolved.deepspeed)) is not None:
-            key = f"deepspeed_config (ZeRO stage {stage})"
-            fix = (
-                "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
-            )
-        problems.append(Problem(text, file=f"{resolved.name}/{resolved.accelerate_file}", key=key, fix=fix))
+    if cluster.compute.gpus and found.host_bytes > node_bytes:
+        parts = ", ".join(f"{part.name} {part.value / GIB:,.0f}" for part in found.host)
+        text = f"predicted {found.host_bytes / GIB:,.0f} GiB of host memory on a node, it has {node_bytes / GIB:,.0f} GiB"
+        key, fix = how_to_load(resolved.distribution)
+        file = f"{resolved.name}/{resolved.accelerate_file}"
+        problems.append(Problem(f"{text} (GiB: {parts})", file=file, key=key, fix=fix))
     return problems
 
 

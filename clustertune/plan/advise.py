@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from clustertune.config.overrides import Source
 from clustertune.plan import memory
 from clustertune.plan.candidates import Candidate, Refused, candidates
 from clustertune.plan.constants import Constants
 from clustertune.plan.host import host_parts
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Machine
-from clustertune.plan.overrides import Source
 from clustertune.plan.predict import make_shape, read_strategy, real_length
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
@@ -68,7 +68,7 @@ def advise(
 
     Raises UserError where the architecture cannot be counted.
     """
-    shape = make_shape(source.resolved, read_strategy(source.resolved), machine)
+    shape = make_shape(source.resolved, read_strategy(source.resolved), cudnn=machine.has_cudnn_attention)
     search = _Search(shape, machine, constants, lengths, goal)
     best: dict[str, Option] = {}
     refused: dict[str, str] = {}

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from clustertune.config import quantization
+from clustertune.config.overrides import Layout, Source, distribution, share, sizes
 from clustertune.config.parameters import Counted
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan.machine import Machine
-from clustertune.plan.overrides import Layout, Source, distribution, share, sizes
 from clustertune.plan.predict import read_strategy
 from clustertune.plan.strategy import Strategy
 

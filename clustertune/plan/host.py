@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import deepspeed as ds
-from clustertune.config import quantization, sliced
 from clustertune.config.counted import Counted
+from clustertune.config.distribution import IN_FLIGHT
 from clustertune.config.resolved import Resolved
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import BYTES, Term
@@ -22,7 +20,7 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
     own = Term("ranks", ranks * RANK_HOST_BYTES, BYTES, "{ranks} ranks x 2 GB", {"ranks": ranks})
     resting = _offloaded(shape)
     # Rows are read into weights that lie in host memory already; a whole copy is given back as they are filled.
-    there = [term for term in resting if term.name == WEIGHTS] if reads_rows(resolved) else []
+    there = [term for term in resting if term.name == WEIGHTS] if resolved.distribution.reads_parts else []
     loading = [*there, _loading(resolved, shape)]
     more = [t for t in max(loading, resting, key=lambda terms: sum(t.value for t in terms)) if t.value]
     return [own, *more]
@@ -33,29 +31,21 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
     plan, size = shape.strategy, 2.0 * shape.counted.total
     if plan.kind == "Megatron":
         return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
-    if reads_rows(resolved):
+    if resolved.distribution.reads_parts:
         largest, each = shape.counted.largest, row_bytes(resolved)
         values = {
             "ranks": plan.gpus_per_node,
-            "parts": sliced.IN_FLIGHT,
+            "parts": IN_FLIGHT,
             "count": largest,
             "bytes": each,
             "shards": plan.weight_shards,
         }
         size = rows_in_flight(resolved, shape.counted, plan.gpus_per_node, plan.weight_shards)
         return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
-    if one_rank_loads(resolved):
+    if resolved.distribution.loading == "first":
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
     values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}
     return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
-
-
-def one_rank_loads(resolved: Resolved) -> bool:
-    """Whether rank 0 alone has the whole in memory and sends it, where :func:`reads_rows` does not hold."""
-    if ds.stage(resolved.accelerate, resolved.deepspeed) == 3:
-        return quantization.of(resolved.train_args) is None  # a quantised base is parted after every rank has loaded it
-    config = acc.section(resolved.accelerate, "fsdp_config")
-    return resolved.accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "cpu_ram_efficient_loading")
 
 
 def row_bytes(resolved: Resolved) -> int:
@@ -63,18 +53,12 @@ def row_bytes(resolved: Resolved) -> int:
 
     DeepSpeed makes its float32 copies later, of what lies in its place by then.
     """
-    fsdp = resolved.accelerate.get("distributed_type") == "FSDP"
-    return 2 + 4 if fsdp and resolved.recipe.lora is None else 2
+    return 2 + 4 if resolved.distribution.is_fsdp and resolved.recipe.lora is None else 2
 
 
 def rows_in_flight(resolved: Resolved, counted: Counted, ranks: int, shards: int) -> float:
     """Bytes that the ranks of a node hold at once while each reads its part; ``shards``: ranks that share a matrix."""
-    return ranks * sliced.IN_FLIGHT * counted.largest * row_bytes(resolved) / shards
-
-
-def reads_rows(resolved: Resolved) -> bool:
-    """Whether each rank reads only the part that it keeps (clustertune/training/loading.py)."""
-    return sliced.reads_parts(resolved.accelerate, resolved.deepspeed, quantization.of(resolved.train_args))
+    return ranks * IN_FLIGHT * counted.largest * row_bytes(resolved) / shards
 
 
 def _offloaded(shape: Shape) -> list[Term]:

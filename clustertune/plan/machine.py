@@ -78,7 +78,20 @@ class Machine:
     @property
     def has_cudnn_attention(self) -> bool:
         """Whether sdpa may take cuDNN's kernel under a mask."""
-        return self.generation in ("hopper", "blackwell")
+        return self.generation in _WITH_CUDNN
+
+
+_WITH_CUDNN = ("hopper", "blackwell")
+
+
+def _generation(gpu: Gpu) -> str:
+    return "blackwell-gddr" if gpu.compute_capability.startswith("12.") else gpu.generation
+
+
+def has_cudnn_attention(cluster: Cluster) -> bool:
+    """The same of a cluster's GPUs, of which nothing else need be known."""
+    known = read_hardware().gpus.get(cluster.compute.gpu or "")
+    return known is not None and _generation(known) in _WITH_CUDNN
 
 
 def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | None = None) -> Machine:
@@ -113,7 +126,7 @@ def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | 
         storage_read_bytes_per_s=read * GB,
         storage_write_bytes_per_s=write * GB,
         storage_note=storage_note,
-        generation="blackwell-gddr" if gpu.compute_capability.startswith("12.") else gpu.generation,
+        generation=_generation(gpu),
         notes=tuple(_notes(compute.gpu or "", gpu, measured)),
     )
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from clustertune.config.distribution import Distribution
 from clustertune.config.parameters import KNOWN, count, lora_parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
@@ -22,28 +23,21 @@ from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGI
 from clustertune.plan.term import Term
 
 GIB = 2**30
+MOST_NODES = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One recipe on one machine. Seconds, bytes, parameters."""
+class Footprint:
+    """What a recipe holds in memory. Bytes."""
 
     resolved: Resolved
-    machine: Machine
-    constants: Constants
     shape: Shape
-    step: Step
     moments: list[memory.Moment]
+    """Of the fullest GPU."""
     beside: list[Term]
     """Memory that is no tensor: the allocator's gaps, CUDA and NCCL."""
-    schedule: Schedule
     host: list[Term]
     """RAM of the fullest node."""
-    lengths: Lengths | None
-    low: float
-    high: float
-    """Factors of the step time: four of five runs are expected between them."""
-    notes: list[str] = field(default_factory=list)
 
     @property
     def strategy(self) -> Strategy:
@@ -63,6 +57,21 @@ class Plan:
     def host_bytes(self) -> float:
         """RAM of the fullest node, bytes."""
         return sum(term.value for term in self.host)
+
+
+@dataclass(frozen=True)
+class Plan(Footprint):
+    """One recipe on one machine. Seconds, bytes, parameters."""
+
+    machine: Machine
+    constants: Constants
+    step: Step
+    schedule: Schedule
+    lengths: Lengths | None
+    low: float
+    high: float
+    """Factors of the step time: four of five runs are expected between them."""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -120,23 +129,54 @@ def make_plan(
     constants = constants or Constants()
     lengths = lengths or known_lengths(resolved)
     used = chosen or read_strategy(resolved)
-    used, more = real_length(used, lengths)
     check_room(resolved, used, machine)
-    shape = make_shape(resolved, used, machine)
+    held, more = footprint(resolved, constants, lengths=lengths, chosen=used, cudnn=machine.has_cudnn_attention)
+    used, shape = held.strategy, held.shape
     one = step(shape, machine, constants)
-    found = memory.moments(shape, constants)
-    beside = memory.reserved(max(moment.bytes for moment in found), constants)
     around = schedule(resolved, shape, machine, constants, lengths)
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     return Plan(
-        resolved, machine, constants, shape, one, found, beside, around, host_parts(resolved, shape), lengths, low, high, notes
-    )
+        **vars(held), machine=machine, constants=constants, step=one, schedule=around, lengths=lengths, low=low, high=high,
+        notes=notes,
+    )  # fmt: skip
 
 
-def read_strategy(resolved: Resolved) -> Strategy:
+def footprint(
+    resolved: Resolved, constants: Constants, *, lengths: Lengths | None = None, chosen: Strategy | None = None,
+    cudnn: bool = False, distribution: Distribution | None = None,
+) -> tuple[Footprint, list[str]]:  # fmt: skip
+    """The memory of a recipe, and notes on the lengths that were taken: the one answer to whether a recipe fits.
+
+    ``distribution`` replaces the recipe's own (more nodes), ``chosen`` the whole strategy. Raises UserError: an architecture
+    that cannot be counted, or what the libraries would refuse on the ranks.
+    """
+    used, notes = real_length(chosen or read_strategy(resolved, distribution), lengths or known_lengths(resolved))
+    shape = make_shape(resolved, used, cudnn=cudnn)
+    found = memory.moments(shape, constants)
+    beside = memory.reserved(max(moment.bytes for moment in found), constants)
+    return Footprint(resolved, shape, found, beside, host_parts(resolved, shape)), notes
+
+
+def fewest_nodes(resolved: Resolved, constants: Constants, room: float, *, cudnn: bool = False) -> int | None:
+    """The fewest nodes, with the recipe's ranks on each, on which a rank needs at most ``room`` bytes; None: on none."""
+    each = resolved.distribution.ranks_per_node
+
+    def fits(nodes: int) -> bool:
+        tried = resolved.distribution.on(nodes * each, each)
+        return footprint(resolved, constants, cudnn=cudnn, distribution=tried)[0].needed <= room
+
+    most = 1
+    while not fits(most):
+        most *= 2
+        if most > MOST_NODES:
+            return None
+    return next((nodes for nodes in range(most // 2 + 1, most) if fits(nodes)), most)
+
+
+def read_strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
     """The recipe's strategy, with what its ``plan`` section says of another program."""
-    told, used = resolved.recipe.plan, strategy(resolved)
+    told, used = resolved.recipe.plan, strategy(resolved, distribution)
     if told.whole_logits:
         notes = tuple(note for note in used.notes if note != FUSED_LOSS)
         # As in TRL before 1.16 with its accelerate, and in loops like IDRIS's: the root keeps embedding and head gathered.
@@ -152,8 +192,11 @@ def read_strategy(resolved: Resolved) -> Strategy:
     return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
 
 
-def make_shape(resolved: Resolved, used: Strategy, machine: Machine | None = None) -> Shape:
-    """Count the model and divide it. Raises UserError where the architecture is none that can be counted exactly."""
+def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Shape:
+    """Count the model and divide it. ``cudnn``: sdpa may take cuDNN's kernel under a mask.
+
+    Raises UserError where the architecture is none that can be counted exactly.
+    """
     counted = count(resolved.architecture)
     if counted is None:
         kind = resolved.architecture.get("model_type")
@@ -171,7 +214,6 @@ def make_shape(resolved: Resolved, used: Strategy, machine: Machine | None = Non
     targets = (lora or {}).get("target_modules") or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
-    cudnn = machine is not None and machine.has_cudnn_attention
     return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout, cudnn)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from clustertune.config import accelerate_file as acc
+from clustertune.config import overrides
+from clustertune.config.overrides import Layout, Source
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
-from clustertune.plan import overrides
-from clustertune.plan.overrides import Layout, Source
 from clustertune.plan.predict import Plan, make_plan
 
 MOST_NODES = 1024
@@ -88,8 +88,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             text = f"a micro batch of {size}, accumulated {used.accumulation * smaller} times"
             yield _Change(text, [f"train.per_device_train_batch_size={size}"])
     if used.kind in ("FSDP1", "FSDP2") and used.offload_params == "none":
-        named = "offload_params" if "offload_params" in acc.section(start.accelerate, "fsdp_config") else "fsdp_offload_params"
-        yield _Change("weights and optimizer state in host memory", [f"accelerate.fsdp_config.{named}=true"])
+        yield _Change("weights and optimizer state in host memory", [f"accelerate.{acc.key_of('offload_params')}=true"])
     if used.lora and not plan.shape.quantised and used.kind in ("FSDP2", "DDP", "NO"):
         yield _Change("a base quantised to NF4", overrides.loaded(start, "nf4"), same=False)
     for length in (4096, 2048, 1024, 512):
@@ -125,7 +124,7 @@ def _nodes(plan: Plan, source: Source) -> Remedy | None:
             continue
         arguments = [f"slurm.nodes={count}"]
         if used.kind == "FSDP2" and used.tp * used.cp * used.replicas > 1:
-            arguments.append(f"accelerate.parallelism_config.parallelism_config_dp_shard_size={world // each}")
+            arguments.append(f"accelerate.{acc.key_of('dp_shard')}={world // each}")
         try:
             tried = _planned(replace(plan, machine=replace(plan.machine, nodes=count)), source.changed(arguments))
         except UserError:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from clustertune.config.resolved import Resolved
 from clustertune.plan.compute import micro_batch
 from clustertune.plan.constants import Constants
-from clustertune.plan.host import reads_rows
 from clustertune.plan.lengths import PACKED_SHARE, Lengths, known_lengths
 from clustertune.plan.machine import Machine
 from clustertune.plan.shape import Shape
@@ -181,7 +180,7 @@ def _start(resolved: Resolved, shape: Shape, machine: Machine) -> Term:
     """Loading: the weights come from storage once, and where ranks read rows once for each replica of them."""
     # The ranks of a tp group are in one node: rows that several of them read come from storage once.
     parted = shape.strategy.weight_shards * shape.strategy.tp
-    copies = shape.strategy.world // parted if reads_rows(resolved) else 1
+    copies = shape.strategy.world // parted if resolved.distribution.reads_parts else 1
     size = 2.0 * shape.counted.total * max(1, copies)
     value = START_S + size / machine.storage_read_bytes_per_s
     values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}

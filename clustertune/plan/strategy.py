@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import kernels, recomputation
-from clustertune.config.derive import DEFAULT_MICRO_BATCH, recomputed_layers
+from clustertune.config import kernels
+from clustertune.config.derive import DEFAULT_MICRO_BATCH
+from clustertune.config.distribution import Distribution
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.plan import strategy_bytes as numbers
-from clustertune.plan import strategy_sharding as sharding
 
 DEFAULT_MAX_LENGTH = 1024
 """``SFTConfig``'s own ``max_length`` (trl/trainer/sft_config.py:202)."""
@@ -141,41 +141,43 @@ class Strategy:
         return -(-self.world // self.gpus_per_node)
 
 
-def strategy(resolved: Resolved) -> Strategy:
-    """The strategy of a resolved recipe. Raises UserError with everything that the libraries would refuse on the ranks."""
-    split = sharding.read(resolved)
-    problems = [*split.problems, *_find_problems(resolved, split)]
-    if problems:
+def strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
+    """The strategy of a resolved recipe, or of it in another distribution.
+
+    Raises UserError with everything that the libraries would refuse on the ranks.
+    """
+    split = distribution or resolved.distribution
+    if problems := _find_problems(resolved, split):
         raise UserError(problems)
     kept = numbers.read(resolved, split)
-    checkpointed, offloaded, save, said = _recomputation(resolved)
+    recompute = split.recompute
     args = resolved.train_args
     fused, smoothed, words = _loss(args, split)
     attention, named = _attention(args, split)
-    notes = [*split.notes, *kept.notes, *said, *words, *_speeds(args, kept.compute, named)]
+    notes = [*split.notes, *kept.notes, *_recomputation_notes(resolved), *words, *_speeds(args, kept.compute, named)]
     return Strategy(
         engine="megatron" if split.kind == "Megatron" else "trl",
         kind=split.kind,
-        world=resolved.world_size,
-        gpus_per_node=split.gpus_per_node,
+        world=split.world_size,
+        gpus_per_node=split.ranks_per_node,
         tp=split.tp,
         pp=split.pp,
-        cp=split.cp,
+        cp=split.cp * split.sp,
         ep=split.ep,
         virtual=split.virtual,
         replicas=split.replicas,
-        dp=resolved.data_parallel_size,
-        weight_shards=split.weights,
-        gradient_shards=split.gradients,
-        state_shards=split.states,
+        dp=split.data_parallel_size,
+        weight_shards=split.weight_shards,
+        gradient_shards=split.gradient_shards,
+        state_shards=split.state_shards,
         reshard=split.reshard,
         micro_batch=_micro_batch(args),
         accumulation=int(args.get("gradient_accumulation_steps") or 1),
         sequence=_sequence(args),
         packing=bool(args.get("packing") or args.get("padding_free")),
-        checkpointed=checkpointed,
-        checkpoint_offload=offloaded,
-        compiled=kernels.compiled(args, resolved.accelerate)[0],
+        checkpointed=recompute.share,
+        checkpoint_offload=recompute.offload,
+        compiled=split.compiled,
         attention=attention,
         lora=resolved.recipe.lora is not None,
         weight_bytes=kept.weight,
@@ -197,7 +199,7 @@ def strategy(resolved: Resolved) -> Strategy:
         isolated=split.kind != "Megatron" and kernels.packs(args),
         grouped=args.get("train_sampling_strategy") == "group_by_length",
         tiled_loss=fused,
-        save=save,
+        save=recompute.save,
         liger=bool(args.get("use_liger_kernel")) and split.kind != "Megatron",
         whole_forward=smoothed,
     )
@@ -209,7 +211,7 @@ def _speeds(args: Mapping[str, Any], compute: str, attention: str) -> list[str]:
     return [*notes, TF32] if compute == "fp32" and not args.get("tf32") else notes
 
 
-def _loss(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[bool, bool, list[str]]:
+def _loss(args: Mapping[str, Any], split: Distribution) -> tuple[bool, bool, list[str]]:
     """Whether logits are in tiles, whether smoothed labels want them whole in a forward pass of their own, and a note."""
     if split.kind == "Megatron":
         return False, False, []
@@ -226,35 +228,16 @@ def _sequence(args: Mapping[str, Any]) -> int:
     return int(args.get("max_length") or DEFAULT_MAX_LENGTH)
 
 
-def _recomputation(resolved: Resolved) -> tuple[float, bool, tuple[str, ...], list[str]]:
-    """The share of recomputed layers, whether what they start from is offloaded, what they keep beside it, and notes."""
-    megatron = resolved.recipe.megatron
-    if megatron is not None:
-        if megatron.recompute_granularity == "selective":
-            return 0.0, False, (), ["selective recomputation repeats the attention alone, which flash attention does anyway"]
-        return float(megatron.recompute_granularity == "full"), False, (), []
-    config = acc.section(resolved.accelerate, "fsdp_config")
-    args = resolved.train_args
-    if resolved.accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing"):
-        return 1.0, acc.flag(config, "activation_checkpointing_offload"), (), []
-    if not args.get("activation_checkpointing"):
-        told = ["train.activation_offloading moves saved activations to host memory: not counted"]
-        return 0.0, False, (), told if args.get("activation_offloading") else []
-    settings = recomputation.settings(args)
-    layers = int(resolved.architecture["num_hidden_layers"])
-    section = resolved.recipe.activation_checkpointing
-    if section is not None:
-        share = len(recomputed_layers(section.ratio, layers)) / layers
-    else:
-        # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
-        every = settings.get("every_n_layers", 1)
-        every = every if isinstance(every, int) and every >= 1 else 1
-        share = -(-layers // every) / layers
-    # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
-    return share, bool(settings.get("offload") or args.get("activation_offloading")), recomputation.saved(section, args), []
+def _recomputation_notes(resolved: Resolved) -> list[str]:
+    recompute = resolved.distribution.recompute
+    if recompute.selective:
+        return ["selective recomputation repeats the attention alone, which flash attention does anyway"]
+    if recompute.by == "none" and resolved.recipe.megatron is None and resolved.train_args.get("activation_offloading"):
+        return ["train.activation_offloading moves saved activations to host memory: not counted"]
+    return []
 
 
-def _attention(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[str, str]:
+def _attention(args: Mapping[str, Any], split: Distribution) -> tuple[str, str]:
     """The kind of attention, and its name in transformers."""
     if split.kind == "Megatron":
         return "flash", "flash"
@@ -262,7 +245,7 @@ def _attention(args: Mapping[str, Any], split: sharding.Sharding) -> tuple[str, 
     return (named if named in ("eager", "sdpa") else "flash"), named
 
 
-def _find_problems(resolved: Resolved, split: sharding.Sharding) -> list[Problem]:
+def _find_problems(resolved: Resolved, split: Distribution) -> list[Problem]:
     """What tensor, context and sequence parallelism ask of the model and of the sequences."""
     if split.kind == "Megatron":
         return []  # resolve() has checked them: clustertune/config/megatron.py
@@ -271,19 +254,18 @@ def _find_problems(resolved: Resolved, split: sharding.Sharding) -> list[Problem
     file = f"{resolved.name}/{resolved.accelerate_file}"
 
     def add(axis: str, text: str, fix: str | None = None) -> None:
-        key = f"parallelism_config.parallelism_config_{axis}_size"
-        problems.append(Problem(text, file=file, key=key, fix=fix))
+        problems.append(Problem(text, file=file, key=acc.key_of(axis), fix=fix))
 
     heads = int(architecture["num_attention_heads"])
     counts = {"num_attention_heads": heads, "num_key_value_heads": int(architecture.get("num_key_value_heads") or heads)}
     for name, count in counts.items():
         if count % split.tp:
             add("tp", f"{split.tp} does not divide the model's {count} {name}", "use a size that divides it")
-    if split.ulysses > 1 and heads % split.ulysses:
-        add("sp", f"{split.ulysses} does not divide the model's {heads} attention heads", "use a size that divides it")
+    if split.sp > 1 and heads % split.sp:
+        add("sp", f"{split.sp} does not divide the model's {heads} attention heads", "use a size that divides it")
     length, parts = _sequence(resolved.train_args), 2 * split.cp
     # torch's context_parallel cuts a sequence into 2 x cp pieces, for equal work under a causal mask.
-    if split.cp > 1 and split.ulysses == 1 and length % parts:
+    if split.cp > 1 and split.sp == 1 and length % parts:
         fix = f"train.max_length={length // parts * parts}"
         add("cp", f"train.max_length {length} is no multiple of {parts} (2 x cp)", fix)
     return problems

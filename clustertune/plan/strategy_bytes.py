@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.config import quantization
-from clustertune.config.derive import mixed_precision
+from clustertune.config.distribution import Distribution
 from clustertune.config.quantization import Quantized
 from clustertune.config.resolved import Resolved
-from clustertune.plan.strategy_sharding import Sharding
 
 HALF, FULL = 2.0, 4.0
 _SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}
@@ -61,26 +60,26 @@ class Numbers:
     notes: tuple[str, ...] = ()
 
 
-def read(resolved: Resolved, split: Sharding) -> Numbers:
+def read(resolved: Resolved, split: Distribution) -> Numbers:
     """The sizes of a resolved recipe under a distribution."""
     args, lora = resolved.train_args, resolved.recipe.lora is not None
     init = args.get("model_init_kwargs") or {}
     dtype = str(init.get("dtype", DEFAULT_DTYPE))
     loaded = _SIZES.get(dtype, FULL)
-    mixed = mixed_precision(args)
+    mixed = split.mixed_precision
     config = quantization.of(args)
     base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
     optim = str(args.get("optim", _DEFAULT_OPTIM))
     compute = _NAMES.get(dtype, "fp32") if mixed == "no" else mixed
     if split.kind == "Megatron":
         return _megatron(resolved, mixed)
-    if split.kind.startswith("ZeRO"):
+    if split.is_deepspeed:
         found = _zero(split, loaded, mixed, optim, compute)
-    elif split.kind.startswith("FSDP"):
-        reduced = _SIZES.get(resolved.reduce_dtype or "")
+    elif split.is_fsdp:
+        reduced = _SIZES.get(split.reduce_dtype or "")
         found = _fsdp(loaded, mixed, optim, compute, lora=lora, base=base, version=split.kind[-1], reduced=reduced)
     else:
-        found = _plain(split, resolved.world_size, loaded, optim, compute, lora=lora, base=base)
+        found = _plain(split, split.world_size, loaded, optim, compute, lora=lora, base=base)
     found = replace(found, notes=(*found.notes, *_optim_notes(optim)))
     if base is None:
         return found
@@ -151,19 +150,16 @@ def _adapter(loaded: float, base: Quantized | None) -> float:
     return max(FULL, loaded)
 
 
-def _zero(split: Sharding, loaded: float, mixed: str, optim: str, compute: str) -> Numbers:
+def _zero(split: Distribution, loaded: float, mixed: str, optim: str, compute: str) -> Numbers:
     """DeepSpeed casts all weights to the 16-bit type (runtime/engine.py, _configure_distributed_model), keeps a float32 master
     of what is trained beside them (runtime/zero/stage_1_and_2.py and stage3.py), gradients in the 16-bit type unless
     data_types.grad_accum_dtype says otherwise, and reduces in communication_data_type, by default the 16-bit type."""
-    named = split.settings.get("optimizer")
-    if isinstance(named, Mapping):
-        kind = str(named.get("type", "")).lower()
+    if split.optimizer is not None:
+        kind = split.optimizer.lower()
         optim = next((name for word, name in _DEEPSPEED.items() if word in kind), "adamw_torch")
     if mixed == "no":
         return Numbers(loaded, loaded, loaded, loaded, loaded, moments(optim, loaded), loaded == FULL, compute, loaded)
-    types = split.settings.get("data_types")
-    gradient = _stated(types.get("grad_accum_dtype") if isinstance(types, Mapping) else None)
-    reduce = _stated(split.settings.get("communication_data_type"))
+    gradient, reduce = _stated(split.accumulate_dtype), _stated(split.communicate_dtype)
     return Numbers(HALF, HALF, HALF, gradient, reduce, FULL + moments(optim, FULL), False, compute, HALF)
 
 
@@ -172,7 +168,7 @@ def _stated(value: object) -> float:
 
 
 def _plain(
-    split: Sharding, world: int, loaded: float, optim: str, compute: str, *, lora: bool, base: Quantized | None
+    split: Distribution, world: int, loaded: float, optim: str, compute: str, *, lora: bool, base: Quantized | None
 ) -> Numbers:
     """Weights stay as loaded, autocast casts for the moment of use. DDP holds gradients twice, in their parameters and in its
     buckets (gradient_as_bucket_view is off in accelerate/utils/dataclasses.py, DistributedDataParallelKwargs)."""
@@ -192,11 +188,11 @@ def _plain(
     )
 
 
-def _quantized(found: Numbers, base: Quantized, split: Sharding, config: Mapping[str, Any]) -> Numbers:
+def _quantized(found: Numbers, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Numbers:
     """A quantised base: what is not a linear layer of a block stays as loaded."""
     notes = [f"a quantised parameter takes {base.formula} = {base.bytes:.4f} B; embeddings, head and norms are not quantised"]
     whole, gather = 0.0, base.packed
-    if split.kind.startswith("FSDP") and split.weights > 1 and base.method == "bitsandbytes":
+    if split.is_fsdp and split.weight_shards > 1 and base.method == "bitsandbytes":
         whole = base.scales
         notes.append("bitsandbytes' block scales stay whole on every rank: they are no parameters")
         if not base.splits:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.distribution import words
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, require_whole
 from clustertune.report import content, source
@@ -120,8 +121,7 @@ def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed
     """Distribution, hardware, steps, losses, time."""
     distributed = document.get("distributed") or {}
     ranks = distributed.get("world_size") or content.get(document, "recipe", "world_size")
-    kinds = [str(distributed.get("type") or ""), f"version {v}" if (v := distributed.get("fsdp_version")) else ""]
-    yield "distribution", " ".join(kind for kind in kinds if kind)
+    yield "distribution", words(distributed) or ""
     yield "ranks", ranks
     yield "nodes", source.nodes_of(run.path, document)
     yield "GPUs", _gpus(document, ranks)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clustertune.config import distribution as distributions
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.report import forms
 from clustertune.report.content import get
@@ -245,7 +246,7 @@ def _run(path: Path) -> Entry:
         "dataset": get(resolved, "recipe", "data", "name"),
         "nodes": nodes,
         "interconnect": _interconnect(run, nodes),
-        "distribution": _distribution(run.get("distributed")),
+        "distribution": distributions.words(run.get("distributed")),
         "status": _state(metrics),
     }
     if metrics.steps:
@@ -294,15 +295,6 @@ def _gpu(told: Any) -> str | None:
     return get(told, "gpu0") or (NO_GPU if get(told, "device") == "cpu" else None)
 
 
-def _distribution(told: Any) -> str | None:
-    kind = get(told, "type")
-    if kind is None:
-        return None
-    version, mesh = get(told, "fsdp_version"), get(told, "mesh") or {}
-    sizes = ", ".join(f"{name} {size}" for name, size in mesh.items())
-    return f"{kind}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
-
-
 def _overrides(given: Any) -> str | None:
     """What a result's recipe was changed by; None: it is of a time when that was not written down."""
     return None if given is None else ", ".join(map(str, given)) or "none"
@@ -334,7 +326,7 @@ def _bench(path: Path, body: Mapping[str, Any]) -> Entry:
         "steps": steps,
         "model": get(body, "model"),
         "dataset": get(body, "dataset"),
-        "distribution": _distribution(body.get("distributed")),
+        "distribution": distributions.words(body.get("distributed")),
         "fsdp": get(body, "distributed", "type") == "FSDP",
         "bf16": get(body, "bf16"),
         "torch": get(body, "versions", "torch"),

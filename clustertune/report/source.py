@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.derive import mixed_precision
+from clustertune.config.distribution import mixed_precision
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, get
 from clustertune.report.metrics import Metrics, StepRecord, read_metrics

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import deepspeed as ds
 from clustertune.config import quantization
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
@@ -34,7 +32,7 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     file = _config_file(source, revision)
     stored, asked = _stored(file), quantization.of(resolved.train_args)
     reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
-    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.accelerate)
+    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.distribution.type)
     if reason is None:
         return
     if stored is None:
@@ -44,11 +42,12 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
 
 def parted_by(resolved: Resolved) -> str | None:
     """What parts the weights over ranks; None where each rank has them whole."""
-    if acc.parallel_sizes(resolved.accelerate).get("tp", 1) > 1:
+    used = resolved.distribution
+    if used.tp > 1:
         return "tensor parallelism"
-    if (stage := ds.stage(resolved.accelerate, resolved.deepspeed)) is not None:
-        return "DeepSpeed ZeRO-3" if stage == 3 else None
-    return "FSDP" if resolved.accelerate.get("distributed_type") == "FSDP" else None
+    if used.is_deepspeed:
+        return "DeepSpeed ZeRO-3" if used.zero_stage == 3 else None
+    return "FSDP" if used.is_fsdp else None
 
 
 def why_not(stored: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, parted: str | None, *, lora: bool) -> str | None:

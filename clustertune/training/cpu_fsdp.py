@@ -11,13 +11,13 @@ import os
 from typing import Any
 
 
-def set_environment(fsdp_version: int | None) -> list[str]:
+def set_environment(*, fsdp1: bool) -> list[str]:
     """Set what accelerate reads on a machine without GPUs; to be called before accelerate is imported.
 
     Returns a line for each setting that differs from the recipe's file, with its reason.
     """
     os.environ["ACCELERATE_USE_CPU"] = "true"  # `accelerate launch` does not set it for distributed_type FSDP
-    if fsdp_version != 1:
+    if not fsdp1:
         return []
     # FSDP1 compares the module's device "cpu" with "cpu:0" and refuses; without an index they are equal.
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"

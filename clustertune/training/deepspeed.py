@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed as ds
+from clustertune.config import deepspeed_keys as keys
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.environment import own_folder
 from clustertune.manifest import MANIFEST, find_problem, read_manifest
 from clustertune.storage import free_bytes
 
-NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in ds.OFFLOADS}
+NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in keys.OFFLOADS}
 """What accelerate fills ``"nvme_path": "auto"`` with (utils/dataclasses.py, DeepSpeedPlugin)."""
 ADAM_BYTES, HALF = 12, 2
 """Bytes that a trained parameter's float32 master and its two moments take; bytes of a bfloat16 number."""
@@ -39,17 +39,12 @@ ADAM_BYTES, HALF = 12, 2
 # --- before the stack is imported ---------------------------------------------------------------------------------------
 
 
-def is_asked(accelerate: Mapping[str, Any]) -> bool:
-    """Whether a recipe's accelerate file says DeepSpeed."""
-    return accelerate.get("distributed_type") == "DEEPSPEED"
-
-
 def set_environment(resolved: Resolved, run_id: str, *, cuda: bool) -> list[str]:
     """Set what DeepSpeed and accelerate read from the environment. Returns a note for what is otherwise than on a cluster.
 
     Raises UserError where state is to lie on a disk that is not there, not ours to write or too small.
     """
-    if not is_asked(resolved.accelerate):
+    if not resolved.distribution.is_deepspeed:
         return []
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -68,11 +63,10 @@ def _job_folder() -> Path | None:
 
 
 def _set_nvme(resolved: Resolved, run_id: str) -> list[str]:
-    parts = [part for part in ds.OFFLOADS if ds.get(resolved.deepspeed or {}, f"{ds.ZERO}.{part}.device") == "nvme"]
-    notes = []
-    for part in parts:
-        path = ds.get(resolved.deepspeed or {}, f"{ds.ZERO}.{part}.nvme_path")
-        if path == ds.AUTO:
+    notes: list[str] = []
+    for part, said in resolved.distribution.nvme.items():
+        path: str | None = said
+        if said == ds.AUTO:
             path = os.environ.get(NVME_VARIABLES[part])
             if path is None and (own := _job_folder()) is not None:
                 path = str(own / "swap")
@@ -82,7 +76,7 @@ def _set_nvme(resolved: Resolved, run_id: str) -> list[str]:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     atexit.register(shutil.rmtree, Path(path).parent, ignore_errors=True)
             os.environ[NVME_VARIABLES[part]] = path
-        _check_disk(Path(path), part, resolved)
+        _check_disk(Path(path or said), part, resolved)
     return notes
 
 
@@ -105,17 +99,16 @@ def _check_disk(folder: Path, part: str, resolved: Resolved) -> None:
 
 def swap_bytes(resolved: Resolved, part: str) -> int:
     """What all ranks keep on disk for ``offload_param`` or ``offload_optimizer``; 0 where it cannot be counted."""
-    from clustertune.config.parameters import lora_parameter_count, parameter_count
+    from clustertune.config.parameters import parameter_count, trained_count
 
-    total = parameter_count(resolved.architecture) or 0
-    lora = resolved.recipe.lora
-    trained = total if lora is None else lora_parameter_count(resolved.architecture, lora) or 0
-    return HALF * total if part == "offload_param" else ADAM_BYTES * trained
+    if part == "offload_param":
+        return HALF * (parameter_count(resolved.architecture) or 0)
+    return ADAM_BYTES * (trained_count(resolved.architecture, resolved.recipe.lora) or 0)
 
 
 def prepare(resolved: Resolved) -> None:
     """Before the process group is made. Raises UserError where the recipe asks for DeepSpeed and it is not installed."""
-    if not is_asked(resolved.accelerate):
+    if not resolved.distribution.is_deepspeed:
         return
     if importlib.util.find_spec("deepspeed") is None:
         fix = "install it in the image (containers/versions.env, DEV_DEEPSPEED), or use another accelerate file"
@@ -143,14 +136,9 @@ def fit_to_cpu(args: Any) -> list[str]:
     if plugin is None or os.environ.get("DS_ACCELERATOR") != "cpu":
         return []
     config, notes = plugin.hf_ds_config.config, []
-    for part in ds.OFFLOADS:
-        section = ds.get(config, f"{ds.ZERO}.{part}")
-        if section and on_cpu(section.get("device", "none")) != section.get("device", "none"):
-            section.pop("nvme_path", None)
-            section["device"] = "cpu"
-            notes.append(f"{part} in memory: there is no GPU, and DeepSpeed would compile its NVMe reader")
-    if ds.get(config, f"{ds.ZERO}.offload_optimizer.device") == "cpu" and "optimizer" not in config:
-        config["zero_force_ds_cpu_optimizer"] = False
+    for part in keys.move_to_memory(config) if on_cpu("nvme") == "cpu" else []:
+        notes.append(f"{part} in memory: there is no GPU, and DeepSpeed would compile its NVMe reader")
+    if keys.keep_own_optimizer(config):
         notes.append("the offloaded optimizer is torch's: there is no GPU, and DeepSpeed would compile its own")
     return notes
 
@@ -275,12 +263,11 @@ def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
 
 def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
     """What the engine really does, for the run's record. Raises UserError where it is not what the recipe's file says."""
-    zero = ds.get(resolved.deepspeed or {}, ds.ZERO) or {}
-    keys = acc.section(resolved.accelerate, "deepspeed_config")
+    used = resolved.distribution
     asked = {
-        "stage": ds.stage(resolved.accelerate, resolved.deepspeed),
-        "offload_param": _device(zero, keys, "offload_param"),
-        "offload_optimizer": _device(zero, keys, "offload_optimizer"),
+        "stage": used.zero_stage,
+        "offload_param": on_cpu(used.offload_params),
+        "offload_optimizer": on_cpu(used.offload_optimizer),
         "train_batch_size": int(resolved.recipe.train["global_batch_size"]),
         "gradient_accumulation_steps": int(resolved.train_args["gradient_accumulation_steps"]),
     }
@@ -311,11 +298,6 @@ def _state_share(engine: Any) -> float:
     held = sum(int(getattr(group, "ds_numel", group.numel())) for group in _flat_groups(engine.optimizer) or [])
     total = sum(elements(p) for p in engine.module.parameters() if p.requires_grad)
     return held / total if total else 0.0
-
-
-def _device(zero: Mapping[str, Any], keys: Mapping[str, Any], part: str) -> str:
-    named = acc.section(zero, part).get("device", keys.get(f"{part}_device"))
-    return on_cpu(str(named or "none"))
 
 
 def _device_of(offload: Any) -> str:

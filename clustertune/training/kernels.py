@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import kernels
+from clustertune.config.distribution import Distribution
 from clustertune.config.resolved import Resolved
 from clustertune.training.events import EventLog
 
@@ -19,15 +18,14 @@ LIMIT = "recompile limit exceeded"
 """In torch's name of what stops it from compiling a function once more (torch/_dynamo/convert_frame.py:2009)."""
 
 
-def set_environment(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> list[str]:
+def set_environment(distribution: Distribution) -> list[str]:
     """Let torch find out which lengths differ, unless the recipe says so; before the Trainer is made. Returns notes.
 
     ``accelerate launch`` says "no dynamic shapes" where the file says nothing (utils/launch.py:192, utils/dataclasses.py:1107).
     Every packed length is then compiled anew, eight times, and from the ninth on the layers run uncompiled, in silence.
     """
-    config = acc.section(accelerate, "dynamo_config")
-    said = "dynamo_use_dynamic" in config or "use_dynamic" in config
-    if said or not kernels.compiled(train, accelerate)[0] or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):
+    said = distribution.dynamic_shapes_said
+    if said or not distribution.compiled or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):
         return []
     del os.environ[DYNAMIC]
     return ["dynamo_use_dynamic is left to torch: a length that differs is compiled once more, and then for all lengths"]
@@ -104,5 +102,4 @@ class CompileWatch(TrainerCallback):  # type: ignore[misc]
 
 def watches(resolved: Resolved, tell: Callable[[str], None], log: EventLog | None) -> list[TrainerCallback]:
     """The callback where the recipe compiles; none where it does not."""
-    on = kernels.compiled(resolved.train_args, resolved.accelerate)[0]
-    return [CompileWatch(tell, log.write if log else None)] if on else []
+    return [CompileWatch(tell, log.write if log else None)] if resolved.distribution.compiled else []

@@ -10,7 +10,7 @@ for just that, everything else stays theirs:
 
 Of DeepSpeed's ZeRO-3, which parts a model while it is made, each rank's part is filled in the first of the two.
 
-What rows cannot say (:func:`clustertune.config.sliced.why_not`) is loaded the old way, with a note.
+What rows cannot say (:func:`clustertune.config.distribution.why_whole`) is loaded the old way, with a note.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from clustertune.config import accelerate_file as acc
-from clustertune.config import sliced
+from clustertune.config.distribution import IN_FLIGHT, Distribution
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import agree
 from clustertune.training import loading_quantised as quantised
@@ -50,7 +49,7 @@ from clustertune.training.loading_place import (
 from clustertune.training.loading_sources import SHOWN, Source, Sources, Unfollowed, find
 from clustertune.training.startup import Startup
 
-THREADS = sliced.IN_FLIGHT - 1
+THREADS = IN_FLIGHT - 1
 """Reads at a time in one rank; transformers' own figure (``GLOBAL_WORKERS``): more make storage slower."""
 EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 """What ``accelerate launch`` makes of ``fsdp_cpu_ram_efficient_loading``; accelerate and transformers read it late."""
@@ -61,13 +60,14 @@ _HELD = ("model", "state_dict", "checkpoint_files", "load_config")
 class Loading:
     """The replaced functions, for the length of one attempt: :meth:`install`, make and prepare the model, :meth:`remove`."""
 
-    def __init__(self, accelerate: Mapping[str, Any], startup: Startup, group: Group | None = None) -> None:
+    def __init__(self, distribution: Distribution, startup: Startup, group: Group | None = None) -> None:
         from accelerate.utils import str_to_bool
 
         # Whoever started the rank may have said otherwise than the file: then accelerate does not fill what is hollow.
-        self._wanted = sliced.is_wanted(accelerate) and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
+        asked = distribution.kind == "FSDP2" and distribution.efficient_loading
+        self._wanted = asked and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
         self._unfit = ""
-        self._is_split = acc.parallel_sizes(accelerate).get("tp", 1) > 1
+        self._is_split = distribution.tp > 1
         self.startup, self._group = startup, group or Group()
         self._reader = Reader()
         self._model: Any = None

@@ -2,7 +2,7 @@
 
 ``python -m clustertune.training.loading_bench --gb 1 --ranks 2``: each way is loaded, prepared and run forward once by ranks
 that are forked from a process which has imported the stack; one line of JSON a way on stdout. ``rows`` and ``stock`` are the
-same accelerate configuration (``fsdp_cpu_ram_efficient_loading: true``), ``whole`` is the one without it. With ``--zero`` it
+same accelerate configuration (its RAM-efficient loading), ``whole`` is the one without it. With ``--zero`` it
 is DeepSpeed's ZeRO-3, which has no ``whole``.
 """
 
@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.deepspeed_keys import ZERO
+from clustertune.config.distribution import Distribution
 from clustertune.process import die_with_parent
 
 WAYS = ("rows", "stock", "whole")
@@ -125,8 +127,8 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     if importlib.util.find_spec("deepspeed"):
         importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are no weights
     accelerator = _zero(store, axes) if axes.zero else _fsdp(way, store, axes)
-    native = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "rows"}}
-    loading = Loading(native, Startup())
+    asked = Distribution("FSDP2", axes.ranks, axes.ranks, axes.shards, efficient_loading=way == "rows")
+    loading = Loading(asked, Startup())
     if way == "rows" or not axes.zero:
         loading.install()
     torch.manual_seed(0)
@@ -160,7 +162,7 @@ def _zero(store: Path, axes: Axes) -> Any:
         os.environ["DS_ACCELERATOR"] = "cpu"
         deepspeed.keep_gloo()
     _join(store, axes.ranks)
-    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    config = {ZERO: {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
     plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True)
     plugin.set_deepspeed_weakref()
     return Accelerator(deepspeed_plugin=plugin)
@@ -178,10 +180,10 @@ def _fsdp(way: str, store: Path, axes: Axes) -> Any:
     flag = way != "whole"
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING=str(flag).lower())
     if not torch.cuda.is_available():
-        cpu_fsdp.set_environment(2)
+        cpu_fsdp.set_environment(fsdp1=False)
         cpu_fsdp.install()
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=flag,
     )  # fmt: skip
     _join(store, axes.ranks)

@@ -13,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from clustertune.config import derive, recomputation
+from clustertune.config import accelerate_file as acc
+from clustertune.config.distribution import recomputed_layers
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 
@@ -79,6 +80,9 @@ def context_function(save: Sequence[str]) -> functools.partial[Any]:
     return functools.partial(_contexts, tuple(save))
 
 
+WRAPPER = acc.key_of("activation_checkpointing")
+
+
 @dataclass(frozen=True)
 class Recomputed:
     """How many of a model's decoder layers are recomputed, and by what."""
@@ -103,7 +107,7 @@ def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> tuple[i
     (transformers/modeling_layers.py:93), whatever FSDP, DeepSpeed or DDP has wrapped around it. ``save``: what these keep.
     """
     layers = _layers(model)
-    chosen = set(derive.recomputed_layers(ratio, len(layers)))
+    chosen = set(recomputed_layers(ratio, len(layers)))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
     _keep(layers, save)
@@ -152,15 +156,15 @@ def apply(model: Any, resolved: Resolved) -> Recomputed:
     """
     section = resolved.recipe.activation_checkpointing
     on = bool(resolved.train_args.get("activation_checkpointing"))
-    save = recomputation.saved(section, resolved.train_args)
+    save = resolved.distribution.recompute.save
     if on and section is not None:
         choose_layers(model, section.ratio, save)
     elif on:
         _keep(_layers(model), save)
     _draw_the_same_again(model)
     found = inspect(model)
-    by_fsdp = derive.by_fsdp(resolved.accelerate)
-    wanted = len(derive.recomputed_layers(section.ratio, found.layers)) if section is not None and on else None
+    by_fsdp = resolved.distribution.recompute.by == "fsdp"
+    wanted = len(recomputed_layers(section.ratio, found.layers)) if section is not None and on else None
     dropped = getattr(getattr(model, "config", None), "attention_dropout", None)
     if found.by_model and dropped and "attention" in save:
         # Dropout behind the kept kernel would get the random numbers that the kernel took in the first pass.
@@ -168,13 +172,13 @@ def apply(model: Any, resolved: Resolved) -> Recomputed:
         fix = "leave attention out of activation_checkpointing.save"
     elif found.by_model and found.by_wrapper:
         text = f"{found.by_wrapper} layers are recomputed by FSDP's wrapper and {found.by_model} by the model: twice"
-        fix = "keep one: accelerate.fsdp_config.fsdp_activation_checkpointing, or activation_checkpointing"
+        fix = f"keep one: accelerate.{WRAPPER}, or activation_checkpointing"
     elif on and not found.by_model:
         text = f"{type(model).__name__} has no decoder layer that recomputes its activations, and the recipe asks for it"
-        fix = "activation_checkpointing.ratio=0, or accelerate.fsdp_config.fsdp_activation_checkpointing=true under FSDP"
+        fix = f"activation_checkpointing.ratio=0, or accelerate.{WRAPPER}=true under FSDP"
     elif by_fsdp and not found.by_wrapper:
-        text = "accelerate has wrapped no layer, and fsdp_activation_checkpointing is true"
-        fix = "look at fsdp_transformer_layer_cls_to_wrap in the accelerate file"
+        text = f"accelerate has wrapped no layer, and {WRAPPER} is true"
+        fix = f"look at {acc.key_of('transformer_layer_cls_to_wrap')} in the accelerate file"
     elif not on and found.by_model:
         text, fix = f"{found.by_model} layers are recomputed by the model, and the recipe asks for none", None
     elif wanted is not None and wanted != found.by_model:

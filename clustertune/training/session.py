@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,13 +48,13 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
         self._session.compared()
         found = sharding.inspect(self.trainer.model_wrapped, self.trainer.accelerator, self._session.group.gather)
         resolved = self._session.resolved
-        sharding.check(found, resolved.accelerate, resolved.world_size)
+        sharding.check(found, resolved.distribution)
         if (engine := self.trainer.engine) is not None:
             self._session.facts["deepspeed"] = deepspeed.check(engine, resolved)
         self._session.facts["recomputed_layers"] = str(recompute.apply(self.trainer.model, resolved))
         if self._session.group.rank == 0:
             self._session.open_console(self.trainer.state.max_steps)
-            facts = {**asdict(found), **self._session.facts}
+            facts = {**found.as_dict(), **self._session.facts}
             facts["attention"] = found.attention or facts["attention"]  # what the model calls, before what was asked for
             self._report({**facts, "notes": self._session.notes})
         if self.trainer.is_at_end and self.trainer.eval_dataset is None:
@@ -100,7 +100,7 @@ class Session:
 
         startup = Startup()
         startup.begin("process group")
-        notes = [*notes, *kernels.set_environment(resolved.train_args, resolved.accelerate)]
+        notes = [*notes, *kernels.set_environment(resolved.distribution)]
         build.check_packages(resolved.train_args, cuda=torch.cuda.is_available())
         deepspeed.prepare(resolved)
         packing.register()
@@ -176,7 +176,7 @@ class Session:
         if source[1]:
             init["revision"] = source[1]
         self.args.model_init_kwargs = init
-        loading = Loading(self.resolved.accelerate, self.startup, self.group).install()
+        loading = Loading(self.resolved.distribution, self.startup, self.group).install()
         self.startup.begin("model")
         set_seed(self.args.seed)  # TRL 1.2.0, of the reference's stack, draws LoRA's matrices without
         trainer = Trainer(
@@ -196,7 +196,7 @@ class Session:
             on_removed=self._on_removed,
             checkpoint_extra=describe,
         )
-        sharding.set_precision(trainer.accelerator, self.resolved.reduce_dtype)
+        sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
         self.notes += loading.notes
         tracker.guard(trainer.callback_handler.callbacks, self.tell)

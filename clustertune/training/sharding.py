@@ -9,25 +9,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from clustertune.config import accelerate_file as acc
+from clustertune.config import distribution as distributions
+from clustertune.config.distribution import Distribution
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.training import deepspeed
 
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""The axes of accelerate's mesh, in its order."""
 TP_SHARE = 0.5
 """Least share of the parameters that tensor parallelism splits: all but norms, adapters' small halves and odd vocabularies."""
 
 
 @dataclass(frozen=True)
-class Distribution:
+class Found:
     """How this run is distributed, as found in the wrapped model."""
 
     type: str
     """accelerate's DistributedType: FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU, NO."""
-    fsdp_version: int | None
+    version: int | None
+    """Of FSDP; None without it."""
     world_size: int
     mesh: dict[str, int]
     """Device mesh: dimension name to size."""
@@ -47,6 +49,11 @@ class Distribution:
     """The type in which FSDP sums gradients; None where it is no FSDP's choice."""
     replicas: str | None = None
     """``equal`` or ``different``: whether ranks that should hold the same parameters do; None where nothing is held twice."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """``distributed`` of run.json, beside what else the first rank tells."""
+        body = asdict(self)
+        return {distributions.VERSION if key == "version" else key: value for key, value in body.items()}
 
 
 @dataclass
@@ -73,7 +80,7 @@ def set_precision(accelerator: Any, reduce_dtype: str | None) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.mixed_precision_policy is None or reduce_dtype is None:
         return
-    own = {"buffer_dtype": None} if plugin.fsdp_version == 1 else {"output_dtype": None}
+    own = {"output_dtype": None} if accelerator.is_fsdp2 else {"buffer_dtype": None}
     _leave_out_what_was_not_gathered()
     plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=getattr(torch, reduce_dtype), **own)
 
@@ -193,17 +200,17 @@ def _replicas(model: Any, accelerator: Any, kind: str, gather: Any) -> str | Non
     return "equal" if all(len(found) == 1 for found in groups.values()) else "different"
 
 
-def inspect(model: Any, accelerator: Any, gather: Any = None) -> Distribution:
+def inspect(model: Any, accelerator: Any, gather: Any = None) -> Found:
     """Look at the wrapped model of this rank. ``gather`` takes a value and gives every rank's (:class:`Group`'s)."""
     kind = str(accelerator.distributed_type.value)
-    version = accelerator.state.fsdp_plugin.fsdp_version if kind == "FSDP" else None
+    version = (2 if accelerator.is_fsdp2 else 1) if kind == "FSDP" else None
     parts = _fsdp1_parts(model, accelerator.num_processes) if version == 1 else _fsdp2_parts(model)
     if kind == "DEEPSPEED":
         parts = _zero_parts(model)
     config = getattr(getattr(accelerator.unwrap_model(model), "config", None), "_attn_implementation", None)
-    return Distribution(
+    return Found(
         type=kind,
-        fsdp_version=version,
+        version=version,
         world_size=accelerator.num_processes,
         mesh=_mesh(accelerator, kind) or parts.mesh or {"dp": accelerator.num_processes},
         backend=accelerator.state.backend,
@@ -238,20 +245,13 @@ def _mesh(accelerator: Any, kind: str) -> dict[str, int]:
     if kind != "FSDP" or accelerator.parallelism_config is None or (mesh := accelerator.torch_device_mesh) is None:
         return {}
     found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    return {axis: int(found[axis]) for axis in AXES if found.get(axis, 1) > 1}
+    return {axis: int(found[axis]) for axis in acc.AXES if found.get(axis, 1) > 1}
 
 
-def wanted_mesh(accelerate: Mapping[str, Any]) -> dict[str, int]:
-    """The axes above size 1 that the resolved file asks for; empty without a ``parallelism_config``."""
-    section = accelerate.get("parallelism_config") or {}
-    sizes = {axis: int(section.get(f"parallelism_config_{axis}_size") or 1) for axis in AXES}
-    return {axis: size for axis, size in sizes.items() if size > 1}
-
-
-def check(found: Distribution, accelerate: dict[str, Any], world_size: int) -> None:
-    """Raise UserError where the run is not what the recipe's accelerate file asked for."""
+def check(found: Found, asked: Distribution) -> None:
+    """Raise UserError where the run is not what the recipe asked for."""
     problems = []
-    wanted = str(accelerate.get("distributed_type", "NO"))
+    wanted, world_size = asked.type, asked.world_size
     if found.world_size != world_size:
         problems.append(
             Problem(
@@ -265,20 +265,19 @@ def check(found: Distribution, accelerate: dict[str, Any], world_size: int) -> N
     if found.replicas == "different":
         problems.append(Problem("ranks that should start from the same parameters hold different ones"))
     if wanted == "FSDP" and not problems and world_size > 1:
-        problems += _fsdp_problems(found, accelerate, world_size)
+        problems += _fsdp_problems(found, asked)
     if problems:
         raise UserError(problems, ExitCode.FAILED)
 
 
-def _fsdp_problems(found: Distribution, accelerate: Mapping[str, Any], world_size: int) -> list[Problem]:
-    config = accelerate.get("fsdp_config", {})
-    version, problems = int(config.get("fsdp_version", 1)), []
-    if found.fsdp_version != version:
-        problems.append(Problem(f"FSDP{found.fsdp_version}, the file asks for FSDP{version}", key="fsdp_version"))
-    mesh = wanted_mesh(accelerate)
+def _fsdp_problems(found: Found, asked: Distribution) -> list[Problem]:
+    version, problems, world_size = int(asked.kind.removeprefix("FSDP")), [], asked.world_size
+    if found.version != version:
+        problems.append(Problem(f"FSDP{found.version}, the file asks for FSDP{version}", key=acc.key_of("version")))
+    mesh = asked.mesh
     if mesh and found.mesh != mesh:
-        asked, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))
-        problems.append(Problem(f"the mesh is {is_now}, the file asks for {asked}", key="parallelism_config"))
+        wanted, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))
+        problems.append(Problem(f"the mesh is {is_now}, the file asks for {wanted}", key="parallelism_config"))
     problems += _placement_problems(found, mesh)
     shards = world_size // int(found.mesh.get("dp_replicate", 1))
     # What tp does not split is kept by each of its ranks: _placement_problems looks at that share.
@@ -288,19 +287,19 @@ def _fsdp_problems(found: Distribution, accelerate: Mapping[str, Any], world_siz
         problems.append(
             Problem(f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}")
         )
-    offload = str(config.get("fsdp_offload_params", False)).lower() == "true"
+    offload = asked.offload_params == "cpu"
     if found.placements and offload != (found.offloaded > 0.99) and (offload or found.offloaded > 0):
         text = f"{found.offloaded:.0%} of the parameters are kept in the CPU's memory"
-        problems.append(Problem(text, key="fsdp_config.fsdp_offload_params"))
+        problems.append(Problem(text, key=acc.key_of("offload_params")))
     if mesh.get("cp", 1) > 1 and found.attention is not None and found.attention != "clustertune_context":
         text = f"the model calls {found.attention} attention, which sees this rank's part of a sequence only"
-        problems.append(Problem(text, key="parallelism_config.parallelism_config_cp_size"))
+        problems.append(Problem(text, key=acc.key_of("cp")))
     return problems
 
 
-def _placement_problems(found: Distribution, mesh: Mapping[str, int]) -> list[Problem]:
+def _placement_problems(found: Found, mesh: Mapping[str, int]) -> list[Problem]:
     """Parameters that lie otherwise than FSDP2 on this mesh lays them."""
-    if found.fsdp_version != 2 or not found.placements:
+    if found.version != 2 or not found.placements:
         return []
     problems, total = [], sum(found.placements.values())
     for where, count in found.placements.items():
@@ -313,5 +312,5 @@ def _placement_problems(found: Distribution, mesh: Mapping[str, int]) -> list[Pr
         split = sum(count for where, count in found.placements.items() if "tp: shard" in where)
         if split < TP_SHARE * total:
             text = f"tensor parallelism splits {split / total:.0%} of the parameters: its ranks are copies of each other"
-            problems.append(Problem(text, key="parallelism_config.parallelism_config_tp_size"))
+            problems.append(Problem(text, key=acc.key_of("tp")))
     return problems

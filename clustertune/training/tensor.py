@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from clustertune.config import accelerate_file as acc
 from clustertune.errors import Problem, UserError
 from clustertune.training.loading_place import hollow_part, is_empty_storage
 
@@ -293,4 +294,4 @@ def _demand_division(module: Any, name: str, style: str, work: _Split) -> None:
     for parameter in module.parameters(recurse=False):
         if parameter.ndim > dim and parameter.shape[dim] % work.size:
             text = f"{name}: {parameter.shape[dim]} does not divide by {work.size} tensor-parallel ranks"
-            raise UserError(Problem(text, key="parallelism_config.parallelism_config_tp_size", fix="use a smaller tp size"))
+            raise UserError(Problem(text, key=acc.key_of("tp"), fix="use a smaller tp size"))

@@ -482,8 +482,7 @@ class Trainer(ZeroTrainer):
 
     @property
     def _is_fsdp1(self) -> bool:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        return plugin is not None and plugin.fsdp_version == 1
+        return self.is_fsdp_enabled and not self.accelerator.is_fsdp2
 
 
 def state_digest(model: Any, optimizer: Any) -> str:

@@ -66,7 +66,7 @@ def gather(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
 def train_and_save(version: int, lora: dict[str, Any], out: Path) -> None:
     """Two optimizer steps under FSDP with activation checkpointing, then accelerate's own save."""
     os.environ["ACCELERATE_USE_FSDP"] = "true"
-    cpu_fsdp.set_environment(version)
+    cpu_fsdp.set_environment(fsdp1=version == 1)
     only_fsdp1: dict[str, Any] = {"use_orig_params": True, "sync_module_states": False} if version == 1 else {}
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.config import show
-from clustertune.config.derive import recomputed_layers
+from clustertune.config.distribution import recomputed_layers
 from clustertune.config.megatron import NOT_STARTED
 from clustertune.config.resolve import resolve
 from tests.command import run

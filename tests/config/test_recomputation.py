@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,8 +127,9 @@ def test_whether_and_how_a_model_is_compiled(
     train: dict[str, object], dynamo: dict[str, object], expected: tuple[bool, bool]
 ) -> None:
     """Both homes of the native key are read as the Trainer and accelerate read them."""
-    assert kernels.compiled(train, {"dynamo_config": dynamo}) == expected
-    told = list(kernels.warnings(train, {"dynamo_config": dynamo}))
+    found = replace(resolve(RECIPE), train_args=train, accelerate={"dynamo_config": dynamo})
+    assert (found.distribution.compiled, found.distribution.compiled_by_layer) == expected
+    told = list(kernels.warnings(found.distribution))
     assert bool(told) == (expected == (True, False)), "compiled as a whole: a start of minutes"
 
 

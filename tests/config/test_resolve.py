@@ -307,7 +307,7 @@ def test_what_is_computed_in_is_what_trl_makes_of_the_arguments(train: dict[str,
     """A full recipe that leaves ``bf16`` out computes in bfloat16; each reader that took it for float32 was wrong."""
     from trl import SFTConfig
 
-    from clustertune.config.derive import mixed_precision
+    from clustertune.config.distribution import mixed_precision
 
     made = SFTConfig("none", use_cpu=True, report_to="none", **({"fp16": True} if wanted == "fp16" else train))
     assert mixed_precision(train) == wanted

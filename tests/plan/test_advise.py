@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from clustertune.config.cluster import load_cluster
+from clustertune.config.overrides import Source, share
 from clustertune.config.resolve import resolve
 from clustertune.plan import advise as advisor
 from clustertune.plan.advise import Advice, Goal, advise
@@ -19,7 +20,6 @@ from clustertune.plan.candidates import Candidate, candidates
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Machine, machine
-from clustertune.plan.overrides import Source, share
 from clustertune.plan.predict import make_plan, make_shape, read_strategy
 from clustertune.plan.strategy import Strategy
 from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from clustertune.config.cluster import load_cluster
+from clustertune.config.overrides import Source
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory, overrides
 from clustertune.plan.compute import flops, micro_batch
 from clustertune.plan.kept import Kept
 from clustertune.plan.machine import machine as read_machine
-from clustertune.plan.overrides import Source
 from clustertune.plan.policy import Policy, products
 from clustertune.plan.predict import Plan, make_plan, read_strategy
 from clustertune.plan.published import published_models

@@ -111,15 +111,12 @@ def test_a_base_that_says_no_dtype_is_loaded_in_float32() -> None:
         ("NO_SHARD", 1, 1, False),
         ("HYBRID_SHARD", 8, 2, True),
         ("HYBRID_SHARD_ZERO2", 8, 2, False),
-        ("4", 8, 2, True),
     ],
 )
 def test_fsdp1(name: str, shards: int, replicas: int, reshard: bool) -> None:
     """HYBRID_SHARD holds a copy of the model on each node."""
-    fsdp1 = ["accelerate=accelerate-fsdp1.yaml"]
-    resolved = resolve(RECIPE, fsdp1)
-    resolved.accelerate["fsdp_config"]["fsdp_sharding_strategy"] = name
-    found = strategy(resolved)
+    fsdp1 = ["accelerate=accelerate-fsdp1.yaml", f"accelerate.fsdp_config.fsdp_sharding_strategy={name}"]
+    found = strategy(resolve(RECIPE, fsdp1))
     check(found, kind="FSDP1", weight_shards=shards, gradient_shards=shards, replicas=replicas, reshard=reshard, dp=16)
 
 
@@ -272,10 +269,10 @@ def test_what_the_ranks_would_refuse(overrides: list[str], says: str) -> None:
 
 def test_hybrid_shard_needs_whole_nodes() -> None:
     """torch forms its groups from the GPUs of a node."""
-    resolved = resolve(RECIPE, ["accelerate=accelerate-fsdp1.yaml", "train.global_batch_size=12"], ranks=12)
-    resolved.accelerate["fsdp_config"]["fsdp_sharding_strategy"] = "HYBRID_SHARD"
+    words = ["accelerate=accelerate-fsdp1.yaml", "train.global_batch_size=12"]
+    words += ["accelerate.fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD"]
     with pytest.raises(UserError, match="needs whole nodes"):
-        strategy(resolved)
+        resolve(RECIPE, words, ranks=12)
 
 
 def test_a_plan_of_a_run_reads_what_the_run_resolved() -> None:

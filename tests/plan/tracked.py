@@ -131,7 +131,7 @@ def train(folder: Path) -> Tracker:
 
     resolved = resolve(folder)
     version = resolved.accelerate.get("fsdp_config", {}).get("fsdp_version")
-    cpu_fsdp.set_environment(version)
+    cpu_fsdp.set_environment(fsdp1=version == 1)
     for key, value in accelerate_env.accelerate_environment(folder / "accelerate.yaml", RANKS).items():
         os.environ.setdefault(key, value)
     cpu_fsdp.install()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clustertune.config.distribution import Distribution
+from clustertune.config.resolve import resolve
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import build, packing, sharding
@@ -65,40 +68,45 @@ def test_the_check_of_packing_leaves_the_random_state(model_type: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def found(**changes: Any) -> sharding.Distribution:
+def found(**changes: Any) -> sharding.Found:
     values = {
         "type": "FSDP",
-        "fsdp_version": 2,
+        "version": 2,
         "world_size": 2,
         "mesh": {"dp_shard": 2},
         "backend": "gloo",
         "device": "cpu",
         "sharded_share": 0.5,
     }
-    return sharding.Distribution(**{**values, **changes})
+    return sharding.Found(**{**values, **changes})
 
 
 ASKED = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
+def distribution(accelerate: dict[str, Any], ranks: int) -> Distribution:
+    """What a recipe with this accelerate file resolves to."""
+    return replace(resolve("tiny-oasst2", ranks=ranks), accelerate=accelerate).distribution
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"type": "MULTI_CPU", "fsdp_version": None, "sharded_share": 1.0}, "asks for FSDP"),
-        ({"type": "NO", "world_size": 1, "fsdp_version": None, "sharded_share": 1.0}, "1 ranks are connected"),
-        ({"fsdp_version": 1}, "FSDP1, the file asks for FSDP2"),
+        ({"type": "MULTI_CPU", "version": None, "sharded_share": 1.0}, "asks for FSDP"),
+        ({"type": "NO", "world_size": 1, "version": None, "sharded_share": 1.0}, "1 ranks are connected"),
+        ({"version": 1}, "FSDP1, the file asks for FSDP2"),
         ({"sharded_share": 1.0}, "holds 100% of the parameters"),
     ],
 )
 def test_a_silent_fallback_is_loud(changes: dict[str, Any], message: str) -> None:
-    sharding.check(found(), ASKED, 2)
+    sharding.check(found(), distribution(ASKED, 2))
     with pytest.raises(UserError, match=message) as caught:
-        sharding.check(found(**changes), ASKED, 2)
+        sharding.check(found(**changes), distribution(ASKED, 2))
     assert caught.value.code is ExitCode.FAILED
 
 
 def test_hsdp_shards_inside_a_replica() -> None:
-    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), ASKED, 4)
+    sharding.check(found(world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2}), distribution(ASKED, 4))
 
 
 def meshed(**sizes: int) -> dict[str, Any]:
@@ -162,9 +170,9 @@ def test_parameters_lie_where_the_recipe_says(
     section = asked.get("parallelism_config", {})
     mesh = {axis.split("config_")[1].removesuffix("_size"): size for axis, size in section.items()} or {"dp_shard": 4}
     base = {"world_size": 4, "mesh": mesh, "sharded_share": 0.25, **right}
-    sharding.check(found(**base), asked, 4)
+    sharding.check(found(**base), distribution(asked, 4))
     with pytest.raises(UserError, match=message):
-        sharding.check(found(**{**base, **wrong}), asked, 4)
+        sharding.check(found(**{**base, **wrong}), distribution(asked, 4))
 
 
 def test_a_gpu_takes_the_recipe_as_it_is_and_a_cpu_says_what_differs() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.training import build, kernels
 
@@ -66,7 +68,8 @@ def test_lengths_are_left_to_torch(
 ) -> None:
     """accelerate's default is no dynamic shapes, said in its file or not; what the recipe says stays."""
     monkeypatch.setenv(kernels.DYNAMIC, value)
-    notes = kernels.set_environment(train, {"dynamo_config": dynamo})
+    resolved = replace(resolve("tiny-oasst2"), train_args=train, accelerate={"dynamo_config": dynamo})
+    notes = kernels.set_environment(resolved.distribution)
     assert bool(notes) == left and (kernels.DYNAMIC not in os.environ) == left
 
 

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clustertune.config.resolve import resolve
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup
 from tests.command import REPO, events, run
@@ -207,7 +209,8 @@ def test_whoever_starts_a_rank_may_say_otherwise_than_the_file(monkeypatch: pyte
     """accelerate would then leave the model without values, and FSDP end with a word about strides."""
     for value, wanted in (("true", True), ("0", False)):
         monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", value)
-        assert Loading(fsdp(SLICES), Startup())._wanted is wanted
+        asked = replace(resolve("tiny-oasst2"), accelerate=fsdp(SLICES)).distribution
+        assert Loading(asked, Startup())._wanted is wanted
 
 
 @pytest.mark.jobs

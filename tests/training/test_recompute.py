@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.derive import recomputed_layers
+from clustertune.config.distribution import recomputed_layers
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan.strategy import strategy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
-from clustertune.config.derive import recomputed_layers
+from clustertune.config.distribution import recomputed_layers
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Megatron
@@ -26,7 +26,6 @@ NVME = "/local_nvme"
 """The folder in accelerate's own examples of NVMe offload; a person writes the node's."""
 _QUANTISATION = "train.model_init_kwargs.quantization_config"
 _SECTIONS = {"FSDP2": "fsdp_config", "ZeRO": "deepspeed_config"}
-_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,7 @@ def recomputation(resolved: Resolved, ratio: float, kind: str) -> list[str]:
         wanted, known = ("full" if ratio else None), recipe.megatron.recompute_granularity if recipe.megatron else None
         return found if wanted == known else [*found, f"megatron.recompute_granularity={wanted or 'null'}"]
     if kind.startswith("FSDP"):
-        config = acc.section(resolved.accelerate, "fsdp_config")
-        if (
-            ratio == 1
-            and not found
-            and recipe.activation_checkpointing is None
-            and acc.flag(config, "activation_checkpointing")
-        ):
+        if ratio == 1 and not found and recipe.activation_checkpointing is None and acc.recomputes(resolved.accelerate):
             return _flag(resolved, "activation_checkpointing_offload", False)
         found += _flag(resolved, "activation_checkpointing_offload", False)
         found += _flag(resolved, "activation_checkpointing", False)
@@ -182,28 +175,23 @@ def _fsdp(resolved: Resolved, layout: Layout) -> list[str]:
     """FSDP2's own keys; FSDP1's mean nothing under version 2 and are refused there."""
     config = acc.section(resolved.accelerate, "fsdp_config")
     found = []
-    if str(config.get("fsdp_version", config.get("version", ""))) != "2":
-        found.append("accelerate.fsdp_config.fsdp_version=2")
+    if not config or resolved.distribution.kind != "FSDP2":
+        found.append(f"accelerate.{acc.key_of('version')}=2")
     if not config:
         # Without a policy the whole model is one unit, which is gathered at once.
-        found.append("accelerate.fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP")
-        found.append("accelerate.fsdp_config.fsdp_cpu_ram_efficient_loading=true")
-    for key in config:
-        if (key if key.startswith("fsdp") else f"fsdp_{key}") in acc.FSDP1_ONLY:
-            found.append(f"accelerate.fsdp_config.{key}=null")
+        found.append(f"accelerate.{acc.key_of('auto_wrap_policy')}=TRANSFORMER_BASED_WRAP")
+        found.append(f"accelerate.{acc.key_of('cpu_ram_efficient_loading')}=true")
+    found += [f"accelerate.fsdp_config.{key}=null" for key in config if key in acc.FSDP1_ONLY]
     found += _flag(resolved, "reshard_after_forward", layout.reshard, default=True)
     return found + _flag(resolved, "offload_params", layout.offload_params == "cpu")
 
 
 def _flag(resolved: Resolved, key: str, value: bool, *, default: bool = False) -> list[str]:
-    """A true-or-false key of ``fsdp_config``, by the name it has there; nothing where it says so already."""
+    """A true-or-false key of ``fsdp_config``; nothing where it says so already."""
     config = acc.section(resolved.accelerate, "fsdp_config")
-    named = key if key in config else f"fsdp_{key}"
-    known = str(config.get(named, default)).lower() in ("true", "1", "yes")
+    known = acc.flag({f"fsdp_{key}": default} | config, key)
     # From another distribution: the recipe's file may hold keys that were taken out before.
-    if known == value and config:
-        return []
-    return [f"accelerate.fsdp_config.{named}={str(value).lower()}"]
+    return [] if known == value and config else [f"accelerate.{acc.key_of(key)}={str(value).lower()}"]
 
 
 def _axes(resolved: Resolved, layout: Layout) -> list[str]:
@@ -215,10 +203,10 @@ def _axes(resolved: Resolved, layout: Layout) -> list[str]:
     others = {"dp_replicate": layout.replicas, "tp": layout.tp, "cp": layout.cp, "sp": 1}
     wanted = others | {"dp_shard": world // (layout.replicas * layout.tp * layout.cp)}
     found = []
-    for axis in _AXES:
-        key = f"parallelism_config_{axis}_size"
-        if wanted[axis] != known.get(key, 1):
-            found.append(f"accelerate.parallelism_config.{key}={wanted[axis]}")
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+        key = acc.key_of(axis)
+        if wanted[axis] != known.get(key.rpartition(".")[2], 1):
+            found.append(f"accelerate.{key}={wanted[axis]}")
     return found
 
 

@@ -1,0 +1,413 @@
+"""How a resolved recipe is distributed over ranks: read once from the ecosystem's files, recorded, and only read afterwards.
+
+Facts of the pinned libraries (containers/versions.env): accelerate 1.15, torch 2.13, DeepSpeed 0.19 and Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from clustertune.config import accelerate_file as acc
+from clustertune.config import deepspeed_keys as ds
+from clustertune.config import quantization
+from clustertune.config.schema import Megatron, Recipe
+from clustertune.errors import Problem
+
+_HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+VERSION = "fsdp_version"
+"""Of FSDP: a field of ``distributed`` in run.json and in results of ``bench``."""
+IN_FLIGHT = 5
+"""Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in the backward pass."""
+
+    by: str = "none"
+    """``fsdp`` (accelerate's wrapper around each layer), ``model`` (transformers), ``megatron`` or ``none``."""
+    share: float = 0.0
+    """Share of the decoder layers, 0 to 1."""
+    offload: bool = False
+    """What recomputation starts from lies in host memory."""
+    save: tuple[str, ...] = ()
+    """What recomputed layers keep beside their input: ``activation_checkpointing.save``."""
+    selective: bool = False
+    """Megatron's: the attention alone."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One way to spread a training over ranks. Sizes are counts of ranks."""
+
+    kind: str
+    """``NO``, ``DDP``, ``FSDP1``, ``FSDP2``, ``ZeRO-0`` to ``ZeRO-3`` or ``Megatron``."""
+    world_size: int
+    ranks_per_node: int
+    data_parallel_size: int
+    """Ranks that read different sequences: world / (tp pp cp sp)."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """accelerate's axes above size 1, in its order: dp_replicate, dp_shard, cp, sp, tp."""
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    """Ranks that pass keys and values of one sequence around (ring attention)."""
+    sp: int = 1
+    """Ranks that split attention by heads (Ulysses)."""
+    ep: int = 1
+    virtual: int = 1
+    """Virtual pipeline stages per GPU; 1: plain 1F1B."""
+    replicas: int = 1
+    """Groups that hold a full copy each (HSDP); 1: none."""
+    strategy: str | None = None
+    """FSDP1's ShardingStrategy."""
+    weight_shards: int = 1
+    """Over how many ranks each weight is split; 1: whole on each."""
+    gradient_shards: int = 1
+    """The same of gradients after their reduction."""
+    state_shards: int = 1
+    """The same of optimizer state."""
+    reshard: bool = False
+    """Weights are given back after forward and gathered again for backward."""
+    offload_params: str = "none"
+    """``none``, ``cpu`` or ``nvme``."""
+    offload_optimizer: str = "none"
+    sequence_parallel: bool = False
+    """Megatron's: activations of norms and dropout are split over tp."""
+    distributed_optimizer: bool = False
+    """Megatron's: optimizer state is split over the data-parallel ranks."""
+    mixed_precision: str = "no"
+    """``bf16``, ``fp16`` or ``no``: what is computed in beside the weights' own type."""
+    reduce_dtype: str | None = None
+    """``float32`` or ``bfloat16``: the type in which FSDP sums gradients; None where that is no choice."""
+    recompute: Recompute = Recompute()
+    efficient_loading: bool = False
+    """FSDP: one rank at most makes the whole model in host memory."""
+    loading: str = "every"
+    """How weights come to the ranks: ``parts`` (each rank reads what it keeps), ``first`` (rank 0 reads all and sends it),
+    ``every`` (each rank reads all) or ``bridge`` (Megatron-Bridge: each rank its shard)."""
+    state_dict: str | None = None
+    """FSDP's: ``SHARDED_STATE_DICT`` or ``FULL_STATE_DICT``."""
+    compiled: bool = False
+    compiled_by_layer: bool = False
+    """Compiled once for all layers of one kind."""
+    dynamic_shapes_said: bool = False
+    """The file says whether lengths are dynamic for the compiler."""
+    optimizer: str | None = None
+    """The optimizer that DeepSpeed's file names."""
+    accumulate_dtype: str | None = None
+    """DeepSpeed's type of held gradients, where its file says one."""
+    communicate_dtype: str | None = None
+    """DeepSpeed's type of reductions, where its file says one."""
+    nvme: Mapping[str, str] = field(default_factory=dict)
+    """What DeepSpeed swaps to a local disk (``offload_param``, ``offload_optimizer``) and where; ``auto``: the node's own."""
+    notes: tuple[str, ...] = ()
+    """What is not counted, or counted as something else."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.kind in ("FSDP1", "FSDP2")
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.kind.startswith("ZeRO")
+
+    @property
+    def zero_stage(self) -> int | None:
+        """DeepSpeed's stage; None without DeepSpeed."""
+        return int(self.kind.removeprefix("ZeRO-")) if self.is_deepspeed else None
+
+    @property
+    def type(self) -> str:
+        """accelerate's ``DistributedType``."""
+        if self.is_fsdp or self.is_deepspeed:
+            return "FSDP" if self.is_fsdp else "DEEPSPEED"
+        return {"DDP": "MULTI_GPU"}.get(self.kind, "NO")
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether each rank reads only the part of the weights that it keeps (clustertune/training/loading.py)."""
+        return self.loading == "parts"
+
+    def on(self, world: int, ranks_per_node: int) -> Distribution:
+        """The same distribution on another number of ranks: what is not fixed by a size is spread over all of them."""
+        split = replace(
+            self,
+            world_size=world,
+            ranks_per_node=min(ranks_per_node, world),
+            data_parallel_size=max(1, world // (self.tp * self.pp * self.cp * self.sp)),
+        )
+        return replace(split, **_shards(split))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_dict` gives an equal object back."""
+        body = asdict(self)
+        body["notes"] = list(self.notes)
+        body["recompute"]["save"] = list(self.recompute.save)
+        return body
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Distribution:
+        """The inverse of :meth:`as_dict`. Raises KeyError or TypeError where ``body`` is something else."""
+        recompute = {**body["recompute"], "save": tuple(body["recompute"]["save"])}
+        return cls(**{**body, "recompute": Recompute(**recompute), "notes": tuple(body["notes"])})
+
+
+def words(told: Any) -> str | None:
+    """The distribution that a run's record tells (``distributed`` of run.json, results of ``bench``), as ``FSDP 2 (tp 2)``.
+
+    None where it tells none, whatever it holds.
+    """
+    if not isinstance(told, Mapping) or told.get("type") is None:
+        return None
+    version, mesh = told.get(VERSION), told.get("mesh")
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, Mapping) else ""
+    return f"{told['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
+
+
+def mixed_precision(train: Mapping[str, Any]) -> str:
+    """What a run computes in beside its float32 weights: ``bf16``, ``fp16`` or ``no``; the one reader of these arguments.
+
+    TRL switches bf16 on where neither it nor fp16 is given (TRL 1.16, trainer/base_config.py:108).
+    """
+    if train.get("bf16") is None:
+        return "fp16" if train.get("fp16") else "bf16"
+    return "bf16" if train["bf16"] else "fp16" if train.get("fp16") else "no"
+
+
+def recomputed_layers(ratio: float, layers: int) -> tuple[int, ...]:
+    """Which layers, counted from 0, are recomputed: ``ratio`` of them, rounded, spread evenly from the first."""
+    wanted = math.floor(ratio * layers + 0.5)
+    return tuple(index for index in range(layers) if -(-(index + 1) * wanted // layers) > -(-index * wanted // layers))
+
+
+def read(
+    recipe: Recipe,
+    train: Mapping[str, Any],
+    accelerate: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None,
+    *,
+    world: int,
+    data_parallel: int,
+    layers: int,
+    reduce_dtype: str | None,
+) -> Distribution:
+    """The distribution of a checked recipe; :func:`find_problems` says what of it would be refused on the ranks.
+
+    ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none; records of former
+    releases do not have it, and stage 3 is taken for them. ``layers``: decoder layers.
+    """
+    kind = _kind(recipe, accelerate, deepspeed)
+    compiled, by_layer = acc.compiled(train, accelerate)
+    common = Distribution(
+        kind=kind,
+        world_size=world,
+        ranks_per_node=min(recipe.slurm.gpus_per_node, world),
+        data_parallel_size=data_parallel,
+        mixed_precision=mixed_precision(train),
+        reduce_dtype=reduce_dtype,
+        recompute=_recompute(recipe, train, accelerate, layers),
+        compiled=compiled,
+        compiled_by_layer=by_layer,
+        dynamic_shapes_said=acc.says_dynamic(accelerate),
+    )
+    if recipe.megatron is not None:
+        found = _megatron(common, recipe.megatron)
+    elif common.is_fsdp:
+        found = _fsdp(common, accelerate, quantization.of(train))
+    elif common.is_deepspeed:
+        found = _deepspeed(common, accelerate, deepspeed, quantization.of(train))
+    elif kind == "DDP":
+        found = _with_mesh(common, accelerate)
+    else:
+        found = common
+    return replace(found, **_shards(found))
+
+
+def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> str:
+    if recipe.megatron is not None:
+        return "Megatron"
+    named = str(accelerate.get("distributed_type", "NO"))
+    if named == "FSDP":
+        return "FSDP2" if acc.fsdp_version(accelerate) == 2 else "FSDP1"
+    if named == "DEEPSPEED":
+        return f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}"
+    return "DDP" if named == "MULTI_GPU" else "NO"
+
+
+def _with_mesh(found: Distribution, accelerate: Mapping[str, Any]) -> Distribution:
+    sizes = acc.parallel_sizes(accelerate)
+    mesh = {axis: sizes[axis] for axis in acc.AXES if axis in sizes}
+    notes = [*found.notes, *([f"sp {sizes['sp']} (Ulysses) is counted as context parallelism"] if "sp" in sizes else [])]
+    return replace(found, mesh=mesh, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1), notes=tuple(notes))
+
+
+def _shards(found: Distribution) -> dict[str, Any]:
+    """Over how many ranks weights, gradients and states are split, and whether weights are given back in between."""
+    world, stage = found.world_size, found.zero_stage
+    if found.kind == "FSDP2":
+        # accelerate/parallelism_config.py:132: FSDP shards over dp_shard and cp together.
+        shards = max(1, world // (found.replicas * found.tp * found.sp))
+        return _all(shards) | {"reshard": found.strategy != "SHARD_GRAD_OP" and shards > 1}
+    if found.kind == "FSDP1":
+        # torch/distributed/fsdp/_init_utils.py: under HYBRID_SHARD the group of one node holds a copy of the model.
+        hybrid = found.strategy in _HYBRID
+        shards = 1 if found.strategy == "NO_SHARD" else found.ranks_per_node if hybrid else world
+        replicas = max(1, world // shards) if hybrid else 1
+        return _all(shards) | {
+            "reshard": found.strategy in ("FULL_SHARD", "HYBRID_SHARD") and shards > 1,
+            "replicas": replicas,
+        }
+    if stage is not None:
+        # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
+        ranks = max(1, world // found.tp)
+        split = {
+            name: ranks if stage >= at else 1
+            for at, name in enumerate(("state_shards", "gradient_shards", "weight_shards"), start=1)
+        }
+        return {**split, "reshard": stage >= 3 and ranks > 1}
+    if found.distributed_optimizer:
+        return {"state_shards": found.data_parallel_size * found.cp}
+    return {}
+
+
+def _all(shards: int) -> dict[str, Any]:
+    return dict.fromkeys(("weight_shards", "gradient_shards", "state_shards"), shards)
+
+
+def _fsdp(found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None) -> Distribution:
+    # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
+    place = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
+    efficient = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading")
+    found = replace(
+        found,
+        offload_params=place,
+        offload_optimizer=place,
+        efficient_loading=efficient,
+        state_dict=acc.state_dict_type(accelerate),
+        strategy=acc.sharding_strategy(accelerate),
+        loading="first" if efficient else "every",
+    )
+    if found.kind == "FSDP1":
+        return found
+    replicas = acc.parallel_sizes(accelerate).get("dp_replicate", 1)
+    loading = "parts" if efficient and why_whole(quantized) is None else found.loading
+    return _with_mesh(replace(found, replicas=replicas, loading=loading), accelerate)
+
+
+def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
+    """Why FSDP2's ranks cannot read their parts alone; None where they can. ``quantized``: ``quantization_config``, if any."""
+    storage = str((quantized or {}).get("bnb_4bit_quant_storage", "uint8"))
+    if quantized and not (quantized.get("load_in_4bit") and "float" in storage):
+        return "its quantisation is none of 4 bits in a floating point bnb_4bit_quant_storage"
+    return None
+
+
+def _deepspeed(
+    found: Distribution,
+    accelerate: Mapping[str, Any],
+    deepspeed: Mapping[str, Any] | None,
+    quantized: Mapping[str, Any] | None,
+) -> Distribution:
+    body = deepspeed or {}
+    secondary = ds.secondary_partition(body)
+    notes = ["zero_hpz_partition_size keeps a second copy of the weights on each node: not counted"] if secondary else []
+    if ds.quantizes_traffic(body):
+        notes.append("quantised weights or gradients on the way (ZeRO++): not counted")
+    devices = {part: acc.offload_device(accelerate, deepspeed, part) for part in ds.OFFLOADS}
+    loading = "every"
+    if found.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
+        # What loading_zero.why_not looks for in the model itself.
+        loading = "first" if secondary else "parts"
+    found = replace(
+        found,
+        offload_params=devices["offload_param"],
+        offload_optimizer=devices["offload_optimizer"],
+        loading=loading,
+        optimizer=ds.text(body, "optimizer.type"),
+        accumulate_dtype=ds.text(body, "data_types.grad_accum_dtype"),
+        communicate_dtype=ds.text(body, "communication_data_type"),
+        nvme=ds.nvme_paths(body),
+        notes=tuple(notes),
+    )
+    return _with_mesh(found, accelerate)
+
+
+def _megatron(found: Distribution, m: Megatron) -> Distribution:
+    """Weights and gradients lie whole on every data-parallel rank; the distributed optimizer splits its state over dp x cp
+    (Megatron-Core, docs/source/api-guide/dist_optimizer.md)."""
+    return replace(
+        found,
+        tp=m.tensor_model_parallel_size,
+        pp=m.pipeline_model_parallel_size,
+        cp=m.context_parallel_size,
+        ep=m.expert_model_parallel_size,
+        virtual=m.virtual_pipeline_model_parallel_size or 1,
+        distributed_optimizer=m.use_distributed_optimizer,
+        sequence_parallel=m.sequence_parallel,
+        loading="bridge",
+        notes=("Megatron-Bridge: the accelerate file is not used",),
+    )
+
+
+def _recompute(recipe: Recipe, train: Mapping[str, Any], accelerate: Mapping[str, Any], layers: int) -> Recompute:
+    if recipe.megatron is not None:
+        given = recipe.megatron.recompute_granularity
+        return Recompute("megatron" if given else "none", float(given == "full"), selective=given == "selective")
+    if acc.recomputes(accelerate):
+        return Recompute("fsdp", 1.0, acc.fsdp_flag(accelerate, "activation_checkpointing_offload"))
+    if not train.get("activation_checkpointing"):
+        return Recompute()
+    named = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    settings = next((given for key in named if isinstance(given := train.get(key), dict) and given), {})
+    section = recipe.activation_checkpointing
+    if section is not None:
+        share = len(recomputed_layers(section.ratio, layers)) / layers
+    else:
+        # transformers/modeling_utils.py:3238: layer_index % every_n_layers == 0
+        every = settings.get("every_n_layers", 1)
+        share = -(-layers // (every if isinstance(every, int) and every >= 1 else 1)) / layers
+    saved = tuple(section.save) if section is not None and section.save else ("attention",) * bool(settings.get("selective"))
+    # TRL's activation_offloading moves whatever backward saves: of recomputed layers that is their input.
+    return Recompute("model", share, bool(settings.get("offload") or train.get("activation_offloading")), saved)
+
+
+def find_problems(found: Distribution, file: str, deepspeed_file: str) -> list[Problem]:
+    """What only the ranks would refuse otherwise. ``file``: the accelerate file; ``deepspeed_file``: what says the stage."""
+    if found.kind == "FSDP1" and found.strategy in _HYBRID and found.world_size % found.ranks_per_node:
+        text = f"{found.world_size} ranks are no multiple of {found.ranks_per_node} on a node"
+        text = f"{found.strategy} needs whole nodes: {text}"
+        return [Problem(text, file=file, key=acc.key_of("sharding_strategy"), fix="use whole nodes")]
+    stage, params, states = found.zero_stage, found.offload_params, found.offload_optimizer
+    if stage is None:
+        return []
+    # DeepSpeed's own rules (deepspeed/runtime/zero/config.py, offload_config.py).
+    rules = (
+        (stage > 3, "zero_stage", f"there is no ZeRO stage {stage}", "write 0, 1, 2 or 3"),
+        (
+            params != "none" and stage < 3,
+            "offload_param",
+            f"parameters are offloaded only by ZeRO stage 3, here it is {stage}",
+            "use stage 3, or offload the optimizer alone",
+        ),
+        (
+            states != "none" and stage < 1,
+            "offload_optimizer",
+            f"optimizer state is offloaded only by ZeRO stages 1 to 3, here it is {stage}",
+            "use stage 2 or 3",
+        ),
+        (states == "nvme" and stage < 3, "offload_optimizer", "NVMe takes state only of ZeRO stage 3", "use cpu"),
+    )
+    return [Problem(text, file=deepspeed_file, key=key, fix=fix) for broken, key, text, fix in rules if broken][:1]
+
+
+def how_to_load(found: Distribution) -> tuple[str, str]:
+    """The key that decides how weights come to the ranks, and what makes each of them read its own part."""
+    if found.is_deepspeed:
+        fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
+        return f"deepspeed_config (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
+    fix = "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true: each rank reads its rows; offload less; more nodes"
+    return "fsdp_config", fix
