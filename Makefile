@@ -108,7 +108,7 @@ plan: setup ## does it fit, how long, what does it cost: make plan RECIPE=NAME [
 	@$(BIN)/clustertune plan '$(value RECIPE)' $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 planner-grade: setup ## the planner against published runs, as a table and in docs/results/planner.md
-	@$(BIN)/clustertune grade-planner --out docs/results/planner.md
+	@$(BIN)/python -m tools.planner_grade docs/results/planner.md
 
 # Images are built before anything is installed: any Python 3.11 or newer will do.
 IMAGE = $(PYTHON) -m clustertune.containers
