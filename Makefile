@@ -108,7 +108,7 @@ plan: setup ## does it fit, how long, what does it cost: make plan RECIPE=NAME [
 	@$(BIN)/clustertune plan '$(value RECIPE)' $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
 planner-grade: setup ## the planner against published runs, as a table and in docs/results/planner.md
-	@$(BIN)/clustertune grade-planner --out docs/results/planner.md
+	@$(BIN)/python -m tools.planner_grade docs/results/planner.md
 
 # Images are built before anything is installed: any Python 3.11 or newer will do.
 IMAGE = $(PYTHON) -m clustertune.containers
@@ -130,6 +130,9 @@ lock-check: setup ## locks are hashed, what the pins resolve to, without known v
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
+library-facts: setup ## what the pinned TRL, PEFT, accelerate, DeepSpeed and transformers take, as data of the package
+	@$(BIN)/python -m tools.library_facts
+
 golden: setup ## write the golden files of the recipes again; the diff is the review
 	@$(BIN)/python -m tests.config.write_golden
 	@$(BIN)/python -m tests.config.write_cluster_golden
@@ -142,4 +145,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade library-facts golden clean build-sif build-image lock lock-check test-containers

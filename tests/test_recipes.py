@@ -20,9 +20,9 @@ from clustertune.config.resolve import resolve
 from clustertune.config.schema import Recipe, Section, named_bases
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import make_plan
-from clustertune.plan.published import published_models
 from tests.launch.machines import cluster_of
 from tests.tree import REPO
+from tools.planner_grade.data import published_models
 
 FOLDERS = sorted(path for path in (REPO / "recipes").iterdir() if path.is_dir() and path.name != "_base")
 NEEDED = ("recipe.yaml", "README.md")

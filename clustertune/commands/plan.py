@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, Tiny, path_argument
+from clustertune.arguments import AsJson, ClusterOption, Tiny
 
 Targets = Annotated[
     list[str] | None,
@@ -21,7 +20,6 @@ Targets = Annotated[
 def add(app: typer.Typer) -> None:
     """Register the command."""
     app.command("plan")(plan)
-    app.command("grade-planner")(grade_planner)
 
 
 def plan(
@@ -53,22 +51,3 @@ def plan(
         lengths=lengths, as_document=as_document,
     )  # fmt: skip
     planning.answer(asked)
-
-
-def grade_planner(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", parser=path_argument, help="Write the page here too.")] = None,
-) -> None:
-    """The planner's predictions beside published runs, and the sources' figures computed anew."""
-    from clustertune.console import say
-    from clustertune.errors import storage_error
-    from clustertune.plan.graded import page
-
-    text = page()
-    typer.echo(text, nl=False)
-    if out is None:
-        return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise storage_error(error, "writing the page", out) from error
-    say(f"written: {out}")

@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clustertune.config import deepspeed_keys as ds
+from clustertune.config.library_facts import facts
 from clustertune.config.load import COMMAND_LINE, did_you_mean, nearest
 from clustertune.config.modeling import layer_classes, modeling_classes
 from clustertune.config.native_rules import show_value
-from clustertune.config.remembered import remembered
-from clustertune.config.source import annotated, classes, parse_module, string_list
 from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem
 
@@ -65,39 +62,14 @@ _WORDS = {
 Add = Callable[[tuple[str, ...], str, str | None], None]
 
 
-@cache
 def top_keys() -> frozenset[str]:
     """The keys that accelerate reads at the top level: the fields of its ``ClusterConfig``."""
-    return frozenset(_top_keys())
+    return frozenset(facts("accelerate")["keys"])
 
 
-@remembered
-def _top_keys() -> list[str]:
-    found = classes(parse_module("accelerate", "commands/config/config_args.py"))
-    return [ast.unparse(item.target) for name in ("BaseConfig", "ClusterConfig") for item in annotated(found[name])]
-
-
-@cache
 def launch_arguments() -> frozenset[str]:
     """The names of all options of ``accelerate launch``: a section's keys become these."""
-    return frozenset(_launch_arguments())
-
-
-@remembered
-def _launch_arguments() -> list[str]:
-    names = {"fsdp_ignored_modules"}  # read with getattr, without an option of its own
-    for node in ast.walk(parse_module("accelerate", "commands/launch.py")):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
-            names |= {
-                str(arg.value)[2:] for arg in node.args if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
-            }
-    return sorted(names)
-
-
-@remembered
-def _words(name: str) -> list[str]:
-    """The strings of a list in ``accelerate/utils/constants.py``."""
-    return list(string_list(parse_module("accelerate", "utils/constants.py"), name))
+    return frozenset(facts("accelerate")["options"])
 
 
 def section(body: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -289,7 +261,7 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], add: Add
             if str(value).lower() not in {"true", "false"}:
                 add(path, f"{show_value(value)} is not true or false", None)
         elif full in _WORDS:
-            words = _words(_WORDS[full])
+            words = facts("accelerate")[_WORDS[full]]
             if not isinstance(value, str) or value.upper() not in words:
                 add(path, f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words))
         elif full == "fsdp_min_num_params" and not _whole(value):

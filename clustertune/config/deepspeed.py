@@ -198,14 +198,13 @@ def _check_names(body: Mapping[str, Any], add: Add) -> None:
             add(key, "DeepSpeed has no such key and would ignore it", did_you_mean(key, keys.top_keys() - set(_REFUSED)))
         elif value == AUTO and key not in keys.AUTO:
             add(key, '"auto", which nobody fills in here', "leave it out, or write a value")
-    for section in keys.RECORDED_SECTIONS:
+    for section, known in keys.sections().items():
         found = get(body, section)
         if found is None:
             continue
         if not isinstance(found, Mapping):
             add(section, f"{show_value(found)} holds no keys and values", None)
             continue
-        known = keys.section_keys(section)
         for key, value in found.items():
             _check_key(section, key, value, known, add)
 

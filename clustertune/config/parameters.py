@@ -12,7 +12,7 @@ from typing import Any
 
 from clustertune.config.counted import Attention, Counted, LayerKind, Linear
 from clustertune.config.families import FAMILIES, Names
-from clustertune.config.modules import module_names
+from clustertune.config.modeling import module_names
 from clustertune.config.values import Values, window
 
 KNOWN: tuple[str, ...] = tuple(sorted(FAMILIES))

@@ -1,4 +1,8 @@
-"""Whoever asks for the network in a rehearsal without one: refused, and written down with host, port, library and call stack.
+"""Python code that asks for the network in a rehearsal without one: refused, and recorded with host, port and call stack.
+
+``unshare --net`` cuts the network off (staging/verify.py). This hook beside it is our own because neither the namespace nor
+``HF_HUB_OFFLINE`` says which library asked for what where the library swallows the error, and because many sites allow no user
+namespaces.
 
 Standard library only, and loaded by its file: as ``sitecustomize`` of every Python process of the rehearsal, children included
 (:func:`write_site`). Loopback, Unix sockets and this machine's own name are no network.

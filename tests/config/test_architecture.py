@@ -10,8 +10,7 @@ import pytest
 
 from clustertune.config import architecture
 from clustertune.config.architecture import find_problems, read_architecture, scale_down
-from clustertune.config.modeling import config_fields, layer_classes, model_types
-from clustertune.config.modules import module_names
+from clustertune.config.modeling import config_fields, layer_classes, model_types, module_names
 from clustertune.config.parameters import lora_parameter_count, parameter_count
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError

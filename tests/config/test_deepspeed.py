@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clustertune.config import accelerate_file, deepspeed, deepspeed_keys, show
+from clustertune.config import accelerate_file, deepspeed, show
 from clustertune.config.resolve import resolve
 from tests.config.conftest import Refuse
 
@@ -185,23 +184,3 @@ def test_the_checks_are_what_refuses(write: Write, refused: Refuse, monkeypatch:
     monkeypatch.undo()
     monkeypatch.setattr(accelerate_file, "_check_deepspeed", lambda *_: None)
     assert len(refused(bad, [])) == 3
-
-
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_the_recorded_keys_are_those_of_the_pinned_release() -> None:
-    """Where DeepSpeed is not installed the record decides; a new pin that brings other keys is to be recorded."""
-    for section, recorded in deepspeed_keys.RECORDED_SECTIONS.items():
-        assert dict(deepspeed_keys.section_keys(section)) == recorded, section
-    assert set(deepspeed_keys._asked_for()) <= set(deepspeed_keys.RECORDED_TOP)
-
-
-def test_without_deepspeed_the_record_decides(write: Write, refused: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node's Python need not have it."""
-    deepspeed_keys.top_keys.cache_clear()
-    deepspeed_keys.section_keys.cache_clear()
-    monkeypatch.setattr(deepspeed_keys, "_installed", lambda: False)
-    try:
-        assert [p.key for p in refused(write({"stagee": 3}, typo=1), [])] == ["typo", "zero_optimization.stagee"]
-    finally:
-        deepspeed_keys.top_keys.cache_clear()
-        deepspeed_keys.section_keys.cache_clear()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import Any
 
 import pytest
 
-from clustertune.config import checks, modules
+from clustertune.config import checks
 from clustertune.config.architecture import common_names, scale_down
-from clustertune.config.modules import module_names
+from clustertune.config.modeling import module_names
 from clustertune.config.parameters import adapter_modules, head_names
 from tests.config.architectures import ARCHITECTURES
 from tests.conftest import TINY_LLAMA
@@ -32,7 +31,7 @@ def real(architecture: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_modules_are_those_of_the_model(name: str) -> None:
-    """By the counted families, and by the source of the model: both branches of its conditions, so that it may show more."""
+    """By the counted families, and by the model type, whose facts are of all choices of its configuration and may show more."""
     small = scale_down(common_names(ARCHITECTURES[name]))
     built, kind, top = real(small), small["model_type"], small["architectures"][0]
     assert set(adapter_modules(small)) == built
@@ -84,44 +83,3 @@ def test_an_adapter_on_the_head_is_refused(targets: Any, kind: str) -> None:
 @pytest.mark.parametrize("more", [{"exclude_modules": ["lm_head"]}, {"layers_to_transform": [0]}, {"exclude_modules": "lm.*"}])
 def test_a_head_that_peft_leaves_out_is_no_obstacle(more: dict[str, Any]) -> None:
     assert refusals(TINY_LLAMA, target_modules=["q_proj", "lm_head"], **more) == []
-
-
-SOURCE = """
-TABLE = {"a": One, "b": Two}
-class One(nn.Module):
-    def __init__(self): self.first = nn.Linear(1, 1)
-class Two(One):
-    def __init__(self, config): self.second: nn.Module = None if config.x else Wide(1)
-class Wide(nn.Linear): ...
-class Layer(nn.Module):
-    def __init__(self, config): self.table = TABLE[config.kind](config)
-class Top(nn.Module):
-    def __init__(self, config):
-        kind = Layer if config.y else Two
-        made = []
-        made.append(kind(config))
-        self.layers = nn.ModuleList(made)
-        self.more = nn.ModuleList()
-        self.more.append(nn.Linear(1, 1))
-        {last}
-"""
-
-
-@pytest.mark.parametrize(
-    ("last", "hidden"),
-    [
-        ("self.end = nn.LayerNorm(1)", False),
-        ("self.end = ACT2FN[config.act]", False),
-        ("self.text = AutoModel.from_config(config)", True),
-        ("self.rest = nn.ModuleList(made_elsewhere())", False),
-        ("made.append(shared)", True),
-        ("self.rest = self.get_rest()\n    def get_rest(self): return nn.ModuleList([])", True),
-    ],
-)
-def test_a_source_is_followed_or_not_believed(last: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made by a table, a variable, a base class, an append; and what nobody can see from the file."""
-    source = SOURCE.replace("{last}", last)
-    monkeypatch.setattr(modules, "read_source", lambda *_: ast.parse(source))
-    found = modules.module_names.__wrapped__("kind", "Top")  # type: ignore[attr-defined]
-    names = {"layers.0.table.first", "layers.0.table.second", "layers.0.first", "layers.0.second", "more.0"}
-    assert set(found) == (set() if hidden else names)

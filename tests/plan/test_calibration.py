@@ -192,8 +192,8 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_range_is_what_the_calibration_left(tmp_path: Path) -> None:
     """A factor that contradicting runs leave at 20 % must not be told as known to 3 %."""
-    from clustertune.plan.grade import cases
     from clustertune.plan.predict import step_range
+    from tools.planner_grade.grade import cases
 
     one = cases(["nebius"])[-1]  # bound by the network between nodes
     widths = []

@@ -17,10 +17,10 @@ import pytest
 from clustertune.config.parameters import count
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
-from clustertune.plan.published import published_models, published_run
-from clustertune.plan.published_plan import case as published_case
 from clustertune.plan.shape import Shape
 from tests.tree import REPO
+from tools.planner_grade.case import case as published_case
+from tools.planner_grade.data import published_models, published_runs
 
 pytestmark = pytest.mark.timeout(900)
 LAYERS = 4
@@ -58,7 +58,7 @@ def predict(model: str, recomputed: int, loop: bool, layers: int = LAYERS) -> li
     """The plan's moments for the same program: IDRIS's loop, or transformers' loss in accelerate's sharding."""
     counted = count(architecture(model, layers))
     assert counted is not None
-    run = published_run("idris-h100-72b").model_copy(update={"compiled": False, "checkpointed": recomputed / LAYERS})
+    run = published_runs()["idris-h100-72b"].model_copy(update={"compiled": False, "checkpointed": recomputed / LAYERS})
     used = replace(published_case(run).shape.strategy, half_loss=loop, holds_logits=loop, ends_apart=not loop)
     return memory.moments(Shape(counted, used, counted.total, 0), Constants())
 

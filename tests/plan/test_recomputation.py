@@ -18,7 +18,6 @@ from clustertune.plan.kept import Kept
 from clustertune.plan.machine import machine as read_machine
 from clustertune.plan.policy import Policy, products
 from clustertune.plan.predict import Plan, make_plan, read_strategy
-from clustertune.plan.published import published_models
 from clustertune.plan.remedy import remedies
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import total
@@ -39,6 +38,7 @@ from tests.plan.world import (
     write_cluster,
     write_recipe,
 )  # fmt: skip
+from tools.planner_grade.data import published_models
 
 ALL = {"checkpointed": 1.0, "compiled": False, "isolated": False}
 OUT = {"q": HIDDEN, "k": NARROW, "v": NARROW, "o": HIDDEN, "gate": INNER, "up": INNER, "down": HIDDEN}

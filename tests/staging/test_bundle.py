@@ -14,7 +14,7 @@ import pytest
 from clustertune import manifest
 from clustertune.config.load import find_elsewhere
 from clustertune.config.resolve import resolve
-from clustertune.staging import bundle, isolate, needs
+from clustertune.staging import bundle, needs, verify
 from tests.command import REPO, SHORT
 from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run
 
@@ -69,11 +69,11 @@ def test_verified_without_a_network(parcel_of_all: Path) -> None:
 
 
 def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: Path) -> None:
-    """A library that asks, one that leaves it to another program, and one that hides the failure: each by its name.
+    """A library that asks and hides the failure, by its name; of one that leaves it to another program nothing gets out.
 
     And nobody else: all steps of the chain are gone through, and no library of the stack asks for anything.
     """
-    if (refused := isolate.can_isolate()) is not None:
+    if (refused := verify.no_namespace()) is not None:
         pytest.skip(f"no network namespaces here: {refused}")
     planted = tmp_path / "planted"
     fill(planted, {"nothing": 1})
@@ -82,7 +82,8 @@ def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: P
         "def ask():\n"
         "    try:\n        socket.create_connection(('beacon.example.org', 4433), 2)\n    except Exception:\n        pass\n"
         "ask()\n"
-        "subprocess.run(['bash', '-c', 'echo > /dev/tcp/203.0.113.5/8443'], stderr=subprocess.DEVNULL)\n"
+        "told = subprocess.run(['bash', '-c', 'echo > /dev/tcp/203.0.113.5/8443'], stderr=subprocess.PIPE, text=True).stderr\n"
+        "assert 'unreachable' in told, told\n"
     )
     (planted / "langdetect.py").write_text(
         "import usage_beacon\nclass DetectorFactory:\n    seed = 0\nclass LangDetectException(Exception): pass\n"
@@ -93,10 +94,7 @@ def test_who_phones_home_fails_the_verification(parcel_of_all: Path, tmp_path: P
     done = subprocess.run(words, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2, done.stderr
     found = {(a["library"], a["host"], a["port"]) for a in json.loads(done.stdout)["attempts"]}
-    assert found == {
-        ("usage_beacon", "beacon.example.org", 4433),
-        ("native code or another program", "203.0.113.5", 8443),
-    }
+    assert found == {("usage_beacon", "beacon.example.org", 4433)}
     steps = json.loads(done.stdout)["steps"]
     assert len(steps) == 8 and not any(step["problems"] or step["found"].startswith("left out") for step in steps)
     assert (

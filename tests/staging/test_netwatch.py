@@ -6,8 +6,6 @@ import ast
 import json
 import os
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.staging import isolate, netwatch
+from clustertune.staging import netwatch
 from tests.command import REPO
 
 ASKS = """
@@ -111,60 +109,3 @@ def test_the_hook_on_an_old_interpreter(tmp_path: Path, version: str) -> None:
     code = "import socket\ntry: socket.create_connection(('192.0.2.1', 80), 1)\nexcept OSError as e: print(e)"
     done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "no network in this rehearsal" in done.stdout and "192.0.2.1" in (tmp_path / "log").read_text()
-
-
-def ip(target: str, protocol: int, body: bytes) -> bytes:
-    """An IP packet to an address."""
-    packed = socket.inet_pton(socket.AF_INET6 if ":" in target else socket.AF_INET, target)
-    if ":" in target:
-        return struct.pack("!IHBB16s16s", 6 << 28, len(body), protocol, 64, packed, packed) + body
-    return struct.pack("!BBHHHBBH4s4s", 0x45, 0, 20 + len(body), 0, 0, 64, protocol, 0, packed, packed) + body
-
-
-def tcp(port: int, flags: int) -> bytes:
-    return struct.pack("!HHIIBBHHH", 40000, port, 0, 0, 5 << 4, flags, 0, 0, 0)
-
-
-QUESTION = struct.pack("!HHHHHH", 1, 256, 1, 0, 0, 0) + b"\x03hub\x07example\x00\x00\x01\x00\x01"
-
-
-def udp(port: int, body: bytes) -> bytes:
-    return struct.pack("!HHHH", 40000, port, 8 + len(body), 0) + body
-
-
-@pytest.mark.parametrize(
-    ("packet", "found"),
-    [
-        (ip("192.0.2.1", 6, tcp(443, 0x02)), ("192.0.2.1", 443, "")),
-        (ip("192.0.2.1", 6, tcp(443, 0x12)), None),
-        (ip("192.0.2.1", 6, tcp(443, 0x14)), None),
-        (ip("127.0.0.1", 6, tcp(443, 0x02)), None),
-        (ip("::1", 6, tcp(443, 0x02)), None),
-        (ip("2001:db8::1", 6, tcp(443, 0x02)), ("2001:db8::1", 443, "")),
-        (ip("192.0.2.1", 17, udp(53, QUESTION)), ("192.0.2.1", 53, "hub.example")),
-        (ip("127.0.0.53", 17, udp(53, QUESTION)), ("127.0.0.53", 53, "hub.example")),
-        (ip("127.0.0.1", 17, udp(9, b"x")), None),
-        (ip("192.0.2.1", 17, udp(9, b"x")), ("192.0.2.1", 9, "")),
-        (ip("192.0.2.1", 1, b"ping" * 4), None),
-        (b"", None),
-        (b"\x45", None),
-        (ip("192.0.2.1", 17, b"\x00"), ("192.0.2.1", 0, "")),
-    ],
-)
-def test_what_a_packet_asks_for(packet: bytes, found: tuple[str, int, str] | None) -> None:
-    """Answers and loopback are no attempts; a question for a name is one even to a resolver of this machine."""
-    assert isolate.parse_packet(packet) == found
-
-
-def test_native_code_and_other_programs_are_heard(tmp_path: Path) -> None:
-    """No hook of Python sees them: in a network of their own every address answers, with a refusal, at once."""
-    if (refused := isolate.can_isolate()) is not None:
-        pytest.skip(f"no network namespaces here: {refused}")
-    code = "echo x > /dev/tcp/198.51.100.9/4433; getent hosts telemetry.example.org; sleep 2; true"
-    done = subprocess.run(
-        isolate.command(["bash", "-c", code], str(tmp_path / "log")), cwd=REPO, capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 0
-    found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert ("198.51.100.9", 4433) in [(line["host"], line["port"]) for line in found]
-    assert any("bash" in program for line in found for program in line["programs"])

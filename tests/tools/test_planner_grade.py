@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from clustertune.plan import constants as constants_module
-from clustertune.plan.grade import Flow, flows
-from clustertune.plan.graded import page
-from clustertune.plan.reference import alternatives, floors
+from tools.planner_grade.__main__ import page
+from tools.planner_grade.grade import Flow, flows
+from tools.planner_grade.reference import alternatives, floors
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "planner.md"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from clustertune.plan.calibration import Observation, fit, solve
 from clustertune.plan.constants import Constants
 from clustertune.plan.predict import step_range
-from clustertune.plan.published import PublishedRun, published_runs
-from clustertune.plan.published_plan import Case, case
+from tools.planner_grade.case import Case, case
+from tools.planner_grade.data import PublishedRun, published_runs
 
 CSV = "idris-csv"
 REFITTED = {
@@ -88,7 +88,7 @@ class Flow:
 def cases(sets: Iterable[str]) -> list[Case]:
     """The published runs of some sets that have a step time."""
     wanted = set(sets)
-    return [case(run) for run in published_runs() if run.set in wanted and run.seconds is not None]
+    return [case(run) for run in published_runs().values() if run.set in wanted and run.seconds is not None]
 
 
 def row(one: Case, constants: Constants, note: str = "") -> Row:

@@ -1,12 +1,23 @@
-"""The rows of the data files: what a published run, a model, a cluster and a claim are described by."""
+"""Published runs, throughput tables and figures of others: what the planner is graded against.
+
+The rows stand in the YAML files beside this module, each with its source. They are this project's own: a wrong one ends in
+pydantic's error.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from clustertune.config.schema import NAME, Count, Number, Positive, Section
+from clustertune.config.yamlfile import read_yaml
+
+FOLDER = Path(__file__).resolve().parent
+REPO = FOLDER.parents[1]
 
 Key = Annotated[str, Field(pattern=rf"^{NAME}$")]
 Quantity = Annotated[Number, Field(gt=0)]
@@ -232,7 +243,7 @@ class Claim(Section):
     """What it says, in short."""
     kind: Literal["parameters", "memory", "flops", "traffic", "tokens", "steps", "time", "money", "layout", "throughput"]
     formula: Key
-    """A name of :data:`clustertune.plan.formulas.FORMULAS`."""
+    """A name of :data:`tools.planner_grade.formulas.FORMULAS`."""
     inputs: dict[str, Any]
     """What the formula takes, by name."""
     claimed: Figure
@@ -248,3 +259,74 @@ class Claim(Section):
     """What the arithmetic is expected to say."""
     instead: str = ""
     """What is right, or under which condition it is."""
+
+
+class ClaimsFile(Section):
+    """The claims and how far a figure may be off."""
+
+    sources: dict[str, str]
+    """The documents by key."""
+    tolerance: float
+    """Relative distance up to which a figure is right."""
+    coarse: float
+    """Relative distance up to which it is imprecise; beyond it is refuted."""
+    claims: tuple[Claim, ...]
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        assert {claim.source for claim in self.claims} <= set(self.sources), "a claim of an unknown source"
+        assert len({claim.id for claim in self.claims}) == len(self.claims), "a claim stands twice"
+        return self
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The values of a data file. Raises UserError where it cannot be read or parsed."""
+    return read_yaml(path, path.name).data
+
+
+@cache
+def published_models() -> Mapping[str, PublishedModel]:
+    """The models by key."""
+    return {name: PublishedModel(**body) for name, body in read(FOLDER / "models.yaml")["models"].items()}
+
+
+@cache
+def published_clusters() -> Mapping[str, PublishedCluster]:
+    """The clusters by key; one with a ``file`` takes GPU, nodes and network from there."""
+    found = {}
+    for name, body in read(FOLDER / "clusters.yaml")["clusters"].items():
+        found[name] = PublishedCluster(**{**(_from_file(REPO / body["file"]) if "file" in body else {}), **body})
+    return found
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    """A cluster of this project's own files, in the form of the published ones."""
+    compute, network = read(path)["compute"], read(path)["network"]
+    return {
+        "gpu": compute["gpu"],
+        "gpus_per_node": compute["gpus"],
+        "interconnect": compute["interconnect"],
+        "network": {"kind": network["kind"], "gbit": network["gbit"], "ports": network.get("ports", 1)},
+        "host_gb": compute["memory_gb"],
+    }
+
+
+@cache
+def published_runs(path: Path = FOLDER / "runs.yaml") -> Mapping[str, PublishedRun]:
+    """All runs by id, in the order of the file."""
+    found: dict[str, PublishedRun] = {}
+    for group in read(path)["groups"]:
+        for own in group["runs"]:
+            body = {"set": group["set"], "source": group["source"], **group.get("common", {}), **own}
+            body.setdefault("gpus_per_node", published_clusters()[body["cluster"]].gpus_per_node)
+            run = PublishedRun(**body)
+            assert run.model in published_models(), f"{run.id}: there is no model {run.model}"
+            assert run.id not in found, f"{run.id} stands twice"
+            found[run.id] = run
+    return found
+
+
+@cache
+def claims_file() -> ClaimsFile:
+    """The claims."""
+    return ClaimsFile(**read(FOLDER / "claims.yaml"))

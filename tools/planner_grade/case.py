@@ -11,10 +11,10 @@ from clustertune.config.yamlfile import Document
 from clustertune.plan import memory
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Machine, machine
-from clustertune.plan.published import DTYPE_BYTES, PublishedRun, cluster_document, published_clusters, published_models
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import Strategy
+from tools.planner_grade.data import DTYPE_BYTES, PublishedRun, published_clusters, published_models
 
 GIB = 2**30
 HALF_LAYER = 0.5
@@ -98,3 +98,33 @@ def _strategy(run: PublishedRun) -> Strategy:
         notes=(), compute=run.compute_dtype, overlap_tp=run.overlap_tp, reduce_each=run.reduce_each,
         half_loss=run.half_loss, holds_logits=run.holds_logits,
     )  # fmt: skip
+
+
+def cluster_document(run: PublishedRun) -> dict[str, Any]:
+    """The content of a cluster file for the machine of a run, with as many nodes as the run used.
+
+    Cores and storage are placeholders: no plan of time or memory per GPU reads them.
+    """
+    cluster = published_clusters()[run.cluster]
+    nodes = [{"name": f"node{index}", "address": f"10.0.{index // 250}.{index % 250 + 1}"} for index in range(run.nodes)]
+    compute: dict[str, Any] = {
+        "gpus": cluster.gpus_per_node,
+        "gpu": cluster.gpu,
+        "interconnect": cluster.interconnect,
+        "cores": 64,
+        "threads": 64,
+        "memory_gb": cluster.host_gb,
+    }
+    if cluster.domain:
+        compute["nvlink_domain"] = cluster.domain
+    network: dict[str, Any] = {"kind": "none"}
+    if cluster.network and run.nodes > 1:
+        network = {"kind": cluster.network.kind, "ports": cluster.network.ports}
+        network |= {"gbit": cluster.network.gbit} if cluster.network.gbit else {}
+        network |= {"measured_gb_s": cluster.measured_gb_s} if cluster.measured_gb_s else {}
+    return {
+        "name": run.cluster,
+        "nodes": [node | {"roles": ["compute"]} for node in nodes],
+        "compute": compute,
+        "network": network,
+    }

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertune.plan.formulas import compute
-from clustertune.plan.published import Claim, claims_file
+from tools.planner_grade.data import Claim, claims_file
+from tools.planner_grade.formulas import compute
 
 
 @dataclass(frozen=True)
 class ClaimResult:
     """A claim and its check."""
 
-    id: str
-    source: str
-    """The document."""
-    place: str
-    claim: str
-    """What it says."""
-    kind: str
-    claimed: float | tuple[float, float]
+    claim: Claim
     computed: float
-    unit: str
     arithmetic: str
     """The computation with its numbers."""
     verdict: str
-    """right | imprecise | refuted."""
-    expected: str
-    """The verdict that the data file holds; a difference is a fault of one of the two."""
-    instead: str
+    """right | imprecise | refuted; one that is not the claim's own is a fault of the data file or of the formula."""
 
 
 def check_claims() -> list[ClaimResult]:
@@ -39,20 +28,7 @@ def check_claims() -> list[ClaimResult]:
 def check(claim: Claim) -> ClaimResult:
     """One claim: the figure computed from its inputs, and how far the claimed one lies from it."""
     found = compute(claim.formula, claim.inputs)
-    return ClaimResult(
-        id=claim.id,
-        source=claims_file().sources[claim.source],
-        place=claim.place,
-        claim=claim.claim,
-        kind=claim.kind,
-        claimed=claim.claimed,
-        computed=found.value,
-        unit=claim.unit,
-        arithmetic=found.arithmetic,
-        verdict=judge(claim, found.value),
-        expected=claim.verdict,
-        instead=claim.instead,
-    )
+    return ClaimResult(claim, found.value, found.arithmetic, judge(claim, found.value))
 
 
 def judge(claim: Claim, value: float) -> str:

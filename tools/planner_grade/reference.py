@@ -9,10 +9,10 @@ from typing import Any
 from clustertune.plan import memory
 from clustertune.plan.compute import flops
 from clustertune.plan.constants import Constants
-from clustertune.plan.published import DTYPE_BYTES, published_run
-from clustertune.plan.published_plan import Case, case
 from clustertune.plan.step import step
 from clustertune.plan.term import total
+from tools.planner_grade.case import Case, case
+from tools.planner_grade.data import DTYPE_BYTES, published_runs
 
 RUN = "nutanix-405b"
 LINE_BYTES_PER_S = 100e9 / 8
@@ -37,7 +37,7 @@ class Floors:
 
 def floors() -> Floors:
     """From the run's 162 gathers of all weights (36 steps x 2 micro batches x 2, and 18 evaluations)."""
-    one = case(published_run(RUN))
+    one = case(published_runs()[RUN])
     run = one.run
     whole = one.shape.counted.total * DTYPE_BYTES["bf16"] * float(run.gathers or 0)
     ring = whole * (run.world - 1) / run.world
@@ -66,7 +66,7 @@ class Alternative:
 
 def alternatives(bandwidths: tuple[float, ...] = (4.7, 8.1)) -> list[Alternative]:
     """The run as it was, and the strategies that the sources name."""
-    start = case(published_run(RUN))
+    start = case(published_runs()[RUN])
     nf4, fp8 = DTYPE_BYTES["nf4"], DTYPE_BYTES["fp8"]
     shards = {"weight_shards": 8, "gradient_shards": 8, "state_shards": 8, "replicas": 2}
     two: dict[str, Any] = {"micro_batch": 2, "accumulation": 1}

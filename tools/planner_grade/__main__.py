@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from clustertune.plan.claims import ClaimResult, check_claims
 from clustertune.plan.constants import Constants
-from clustertune.plan.grade import Flow, Row, flows
-from clustertune.plan.published import published_run
-from clustertune.plan.published_plan import case
-from clustertune.plan.reference import RUN, alternatives, floors
 from clustertune.plan.term import number
+from tools.planner_grade.case import case
+from tools.planner_grade.claims import ClaimResult, check_claims
+from tools.planner_grade.data import claims_file, published_runs
+from tools.planner_grade.grade import Flow, Row, flows
+from tools.planner_grade.reference import RUN, alternatives, floors
 
 HEAD = """# The planner against published runs
 
 Made by `make planner-grade`; a test fails where this page is not what the code computes. "Error" is predicted over published,
 less 1: a positive one is a run predicted too slow. Sources, settings and what a source leaves open stand with each row in
-`clustertune/plan/published/`. Nothing was run for this page: it holds other people's measurements.
+`tools/planner_grade/`. Nothing was run for this page: it holds other people's measurements.
 
 What it is worth: the shares of peak were fitted to the 17 IDRIS rows and, with less weight, to the throughput tables; the width
 of the calibration's prior was set with these rows in sight; the A100 cluster's 3.1 GB/s is what its own runs imply, for its
@@ -104,7 +106,7 @@ def _reference() -> Iterator[str]:
 
 def case_seconds() -> float:
     """Predicted seconds of a step of the reference run as it was."""
-    return case(published_run(RUN)).step(Constants()).seconds
+    return case(published_runs()[RUN]).step(Constants()).seconds
 
 
 def _claims() -> Iterator[str]:
@@ -122,16 +124,20 @@ def _claims() -> Iterator[str]:
 
 
 def _claim(result: ClaimResult) -> str:
-    claimed = result.claimed
+    claim, claimed = result.claim, result.claim.claimed
     told = f"{number(claimed[0])} to {number(claimed[1])}" if isinstance(claimed, tuple) else number(claimed)
-    cells = [
-        f"{result.source}, {result.place}",
-        result.claim,
-        f"{told} {result.unit}",
-        f"{number(result.computed)} {result.unit}",
-    ]
-    return (
-        "| "
-        + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in [*cells, result.arithmetic, result.instead])
-        + " |"
-    )
+    cells = [f"{claims_file().sources[claim.source]}, {claim.place}", claim.claim, f"{told} {claim.unit}"]
+    cells += [f"{number(result.computed)} {claim.unit}", result.arithmetic, claim.instead]
+    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def main() -> None:
+    """Print the page, and write it where the first argument says."""
+    text = page()
+    sys.stdout.write(text)
+    for file in sys.argv[1:]:
+        Path(file).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

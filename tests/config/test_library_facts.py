@@ -1,0 +1,57 @@
+"""The committed facts are those of the installed libraries, whose versions are the pinned ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from clustertune.config.library_facts import FOLDER, facts
+from clustertune.containers import pins
+from tools import library_facts
+
+FIX = "a pin has moved: run make library-facts, and look at the difference"
+
+
+def test_there_is_a_file_for_each_library_of_the_pinned_version() -> None:
+    found = {path.stem: json.loads(path.read_text())[path.stem] for path in FOLDER.glob("*.json")}
+    pinned = pins.read()
+    assert found == {name: pinned.any_of(name) for name in ("trl", "peft", "accelerate", "deepspeed", "transformers")}, FIX
+
+
+@pytest.mark.parametrize("name", ["trl", "peft", "accelerate", "deepspeed"])
+def test_the_facts_are_the_installed_classes(name: str) -> None:
+    make: Callable[[], dict[str, Any]] = getattr(library_facts, f"{name}_facts")
+    assert json.loads(json.dumps(make())) == facts(name), FIX
+
+
+def test_the_model_types_are_those_of_the_installed_transformers() -> None:
+    assert library_facts.model_kinds() == list(facts("transformers")["models"]), FIX
+    assert library_facts.base_keys() == facts("transformers")["keys"], FIX
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mamba2", "qwen3_moe"])
+def test_a_model_type_is_as_installed(kind: str) -> None:
+    """All others are made by the same lines; building each would take ten minutes."""
+    assert json.loads(json.dumps(library_facts.model_facts(kind))) == facts("transformers")["models"][kind], FIX
+
+
+def test_another_release_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig
+
+    monkeypatch.setattr(LoraConfig.__dataclass_fields__["r"], "default", 9)
+    assert library_facts.peft_facts() != facts("peft")
+
+
+def test_a_module_that_only_another_choice_builds_is_known() -> None:
+    """Dense and expert layers of one family, attention among state spaces, queries in one matrix or two."""
+    models = facts("transformers")["models"]
+    for kind, top, names in (
+        ("bamba", "BambaForCausalLM", ["self_attn.q_proj", "mamba.in_proj"]),
+        ("mistral4", "Mistral4ForCausalLM", ["mlp.gate_proj", "mlp.shared_experts.gate_proj"]),
+        ("kimi_linear", "KimiLinearForCausalLM", ["self_attn.q_proj", "self_attn.q_a_proj"]),
+        ("granitemoeshared", "GraniteMoeSharedForCausalLM", ["self_attn.q_proj", "shared_mlp.input_linear"]),
+    ):
+        assert {f"model.layers.0.{name}" for name in names} <= models[kind]["modules"][top].keys(), kind
