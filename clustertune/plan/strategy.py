@@ -238,7 +238,9 @@ def _recomputation(resolved: Resolved) -> tuple[float, bool, tuple[str, ...], li
     if resolved.accelerate.get("distributed_type") == "FSDP" and acc.flag(config, "activation_checkpointing"):
         return 1.0, acc.flag(config, "activation_checkpointing_offload"), (), []
     if not args.get("activation_checkpointing"):
-        told = ["train.activation_offloading moves saved activations to host memory: not counted"]
+        # TRL 1.16 leaves out weights by their place before the model is sharded (trl/models/activation_offloading.py:686).
+        gathered = ", the weights that FSDP gathers among them" if resolved.accelerate.get("distributed_type") == "FSDP" else ""
+        told = [f"train.activation_offloading moves what backward needs to host memory{gathered}: not counted"]
         return 0.0, False, (), told if args.get("activation_offloading") else []
     settings = recomputation.settings(args)
     layers = int(resolved.architecture["num_hidden_layers"])
