@@ -233,7 +233,9 @@ def _recomputation_notes(resolved: Resolved) -> list[str]:
     if recompute.selective:
         return ["selective recomputation repeats the attention alone, which flash attention does anyway"]
     if recompute.by == "none" and resolved.recipe.megatron is None and resolved.train_args.get("activation_offloading"):
-        return ["train.activation_offloading moves saved activations to host memory: not counted"]
+        # TRL 1.16 leaves out weights by their place before the model is sharded (trl/models/activation_offloading.py:686).
+        gathered = ", the weights that FSDP gathers among them" if resolved.distribution.kind.startswith("FSDP") else ""
+        return [f"train.activation_offloading moves what backward needs to host memory{gathered}: not counted"]
     return []
 
 

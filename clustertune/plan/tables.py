@@ -88,7 +88,9 @@ def _rows(plan: Plan, price: Price | None) -> list[tuple[str, str]]:
     found.append(("host memory", f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"))
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
-        disk += f"; {saves} saves: {saves * plan.schedule.checkpoint_bytes / 1e12:,.2f} TB"
+        disk += f"; {saves} save{'s' * (saves > 1)}: {saves * plan.schedule.checkpoint_bytes / 1e12:,.2f} TB"
+        if plan.hours:
+            disk += f", {saves * plan.schedule.checkpoint.value / 36 / plan.hours:.1f} % of the time"
     return [*found, ("storage", disk)]
 
 

@@ -47,6 +47,9 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
     if values.pop("use_liger_kernel", None):
         values.pop("liger_kernel_config", None)
         notes.append("use_liger_kernel off: its kernels need a GPU")
+    if values.pop("activation_offloading", None):
+        # TRL 1.16 asks for the accelerator's streams (trl/models/activation_offloading.py:152), which a CPU has not.
+        notes.append("activation_offloading off: activations are in host memory already")
     for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if (given := values.get(key)) and given.get("offload"):
             # torch.autograd.graph.save_on_cpu asks for pinned memory, which only a GPU's driver gives.

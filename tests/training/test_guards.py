@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from clustertune.config import derive
 from clustertune.config.distribution import Distribution
 from clustertune.config.resolve import resolve
 from clustertune.data import tokenizer as tokens
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import build, packing, sharding
 from clustertune.training.events import EventLog
+from tests.command import REPO
 from tests.conftest import TINY_LLAMA
 
 
@@ -183,6 +185,26 @@ def test_a_gpu_takes_the_recipe_as_it_is_and_a_cpu_says_what_differs() -> None:
     on_cpu = build.fit_to_device(recipe, cuda=False)
     assert "tf32" not in on_cpu.values and on_cpu.values["use_cpu"] is True and on_cpu.values["bf16"] is True
     assert on_cpu.values["model_init_kwargs"]["attn_implementation"] == "sdpa" and len(on_cpu.notes) == 2
+
+
+@pytest.mark.parametrize("fp16", [None, False, True])
+@pytest.mark.parametrize("bf16", [None, False, True])
+def test_one_reader_of_the_precision_says_what_trl_trains_in(bf16: bool | None, fp16: bool | None) -> None:
+    """Exports, plans and policies take it from there: absent is not false."""
+    from trl import SFTConfig
+
+    given = {key: value for key, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
+    if bf16 and fp16:
+        return  # transformers refuses both
+    made = SFTConfig(output_dir="none", use_cpu=True, report_to="none", **given)
+    assert derive.mixed_precision(given) == ("bf16" if made.bf16 else "fp16" if made.fp16 else "no")
+
+
+def test_recipes_train_in_bfloat16() -> None:
+    """What plans, policies and exports count with."""
+    for folder in sorted((REPO / "recipes").glob("*/recipe.yaml")):
+        wanted = "no" if folder.parent.name == "tiny-oasst2" else "bf16"  # the demo of a laptop: bit for bit over any ranks
+        assert derive.mixed_precision(resolve(folder.parent).train_args) == wanted, folder
 
 
 def test_a_torn_line_of_a_killed_writer_stays_apart(tmp_path: Path) -> None:

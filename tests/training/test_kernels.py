@@ -20,9 +20,10 @@ FLASH = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
 
 def test_a_cpu_leaves_kernels_out_and_says_so() -> None:
     """Liger is Triton, offloading needs pinned memory: both would end the ranks; a GPU takes them as they are."""
-    asked = {**LIGER, **FLASH, "activation_checkpointing_kwargs": {"offload": True, "every_n_layers": 2}}
+    offload = {"activation_offloading": True, "activation_checkpointing_kwargs": {"offload": True, "every_n_layers": 2}}
+    asked = {**LIGER, **FLASH, **offload}
     found = build.fit_to_device(asked, cuda=False)
-    assert not LIGER.keys() & found.values.keys() and len(found.notes) == 3
+    assert not (LIGER.keys() | {"activation_offloading"}) & found.values.keys() and len(found.notes) == 4
     assert found.values["activation_checkpointing_kwargs"] == {"every_n_layers": 2}
     assert asked.items() <= build.fit_to_device(asked, cuda=True).values.items()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.adapter.whole import export_either, find_base, read_types
 from clustertune.chain import Chain, open_run
 from clustertune.config.resolve import resolve
 from tests.command import REPO
@@ -25,7 +26,10 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recipe_trains_tiny(name: str, forge: Forge, tmp_path: Path) -> None:
-    """Finished, over the mesh and the placements that the recipe names, with a finite loss at each step."""
+    """Finished, over the mesh and the placements that the recipe names, with a finite loss at each step.
+
+    A trained model is then published in the types of its base, tensor by tensor; an adapter in float32, in which it is trained.
+    """
     recipe, more = RUNS[name].recipe, RUNS[name].overrides
     ranks = RUNS[name].ranks
     resolved = resolve(REPO / "recipes" / recipe, [*WORDS, *more], tiny=True, ranks=ranks)
@@ -37,3 +41,11 @@ def test_a_recipe_trains_tiny(name: str, forge: Forge, tmp_path: Path) -> None:
     logs = "".join(log.read_text()[-3000:] for log in sorted(path.glob("attempts/*/rank-*.log")))
     assert codes == [0] * ranks, logs
     judge(name, path)
+    base = find_base(path)
+    assert base is not None
+    named, stored = read_types(base)
+    out = Path(export_either(path)["out"])
+    published = read_types(out)
+    assert named == "bfloat16" and set(stored.values()) == {named}
+    adapter = ("float32", dict.fromkeys(published[1], "float32"))
+    assert published == ((named, stored) if resolved.recipe.lora is None else adapter)

@@ -165,8 +165,15 @@ def distributed(path: Path) -> dict[str, Any]:
     return found
 
 
-def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | None = None) -> Bench:
-    """The tiny recipe, of another architecture where one is given, with its data and base model prepared."""
+ATTENTION = "q_proj, k_proj, v_proj, o_proj"
+"""Of a mixture alone: its experts are no Linear."""
+
+
+def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | None = None, adapted: str = ATTENTION) -> Bench:
+    """The tiny recipe, of another architecture where one is given, with its data and base model prepared.
+
+    ``adapted``: the modules of that architecture that get adapters.
+    """
     recipe = folder / "tiny"
     shutil.copytree(REPO / "recipes" / "tiny-oasst2", recipe)
     shutil.copytree(REPO / "recipes" / "_base", folder / "_base")
@@ -174,7 +181,7 @@ def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | Non
         (recipe / "model.json").write_text(json.dumps(architecture))
         (recipe / "accelerate.yaml").write_text(json.dumps({"distributed_type": "MULTI_GPU"}))
         text = (recipe / "recipe.yaml").read_text()
-        (recipe / "recipe.yaml").write_text(text.replace(", gate_proj, up_proj, down_proj", ""))  # experts are no Linear
+        (recipe / "recipe.yaml").write_text(text.replace(f"{ATTENTION}, gate_proj, up_proj, down_proj", adapted))
     done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
     assert done.code == 0, done.err
     (folder / "runs").mkdir()
@@ -218,8 +225,13 @@ RECOMPUTE: dict[str, list[str]] = {
     "ratio": ["activation_checkpointing.ratio=0.5", "train.activation_checkpointing=null"],
     "attention": ["activation_checkpointing.save=[attention]", "train.activation_checkpointing=null"],
     "products": ["activation_checkpointing.save=[attention,every_second_matmul]", "train.activation_checkpointing=null"],
-}
-"""Each way to recompute activations."""
+    "wrapper-offload": [
+        "accelerate.fsdp_config.fsdp_activation_checkpointing=true",
+        "accelerate.fsdp_config.fsdp_activation_checkpointing_offload=true", "train.activation_checkpointing=null",
+    ],
+    "model-offload": ["train.activation_checkpointing=true", "train.activation_offloading=true"],
+}  # fmt: skip
+"""Each way to recompute activations, and to keep in host memory what they start from."""
 ZERO3 = {
     "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False, "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
@@ -229,7 +241,7 @@ ZERO3 = {
 def drops() -> list[Any]:
     """Strategies by ways. ``wrapper`` is accelerate's for FSDP; ``make test`` has the pair that was wrong."""
     names = ["fsdp2", "fsdp1", "hsdp", "tp", "ddp", "zero3"]
-    pairs = [(name, how) for name in names for how in RECOMPUTE if how != "wrapper" or name not in ("ddp", "zero3")]
+    pairs = [(name, how) for name in names for how in RECOMPUTE if "wrapper" not in how or name not in ("ddp", "zero3")]
     return [pytest.param(*pair, marks=[] if pair == ("fsdp2", "wrapper") else [pytest.mark.jobs]) for pair in pairs]
 
 
@@ -262,6 +274,40 @@ def test_dropout_and_recomputation_give_the_same_bits(llama: Bench, name: str, h
     path = llama.train(name, *place, DROPPED, *RECOMPUTE[how])
     assert learnt(path) == _kept[llama.folder, name]
     assert distributed(path)["recomputed_layers"] == ("2 of 4" if how == "ratio" else "4 of 4")
+
+
+PHI = {
+    "architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096,
+    "max_position_embeddings": 2048, "layer_norm_eps": 1e-05, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "embd_pdrop": 0.2, "resid_pdrop": 0.1, "attention_dropout": 0.0,
+}  # fmt: skip
+"""Drops some of its embeddings, outside of the layers that are recomputed, and behind each half of a layer."""
+
+
+@pytest.fixture(scope="module")
+def phi(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench(forge, tmp_path_factory.mktemp("phi"), PHI, adapted="q_proj, k_proj, v_proj, dense, fc1, fc2")
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_embeddings_that_are_dropped_are_dropped_alike(phi: Bench, trained: str) -> None:
+    """With and without recomputation to the last bit; and tensor-parallel ranks drop the same of what all of them hold.
+
+    Two data-parallel ranks each: under ``tp`` a rank that dropped other values than its group would learn another loss.
+    """
+    more = FULL if trained == "full" else []
+    runs = {}
+    for name in ("fsdp2", "tp"):
+        ranks, accelerate, _ = STRATEGIES[name]
+        place = (ranks, wrapping(accelerate, "PhiDecoderLayer"))
+        runs[name] = phi.train(name, *place, *more)
+        for how in ("wrapper", "model", "wrapper-offload"):
+            assert learnt(phi.train(name, *place, *more, *RECOMPUTE[how])) == learnt(runs[name]), (name, how)
+    compare(runs["tp"], runs["fsdp2"])
+    assert apart(exported(runs["tp"]), exported(runs["fsdp2"])) < WEIGHTS
 
 
 BF16 = ["train.bf16=true"]
