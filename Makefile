@@ -133,13 +133,8 @@ lock-check: setup ## locks are hashed, what the pins resolve to, without known v
 test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run and searched [SIF=file built before]
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "containers and not long" --timeout 1800 tests/containers $(if $(value SIF),--sif '$(value SIF)') $(PYTEST_FLAGS)
 
-golden: setup ## write the golden files of the recipes again; the diff is the review
-	@$(BIN)/python -m tests.config.write_golden
-	@$(BIN)/python -m tests.config.write_cluster_golden
-	@$(BIN)/python -m tests.launch.golden_submit
-	@$(BIN)/python -m tests.plan.golden_plan
-	@$(BIN)/python -m tests.ops.write_slurm_golden
-	@$(BIN)/python -m tests.nccl_check.golden
+golden: setup ## write the golden files again; the diff is the review
+	@$(BIN)/python -m tests.goldens
 
 clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
