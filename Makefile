@@ -9,14 +9,14 @@ SHELL := /bin/bash
 # Values that a user gives are never expanded by make: a recipe named $(shell ...) would otherwise run, even in a target
 # that only checks it. They are read with $(value ...), refused where they hold anything but a plain path, and reach the
 # command as one argument.
-unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND
+unexport RECIPE MODEL IFEVAL_DATA RUN CLUSTER AGAINST VARIANT BASE EXTRAS DEFINITION OUT DATABASE SIF NAME PARTS BUDGET BACKEND ONLY
 comma := ,
 plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-z0-9_./@%+=:$(comma)-]*|-*) ;; (*) echo yes;; esac),,\
 	$(error $(1) must be a plain path or name: letters, digits and _ . / @ % + = : $(comma) -))
 $(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
 $(call plain,DATABASE)$(call plain,SIF)$(call plain,NAME)$(call plain,BUDGET)$(call plain,BACKEND)
-$(call plain,PARTS)
+$(call plain,PARTS)$(call plain,ONLY)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -110,6 +110,9 @@ plan: setup ## does it fit, how long, what does it cost: make plan RECIPE=NAME [
 planner-grade: setup ## the planner against published runs, as a table and in docs/results/planner.md
 	@$(BIN)/python -m tools.planner_grade docs/results/planner.md
 
+mutations: setup ## do the tests notice 60 small faults, into docs/results (hours) [ONLY=merge-]
+	@nice $(BIN)/python -m tools.mutate $(if $(value ONLY),--only '$(value ONLY)')
+
 # Images are built before anything is installed: any Python 3.11 or newer will do.
 IMAGE = $(PYTHON) -m clustertune.containers
 image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
@@ -133,16 +136,11 @@ test-containers: setup ## a SIF and an OCI image of the CPU variant, built, run 
 library-facts: setup ## what the pinned TRL, PEFT, accelerate, DeepSpeed and transformers take, as data of the package
 	@$(BIN)/python -m tools.library_facts
 
-golden: setup ## write the golden files of the recipes again; the diff is the review
-	@$(BIN)/python -m tests.config.write_golden
-	@$(BIN)/python -m tests.config.write_cluster_golden
-	@$(BIN)/python -m tests.launch.golden_submit
-	@$(BIN)/python -m tests.plan.golden_plan
-	@$(BIN)/python -m tests.ops.write_slurm_golden
-	@$(BIN)/python -m tests.nccl_check.golden
+golden: setup ## write the golden files again; the diff is the review
+	@$(BIN)/python -m tests.goldens
 
 clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade library-facts golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade mutations library-facts golden clean build-sif build-image lock lock-check test-containers

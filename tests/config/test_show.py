@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.console import Console
 from clustertune.config import show
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
-from tests.config.write_golden import CASES, GOLDEN, document, file_name
+from tests.goldens import RUNS
 from tests.tree import REPO
 
 NAMES = ("tiny-oasst2", "llama405b-oasst2")
@@ -23,13 +22,6 @@ def rendered(name: str, *overrides: str, tiny: bool = False, width: int = 100) -
     stream = io.StringIO()
     show.render(resolve(name, overrides, tiny=tiny), Console(file=stream, width=width))
     return stream.getvalue()
-
-
-@pytest.mark.parametrize(("name", "tiny"), CASES)
-def test_the_document_is_the_golden_one(repo: Path, name: str, tiny: bool) -> None:
-    """A difference is a change of meaning to review; ``python -m tests.config.write_golden`` writes them anew."""
-    golden = json.loads((repo / GOLDEN / file_name(name, tiny)).read_text())
-    assert document(name, tiny) == golden
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +73,7 @@ def test_full_fine_tuning_is_shown() -> None:
     assert body["trainable_parameters"] == body["parameters"]
 
 
-@pytest.mark.parametrize(("name", "tiny"), CASES)
+@pytest.mark.parametrize(("name", "tiny"), RUNS)
 @pytest.mark.parametrize("width", [100, 200])
 def test_every_row_has_a_value_and_an_origin(name: str, tiny: bool, width: int) -> None:
     """No section that the recipe has not, no number in scientific notation, no empty origin."""

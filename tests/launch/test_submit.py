@@ -20,9 +20,8 @@ from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import shape, signal_margin, slurm, submit, visible
 from clustertune.rundir import STAGES, RunDir
-from tests.launch import golden_submit
 from tests.launch.job_record import job_record
-from tests.launch.machines import machine
+from tests.launch.machines import OURS, machine
 from tests.slurm import slurm as slurm_cluster
 from tests.slurm import slurm_session
 
@@ -243,14 +242,7 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-@pytest.mark.parametrize("case", golden_submit.CASES, ids=lambda case: golden_submit.file_name(*case))
-def test_dry_run_of_every_recipe_on_every_cluster(case: tuple[str, str, bool]) -> None:
-    """The whole text, as golden files: ``python -m tests.launch.golden_submit`` writes them again."""
-    golden = golden_submit.GOLDEN / golden_submit.file_name(*case)
-    assert golden_submit.document(*case) == golden.read_text()
-
-
-@pytest.mark.parametrize("recipe", golden_submit.OURS)
+@pytest.mark.parametrize("recipe", OURS)
 def test_dry_run_needs_no_slurm(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a laptop, for the cluster that it is not; nothing is made."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -356,7 +348,7 @@ def test_what_follows_a_failure_is_cancelled(slurm_cluster: Throwaway, tmp_path:
 def test_slurm_takes_every_header(slurm_cluster: Throwaway, tmp_path: Path) -> None:
     """``sbatch --test-only`` of each stage of each recipe, in the shape of a cluster like this one."""
     here = machine(2, 1, memory_gb=1000)
-    for recipe in golden_submit.OURS:
+    for recipe in OURS:
         resolved = resolve(recipe, tiny=True)
         for stage, wanted in shape.stage_shapes(resolved, here).items():
             script = tmp_path / f"{recipe}-{stage}.sbatch"

@@ -15,14 +15,8 @@ from clustertune.errors import UserError
 from clustertune.nccl_check import batch
 from tests.command import REPO, run
 from tests.launch.machines import CLUSTER_FILES, machine
-from tests.nccl_check import golden
+from tests.nccl_check.asked import asked, job
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
-
-
-@pytest.mark.parametrize("name", CLUSTER_FILES)
-def test_dry_run_is_the_golden_one(name: str) -> None:
-    """Whole nodes, no requeue, nothing of the caller's environment. ``make golden`` writes it again."""
-    assert golden.document(name) == (golden.GOLDEN / f"nccl-check-{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", CLUSTER_FILES)
@@ -38,7 +32,7 @@ def test_the_command_prints_what_it_would_submit(name: str) -> None:
 
 def test_the_scripts_have_no_known_mistake(tmp_path: Path) -> None:
     """By the project's own lint of batch scripts."""
-    for number, text in enumerate((golden.job(CLUSTER_FILES[0]).script, batch.SCRIPT.read_text())):
+    for number, text in enumerate((job(CLUSTER_FILES[0]).script, batch.SCRIPT.read_text())):
         path = tmp_path / f"{number}.sbatch"
         path.write_text(text)
         done = run("doctor", "sbatch", str(path))
@@ -72,7 +66,7 @@ def test_a_cluster_without_slurm_is_told_so() -> None:
 def test_the_job_gets_what_was_given() -> None:
     """Another check than the one that was asked for would be worse than none."""
     cluster = machine()
-    words = golden.asked(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
+    words = asked(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
     found = nccl_submitting.arguments(words, cluster)
     assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
     assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save --tune"

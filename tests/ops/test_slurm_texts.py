@@ -21,8 +21,6 @@ from clustertune.ops.slurm.planning import all_texts, make_plan
 from clustertune.ops.slurm.verify import parsed
 from clustertune.ops.slurm.version import Version, parse_version, preempt_signal
 from tests.ops.slurm_clusters import ODD, load
-from tests.ops.write_slurm_golden import GOLDEN, golden
-from tests.tree import REPO
 
 NAMES = [
     (["n1"], "n1"),
@@ -125,12 +123,6 @@ def test_the_parser_refuses_what_is_wrong(path: str, line: str) -> None:
     assert [item.rule for item in found] == ["slurm-parser"]
     assert "/tmp" not in found[0].found
     assert re.search(r"unrecognized key|CPUs|[Pp]arsing error", found[0].found)
-
-
-@pytest.mark.parametrize("name", known_clusters())
-def test_the_files_of_the_shipped_clusters(name: str) -> None:
-    """Every file of the reference cluster, to the letter; make golden writes them anew."""
-    assert (REPO / GOLDEN / f"slurm-{name}.txt").read_text() == golden(name)
 
 
 def test_what_the_reference_document_says_of_its_slurm() -> None:

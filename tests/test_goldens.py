@@ -1,0 +1,167 @@
+"""Documents that were read and committed, and what must be true of every recipe whatever they say."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from clustertune.commands.submit import Submission
+from clustertune.config.cluster import load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+from clustertune.launch import signal_margin
+from clustertune.plan.place import find_place
+from clustertune.plan.predict import Plan, make_plan
+from tests import goldens
+from tests.goldens import GOLDEN, PLANS, RUNS
+from tests.launch.machines import REPO, cluster_of
+
+
+@pytest.mark.parametrize("name", goldens.documents())
+def test_the_document_is_the_one_that_was_read(name: str) -> None:
+    """A difference is a change of meaning to review; ``make golden`` writes them anew."""
+    assert goldens.documents()[name]() == (GOLDEN / name).read_text()
+
+
+def test_the_folder_holds_these_documents_only() -> None:
+    assert {path.name for path in GOLDEN.iterdir()} == set(goldens.documents())
+
+
+# --- every recipe ------------------------------------------------------------------------------------------------------
+
+resolved = cache(lambda name, tiny: resolve(name, tiny=tiny))
+
+
+def axes(found: Resolved) -> dict[str, int]:
+    section = (found.accelerate or {}).get("parallelism_config") or {}
+    return {key.removeprefix("parallelism_config_").removesuffix("_size"): int(value) for key, value in section.items()}
+
+
+@pytest.mark.parametrize(("name", "tiny"), RUNS)
+def test_the_ranks_divide_the_batch(name: str, tiny: bool) -> None:
+    """World size, axes, micro batch and accumulation together give the batch that the recipe names."""
+    found = resolved(name, tiny)
+    slurm, train = found.recipe.slurm, found.train_args
+    assert found.world_size == slurm.nodes * (slurm.gpus_per_node or 1) or tiny or found.world_size == slurm.nodes
+    shared = found.world_size // found.data_parallel_size
+    assert shared * found.data_parallel_size == found.world_size
+    if found.recipe.megatron is None:
+        sizes = axes(found)
+        assert shared == sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
+    micro, accumulation = train.get("per_device_train_batch_size", 8), train["gradient_accumulation_steps"]
+    assert micro * accumulation * found.data_parallel_size == found.recipe.train["global_batch_size"]
+
+
+@pytest.mark.parametrize(("name", "tiny"), RUNS)
+def test_activations_are_recomputed_once_and_checkpoints_are_sharded(name: str, tiny: bool) -> None:
+    found = resolved(name, tiny)
+    fsdp = (found.accelerate or {}).get("fsdp_config") or {}
+    by_fsdp = str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true"
+    assert not (by_fsdp and found.train_args["activation_checkpointing"])
+    assert fsdp.get("fsdp_state_dict_type", "SHARDED_STATE_DICT") == "SHARDED_STATE_DICT"
+    if found.recipe.lora is not None and fsdp and found.train_args.get("bf16", True):
+        assert found.reduce_dtype == "float32"
+
+
+@pytest.mark.parametrize("name", [name for name, tiny in RUNS if tiny])
+def test_a_tiny_run_is_short_and_another_run(name: str) -> None:
+    whole, tiny = resolved(name, False), resolved(name, True)
+    assert tiny.fingerprint() != whole.fingerprint() and tiny.train_args["max_steps"] <= 20
+    assert tiny.recipe.model.weights == "random" and tiny.accelerate["distributed_type"] == whole.accelerate["distributed_type"]
+
+
+@cache
+def plan(recipe: str, *overrides: str, cluster: str | None = None) -> Plan:
+    place = find_place(load_cluster(cluster or cluster_of(recipe)))
+    found = resolve(recipe, overrides)
+    return make_plan(found, place.machine(found.recipe.slurm.nodes), place.constants)
+
+
+@pytest.mark.parametrize("case", PLANS, ids="-".join)
+def test_every_recipe_fits_the_machine_that_it_is_for(case: tuple[str, ...]) -> None:
+    """GPUs and hosts hold it, its weights are split over the ranks that the file names, and hours follow from steps."""
+    recipe, cluster, *overrides = case
+    found = plan(recipe, *overrides, cluster=cluster)
+    used, world = found.strategy, found.resolved.world_size
+    assert found.fits and 0 < found.needed <= found.machine.usable_bytes and found.host_bytes <= found.machine.host_bytes
+    assert used.world == world and world % used.weight_shards == 0 and used.weight_shards <= world
+    if found.resolved.accelerate and axes(found.resolved).get("dp_shard"):
+        assert used.weight_shards == axes(found.resolved)["dp_shard"] * axes(found.resolved).get("cp", 1)
+    assert 0 < found.utilisation(hardware=False) <= found.utilisation(hardware=True) < 0.7
+    if found.schedule.steps is not None:
+        assert found.hours and found.hours * 3600 >= found.schedule.steps * found.step.seconds
+        assert found.schedule.checkpoints and found.schedule.checkpoints >= 1
+
+
+@cache
+def submission(recipe: str, tiny: bool) -> Submission:
+    return Submission.make(recipe, [], tiny, cluster_of(recipe), REPO / "runs" / "X", None, "report", one_job=False)
+
+
+@pytest.mark.parametrize(("name", "tiny"), RUNS)
+def test_every_job_has_the_shape_of_its_recipe(name: str, tiny: bool) -> None:
+    """Nodes and GPUs as resolved, a warning early enough, requeue, nothing of the caller's environment, no secret."""
+    found = submission(name, tiny)
+    assert [job.stage for job in found.jobs] == ["prepare", "train", "export", "merge", "eval", "report"]
+    for before, job in zip([None, *found.jobs], found.jobs, strict=False):
+        assert {"#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --export=NIL"} <= set(job.script.splitlines())
+        command = job.command("7" if before else None)
+        assert ("--dependency=afterok:7" in command) == (before is not None)
+        assert "hf_" not in job.script.replace("hf_cache", "") and f"#SBATCH --partition={job.shape.partition}" in job.script
+    train = found.jobs[1]
+    assert train.shape.nodes * train.shape.ranks_per_node == found.resolved.world_size
+    assert train.shape.gpus_per_node <= found.machine.compute.gpus
+    assert f"#SBATCH --nodes={train.shape.nodes}\n" in train.script
+    given = signal_margin.given_in(train.script)
+    assert given is not None and given >= found.margin.seconds and given * 2 < train.shape.minutes * 60
+
+
+@pytest.mark.parametrize(("name", "tiny"), RUNS)
+def test_every_rank_is_told_how_to_reach_the_others(name: str, tiny: bool) -> None:
+    """Several nodes: the interface of the cluster file, exactly. One node: none. Its caches are the job's own in any case."""
+    text = goldens.submission(name, tiny)
+    lines = dict(line.partition("  # ")[0].split("=", 1) for line in text.splitlines() if line[:1].isupper() and "  # " in line)
+    interface = load_cluster(cluster_of(name)).network.interface
+    several = submission(name, tiny).jobs[1].shape.nodes > 1
+    wanted = f"={interface}" if several and interface else None
+    assert lines.get("NCCL_SOCKET_IFNAME") == wanted
+    assert lines.get("GLOO_SOCKET_IFNAME") == (interface if wanted else None)
+    assert "clustertune-JOB" in lines["TRITON_CACHE_DIR"] and int(lines["OMP_NUM_THREADS"]) >= 1
+    assert not {"HF_TOKEN", "WANDB_API_KEY"} & lines.keys()
+
+
+# --- figures that the recipes were made for ----------------------------------------------------------------------------
+
+
+def test_a_quantised_base_in_each_node_is_ten_times_faster() -> None:
+    """The reason for the recipe: on the same 16 GPUs only the adapter's gradients cross the Ethernet."""
+    reference, hsdp = plan("llama405b-oasst2"), plan("llama405b-oasst2-hsdp-qlora")
+    assert reference.step.seconds >= 10 * hsdp.step.seconds
+    assert hsdp.fits and hsdp.strategy.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ratio", "cluster", "measured"),
+    [
+        ("qwen2.5-14b-tulu3", 0.5, "idris-jeanzay-h100", 1.9978),
+        ("qwen2.5-32b-tulu3", 0.75, "idris-jeanzay-h100", 4.1666),
+        ("qwen2.5-14b-tulu3", 0, "idris-dalia-gb200", 0.9041),
+        ("qwen2.5-32b-tulu3", 0, "idris-dalia-gb200", 1.7988),
+        ("qwen2.5-72b-tulu3", 0.5, "idris-dalia-gb200", 4.3788),
+    ],
+)
+def test_the_recipes_are_the_measured_jobs(recipe: str, ratio: float, cluster: str, measured: float) -> None:
+    """64 GPUs, 2 sequences of 4,096 tokens each, the source's ratio for the GPU's memory: its measured step is the plan's.
+
+    The source padded each conversation to 4,096 tokens. The recipes pack; without lengths a row counts as one conversation.
+    """
+    found = plan(recipe, f"activation_checkpointing.ratio={ratio}", "data.expect.mean_tokens=null", cluster=cluster)
+    assert found.fits and found.step.seconds == pytest.approx(measured, rel=0.08)
+
+
+def test_padding_wastes_what_the_source_says() -> None:
+    """Packed, an epoch has a fifth of the steps: 81 % of what the source computes is padding."""
+    packed, padded = plan("qwen2.5-14b-tulu3"), plan("qwen2.5-14b-tulu3", "train.packing=false")
+    assert packed.schedule.steps and padded.schedule.steps
+    assert 1 - packed.schedule.steps / padded.schedule.steps == pytest.approx(0.81, abs=0.01)

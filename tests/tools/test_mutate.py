@@ -1,0 +1,78 @@
+"""The mutations still apply, and the runner tells a fault that tests notice from one that they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools import mutate
+from tools.mutate import Mutation, covering_tests, judge, read_mutations
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_the_mutations_are_sixty_over_all_rooms() -> None:
+    mutations = read_mutations()
+    assert len({mutation.id for mutation in mutations}) == len(mutations) == 60
+    assert all(mutation.old != mutation.new and mutation.breaks.endswith(".") for mutation in mutations)
+
+
+@pytest.mark.parametrize("mutation", read_mutations(), ids=lambda mutation: mutation.id)
+def test_a_mutation_applies(mutation: Mutation) -> None:
+    """Who moves the code moves ``file``, ``old`` and ``new`` in tests/mutations.yaml, so that the same behaviour breaks."""
+    path = REPO / mutation.file
+    assert path.is_file(), f"{mutation.id}: {mutation.file} is gone: port the mutation to where that code is now"
+    assert path.read_text().count(mutation.old) == 1, f"{mutation.id}: port its text to the code of {mutation.file}"
+    assert covering_tests(REPO, mutation.file), f"{mutation.id}: no test names {mutation.file}"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A product of two functions, of which one is tested."""
+    (tmp_path / "clustertune" / "shop").mkdir(parents=True)
+    for folder in ("clustertune", "clustertune/shop"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "clustertune/shop/sums.py").write_text(
+        "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
+    )
+    (tmp_path / "tests" / "shop").mkdir(parents=True)
+    body = "from clustertune.shop.sums import add, sub\n\n\ndef test_add():\n    assert add(1, 2) == 3 and sub\n"
+    (tmp_path / "tests/shop/test_sums.py").write_text(body)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n    gpu\n    jobs\n    containers\n")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(REPO / ".venv/bin/python")
+    return tmp_path
+
+
+def test_a_fault_is_caught_or_missed(tree: Path, tmp_path: Path) -> None:
+    text = (tree / "clustertune/shop/sums.py").read_text()
+    seen = Mutation("shop-add", "clustertune/shop/sums.py", "return a + b", "return a - b", "Sums are sums.")
+    found = judge(tree, seen, 60)
+    assert (found["status"], found["by"]) == ("caught", "tests/shop/test_sums.py::test_add")
+    unseen = replace(seen, id="shop-sub", old="return a - b", new="return a + b")
+    assert judge(tree, unseen, 60)["status"] == "missed"
+    assert judge(tree, replace(seen, old="return a"), 60)["status"] == "cannot-apply"
+    assert (tree / "clustertune/shop/sums.py").read_text() == text
+
+
+def test_a_test_that_fails_without_the_fault_catches_nothing(tree: Path) -> None:
+    path = tree / "tests/shop/test_sums.py"
+    path.write_text(path.read_text() + "\n\ndef test_always():\n    assert False\n")
+    unseen = Mutation("shop-sub", "clustertune/shop/sums.py", "return a - b", "return a + b", "Differences are differences.")
+    found = judge(tree, unseen, 60)
+    assert (found["status"], found["fail_without"]) == ("missed", ["tests/shop/test_sums.py::test_always"])
+
+
+def test_the_page_counts_what_was_not_ported_as_missed() -> None:
+    mutations = read_mutations()[:3]
+    first, second, third = (mutation.id for mutation in mutations)
+    results = {
+        first: {"before": {"status": "caught", "by": "tests/a.py::test_b"}},
+        second: {"before": {"status": "cannot-apply", "by": ""}},
+        third: {"before": {"status": "missed", "by": ""}},
+    }
+    page = mutate.render(mutations, results)
+    assert "| before the rooms were rebuilt | 1 | 2 | 0 |" in page
+    assert "| after the rooms were rebuilt | 0 | 0 | 3 |" in page
