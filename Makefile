@@ -96,7 +96,7 @@ gpu-check: $(if $(filter file default undefined,$(origin PYTHON)),setup) ## does
 		$(if $(value BUDGET),--budget '$(value BUDGET)') $(if $(value AGAIN),--again) $(if $(value BACKEND),--backend '$(value BACKEND)')
 
 bench-merge: setup ## measure the merge against cp and PEFT and write docs/results/
-	@$(BIN)/python -m clustertune.merge.bench
+	@$(BIN)/python -m tools.merge_bench --report docs/results/merge.md
 
 doctor: setup ## what stops or slows a training: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')

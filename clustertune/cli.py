@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import shlex
 import sys
 from enum import StrEnum
@@ -335,20 +334,9 @@ for module in (*_BEFORE, launchers, push_commands, bench, compare, job_commands,
     module.add(app)
 
 
-QUICK = ("plan", "show", "show-cluster")
-"""Commands that end before garbage matters: looking for it costs them a sixth of their time."""
-
-
 def main() -> int:
     """The entry point of ``clustertune`` and of ``python -m clustertune``."""
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
-    before = gc.get_threshold()
-    if word in QUICK:
-        gc.set_threshold(100_000, *before[1:])
-    try:
-        return run_command(only(word))
-    finally:
-        gc.set_threshold(*before)
+    return run_command(only(sys.argv[1] if len(sys.argv) > 1 else ""))
 
 
 def only(word: str) -> typer.Typer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -69,28 +68,3 @@ def test_a_command_alone_is_the_command_among_all(name: str) -> None:
 @pytest.mark.parametrize("word", ["", "nonsense", "--help", "-h", "plan "])
 def test_anything_else_gets_all_commands(word: str) -> None:
     assert cli.only(word) is cli.app
-
-
-@pytest.mark.parametrize("name", cli.QUICK)
-def test_a_quick_command_is_one_and_leaves_the_collector_as_it_was(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert name in command_names()
-    before, during = gc.get_threshold(), []
-    monkeypatch.setattr(sys, "argv", ["clustertune", name])
-    monkeypatch.setattr(cli, "run_command", lambda _: during.append(gc.get_threshold()) or 0)
-    assert cli.main() == 0
-    assert gc.get_threshold() == before and during[0][0] > before[0]
-
-
-def test_nobody_looks_for_plugins_of_pydantic() -> None:
-    code = (
-        "import importlib.metadata as m, os\n"
-        "def refuse(**_): raise SystemExit('the metadata of all packages was read')\n"
-        "m.entry_points = refuse\n"
-        "from clustertune.config.schema import Slurm\n"
-        "assert Slurm(nodes=2).nodes == 2 and 'PYDANTIC_DISABLE_PLUGINS' not in os.environ"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "PYDANTIC_DISABLE_PLUGINS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -196,21 +195,6 @@ class Cluster:
                 raise TimeoutError(f"job {job} is {state} ({record.get('Reason')}), not {' or '.join(sorted(wanted))}")
             time.sleep(0.1)
 
-    def release(self, job: int | str, timeout: float = 120) -> None:
-        """Start a requeued job without the wait for its old credential.
-
-        Released within the second in which that one was revoked, it would fail with "Job credential revoked".
-        """
-        self.wait(job, "PENDING", timeout)
-        time.sleep(2.1)
-        if self.job(job)["JobState"] == "PENDING":
-            self.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)  # it may have begun just now
-
-    def cancel_all(self, timeout: float = 60) -> None:
-        """Cancel every job and wait until none is left."""
-        self.run(["scancel", "--user", str(os.getuid())], check=False)
-        self._until(lambda: not self.run(["squeue", "--noheader"]).stdout.strip(), timeout, "jobs are still there")
-
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     @property
@@ -232,48 +216,6 @@ class Cluster:
             if inner_ids(pid)[depth - 1 :] == [inner, 1]:
                 return pid
         raise Failed("a node's first process is gone")
-
-    def kill_node(self, index: int) -> None:
-        """Power loss: every process of a node is gone at once, and its address and link with it where it is isolated."""
-        pid = self._inits.pop(index)
-        if not self.isolated:
-            inside.end_descendants(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        self._until(lambda: not inner_ids(pid) or inside.state(pid) == "Z", 30, f"{self.names[index - 1]} is still there")
-
-    def kill_slurmd(self, index: int) -> None:
-        """Kill a node's slurmd, and not its jobs."""
-        for pid in self._slurmds(index):
-            os.kill(pid, signal.SIGKILL)
-        self._until(lambda: not self._slurmds(index), 30, f"slurmd of {self.names[index - 1]} is still there")
-
-    def start_slurmd(self, index: int, *, wait: bool = True) -> None:
-        """Start a node's slurmd again."""
-        os.kill(self._inits[index], signal.SIGUSR1)
-        if wait:
-            # The controller goes on calling a node ready for a while when nothing answers there.
-            self._until(lambda: self._slurmds(index), 30, f"slurmd of {self.names[index - 1]} did not start")
-            self.wait_node(index)
-
-    def _slurmds(self, index: int) -> list[int]:
-        """A node's slurmd, which is nothing more once it is dead (a zombie has no command line)."""
-        found = []
-        for pid in self.processes(index, "slurmd"):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
-                    found.append(pid)
-        return found
-
-    def processes(self, index: int, *words: str) -> list[int]:
-        """Processes of a node, by the id that they have here, whose command line holds each of ``words``."""
-        found = []
-        for pid in inside.descendants(self._inits[index]):
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if line and all(word in line for word in words):
-                    found.append(pid)
-        return found
 
     def node_state(self, index: int) -> str:
         """As sinfo says it: ``idle``, ``mixed``, ``down*``, ..."""
@@ -301,41 +243,6 @@ class Cluster:
             if time.monotonic() > end:
                 raise TimeoutError(f"{what} after {timeout:.0f} s")
             time.sleep(0.05)
-
-    # --- the network between isolated nodes --------------------------------------------------------------------------
-
-    def link(self, index: int, *, up: bool) -> None:
-        """Cut a node's link, or mend it. The node goes on without."""
-        self._network_order("ip", "link", "set", f"v{index}", "up" if up else "down")
-
-    def limit(self, rate: str | None, indices: Iterable[int] | None = None) -> None:
-        """Let each node send no faster than ``rate``, in tc(8)'s words (``100mbit``); None lifts it."""
-        for index in indices or self._inits:
-            inside_net = ("nsenter", f"--target={inner_ids(self._inits[index])[-2]}", "--net", "tc", "qdisc")
-            if rate:
-                self._network_order(
-                    *inside_net, "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"
-                )
-            else:
-                with contextlib.suppress(Failed):  # there was none
-                    self._network_order(*inside_net, "del", "dev", "eth0", "root")
-
-    def sent(self, index: int) -> int:
-        """Bytes that a node has sent to others."""
-        self._needs_isolation()
-        for line in Path(f"/proc/{self._inits[index]}/net/dev").read_text().splitlines():
-            name, _, counts = line.partition(":")
-            if name.strip() == "eth0":
-                return int(counts.split()[8])
-        raise Failed(f"{self.names[index - 1]} has no eth0")
-
-    def _network_order(self, *command: str) -> None:
-        self._needs_isolation()
-        self._started().order(run=command)
-
-    def _needs_isolation(self) -> None:
-        if not self.isolated:
-            raise Failed("nodes without namespaces share this machine's network")
 
 
 __all__ = ["DONE", "LOGIN", "Cluster", "Failed", "Spec"]

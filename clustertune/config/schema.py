@@ -1,6 +1,6 @@
 """The schema of a recipe: what is trained, on what data, how it is judged. Keys that belong to TRL and PEFT stay theirs.
 
-``train`` and ``lora`` are open mappings here: :mod:`clustertune.config.native` checks their keys against the installed
+``train`` and ``lora`` are open mappings here: :mod:`clustertune.config.native` checks their keys against the pinned
 ``SFTConfig`` and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
 """
 
@@ -10,11 +10,6 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic.plugin import _loader
-
-# Looking for pydantic's plugins reads the metadata of every installed package, 30 ms in each process. A recipe is checked
-# without any; the variable that says so, PYDANTIC_DISABLE_PLUGINS, would reach every process that is started from here.
-_loader._plugins = {}
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The form of every name that becomes a path, a job name or an argument."""

@@ -1,7 +1,8 @@
 """Apptainer definition files: header, sections, build arguments, what is fetched, and shellcheck of what a shell runs.
 
 Apptainer itself says what is wrong only where it builds, which needs the base image; a section that it does not know it
-refuses, and other readers drop it in silence.
+refuses, and other readers drop it without a message. hadolint reads Dockerfiles, and no kept linter reads
+definitions: structure and arguments are checked here, the shell by shellcheck.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the steps of a build fetch: all of it is held to a hash, or comes from the base's own archive.
 
 A digest on ``From:`` says nothing of what ``%post`` downloads. The distribution's packages are exempt: their archive is
-signed, and the bill of materials lists them.
+signed, and the bill of materials lists them. hadolint
+(DL3013: versions in pip install) reads Dockerfiles only, and asks for versions and not for hashes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""From ``versions.env`` to locks with hashes (uv resolves), and whether the locks still are what the pins give."""
+"""From ``versions.env`` to locks with hashes (uv resolves), and whether the locks still are what the pins give.
+
+uv's own ``--generate-hashes`` names every file of a version, so that pip could install a source archive or another platform's
+wheel: of uv's answer the lock keeps the files that fit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The bill of materials beside an image: CycloneDX 1.6 as JSON."""
+"""The bill of materials beside an image: CycloneDX 1.6 as JSON.
+
+Our own in place of cyclonedx-bom 7.5: that lists a Python environment, without the distribution's packages and without the
+hash of the wheel that was installed. Images are also built where no Python package is installed yet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Known vulnerabilities of what is locked, from the OSV database (osv.dev), where it can be had."""
+"""Known vulnerabilities of what is locked, from the OSV database (osv.dev), where it can be had.
+
+Our own in place of pip-audit 2.10: that asks for one package a request (about 1,300 for the locks, here three of 500), asks for
+torch's ``2.13.0+cpu``, which the database does not know, and brings 30 packages.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The packages come here, on the machine that builds, with its own pip settings: no index, certificate or password of it gets
 near the image. What has no wheel is built from its hashed source archive with build tools that are locked by hash as well,
-so that nothing unhashed is fetched or run.
+so that nothing unhashed is fetched or run. pip does the fetching and compares the hashes; uv has no ``download``.
 """
 
 from __future__ import annotations

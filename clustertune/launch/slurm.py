@@ -140,7 +140,8 @@ def hostnames(expression: str, run: Run = call) -> list[str]:
 def expand_hosts(expression: str) -> list[str]:
     """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is no node list.
 
-    Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm.
+    Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm. Our own for where
+    ``scontrol`` is not to be had (an image, a compute node without the client); python-hostlist is under the GPL.
     """
     names: list[str] = []
     for part in _split_outside(expression):

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import bench_model, merge, pieces, streaming, streams
+from clustertune.merge import merge, pieces, streaming, streams
 from clustertune.merge.base import Base
 from clustertune.merge.job import WORKING_MEMORY, Job
 from clustertune.merge.lora import Adapter, Update
@@ -35,6 +35,7 @@ from clustertune.merge.stage import staging_folder
 from clustertune.merge.streams import Output
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.merge.conftest import file_hashes, load_all
+from tools import merge_bench
 
 FULL_DISK = """
 import json, resource, sys
@@ -350,14 +351,12 @@ def test_torch_keeps_its_threads(base: Path, adapter: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("with_peft", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_benchmark_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_peft: bool) -> None:
     """The benchmark's own path on a toy: the same bytes as PEFT's, and a page that says where it ran."""
-    from clustertune.merge.bench import as_markdown, measure
-
     for name, value in (("_HIDDEN", 128), ("_INTER", 300), ("_VOCAB", 500)):
-        monkeypatch.setattr(bench_model, name, value)
-    result = measure(tmp_path / "bench", 0.005, 1, workers=1, with_peft=with_peft)
+        monkeypatch.setattr(merge_bench, name, value)
+    result = merge_bench.measure(tmp_path / "bench", 0.005, 1, workers=1, with_peft=with_peft)
     assert result["differing_tensors"] == (0 if with_peft else None)
     assert [r["way"] for r in result["rows"]][:2] == ["cp -r + fsync", "clustertune merge"]
     assert not (tmp_path / "bench").exists()
-    page = as_markdown({**result, "hardware": {"machine": "a laptop"}}, "the command")
+    page = merge_bench.as_markdown({**result, "hardware": {"machine": "a laptop"}}, "the command")
     assert "a laptop" in page
     assert "the command" in page

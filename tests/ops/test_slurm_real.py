@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.cluster import Cluster as Slurm
 from clustertune.cluster.cluster import Failed
 from clustertune.cluster.tryout import shape, try_out
 from clustertune.config.cluster import Cluster, load_cluster
@@ -21,6 +20,7 @@ from clustertune.ops.slurm.planning import all_texts, make_plan
 from clustertune.ops.slurm.texts import GRES_CONF, SLURM_CONF
 from tests.command import REPO, run
 from tests.ops.slurm_clusters import ODD, load
+from tests.slurm import FaultyCluster as Slurm
 from tests.slurm import need_slurm, wait_for
 
 NAMES = ["rno-it-gpu0007-1", "rno-it-gpu0008-1"]

@@ -189,7 +189,7 @@ def test_the_bench_measures_all_three_ways(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
-        "clustertune.staging.bench",
+        "tools.staging_bench",
         "--gb",
         "0.02",
         "--rounds",

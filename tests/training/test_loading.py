@@ -254,7 +254,7 @@ def test_a_base_that_is_quantised_already_is_refused_at_the_start(benches: Bench
 
 def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict[str, dict[str, Any]]:
     """What the loading bench says of each way."""
-    program = [sys.executable, "-m", "clustertune.training.loading_bench", "--gb", str(gb), "--ranks", str(ranks)]
+    program = [sys.executable, "-m", "tools.loading_bench", "--gb", str(gb), "--ranks", str(ranks)]
     done = subprocess.run(
         [*program, *axes, "--ways", ways, "--seconds", "300"],
         cwd=REPO,
@@ -271,7 +271,7 @@ def measured(gb: float, ranks: int, ways: str, folder: Path, *axes: str) -> dict
 
 def test_a_rank_of_the_bench_that_fails_ends_the_others_and_one_that_hangs_says_where() -> None:
     """Otherwise they wait for it in a collective, for half an hour and without a word."""
-    begin = "import time; from clustertune.training import loading_bench as bench; "
+    begin = "import time; from tools import loading_bench as bench; "
     for work, words in (("1 / 0 if number else time.sleep(100)", "[-9, 1]"), ("time.sleep(100)", "<lambda>")):
         program = f"{begin}bench._forked(lambda number: {work}, 2, 3)"
         done = subprocess.run(

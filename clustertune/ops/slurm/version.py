@@ -1,4 +1,7 @@
-"""Slurm's versions, and the words that only some of them know: an unknown key makes every client command fail."""
+"""Slurm's versions, and the words that only some of them know: an unknown key makes every client command fail.
+
+``packaging`` reads versions of Python packages (PEP 440), which ``slurm-wlm 24.11.5-1`` is not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging measured against copying the same bytes: ``python -m clustertune.staging.bench --gb 4 --place DIR``.
+"""Staging measured against copying the same bytes: ``python -m tools.staging_bench --gb 4 --place DIR``.
 
 Each round copies with ``cp -r``, stages, stages again (what is there is verified), in this order, each from a cold page cache
 of what it reads and with every file fsynced inside the time. The stage is the whole command's work: listing, copying, hashing,
@@ -27,6 +27,7 @@ from clustertune.manifest import SHA256, hash_file
 from clustertune.staging.cache import open_cache
 from clustertune.staging.tree import Source, Stager
 from clustertune.staging.worker import Bounds
+from tools.merge_bench import evict
 
 SHARD = 1 << 30
 """Bytes of one file: the shards of large models are a few times as large."""
@@ -47,16 +48,6 @@ def make_source(folder: Path, size: int, digests: bool) -> None:
             blob.parent.mkdir(exist_ok=True)
             path.rename(blob)
             path.symlink_to(blob)
-
-
-def evict(folder: Path) -> None:
-    """Take a folder's files out of the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def copy(source: Path, target: Path) -> None:

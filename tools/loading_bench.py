@@ -1,6 +1,6 @@
 """Loading by rows against stock accelerate, on a model of random weights: bytes, memory and time of each rank.
 
-``python -m clustertune.training.loading_bench --gb 1 --ranks 2``: each way is loaded, prepared and run forward once by ranks
+``python -m tools.loading_bench --gb 1 --ranks 2``: each way is loaded, prepared and run forward once by ranks
 that are forked from a process which has imported the stack; one line of JSON a way on stdout. ``rows`` and ``stock`` are the
 same accelerate configuration (its RAM-efficient loading), ``whole`` is the one without it. With ``--zero`` it
 is DeepSpeed's ZeRO-3, which has no ``whole``.
@@ -249,7 +249,7 @@ def measure(folder: Path, way: str, axes: Axes, seconds: int = SECONDS) -> list[
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m clustertune.training.loading_bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.loading_bench", description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the model (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the shards: HSDP (default: %(default)s)")
