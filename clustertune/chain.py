@@ -286,7 +286,8 @@ class Chain:
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
             inputs.make(self.resolved, self.run.path, self.run.data, from_where)
             return found
-        made = tokens.make(self.run.data, load_tokenizer(*from_where, self.resolved.chat_template, train_args), train_args)
+        tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args)
+        made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 
     def train(self) -> dict[str, Any]:

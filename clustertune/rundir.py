@@ -49,6 +49,13 @@ class RunDir:
         """What the ranks read of the data, below the conversations that it was made of."""
         return self.data / "tokens"
 
+    @property
+    def shared_tokens(self) -> Path | None:
+        """Where the points of a sweep keep the tokens that several of them read; None where this run is no point."""
+        points = self.path.absolute().parent
+        is_point = points.name == "points" and (points.parent / "sweep.json").is_file()
+        return points.parent / "tokens" if is_point else None
+
     def local_model(self, name: str) -> Path:
         """Where a model that the run makes itself lies; the folder has the model's name, which the adapter records."""
         return self.path / "model" / name.rsplit("/", 1)[-1]

@@ -52,19 +52,34 @@ class Sequences:
         begin = offset - int(self._starts[part])
         return self._maps[part][begin : begin + length]
 
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each row, int64."""
+        ends = np.concatenate(([0], np.cumsum(self._pieces["length"], dtype=np.int64)))
+        return np.diff(ends[self._begins])
+
     def as_dataset(self) -> Any:
         """A ``datasets.Dataset`` of row numbers that reads a row when it is asked for.
+
+        Its column ``length`` is what ``train_sampling_strategy: group_by_length`` and ``batch_rebalance`` look for
+        (transformers 5.23, trainer.py:1090); without it they read every row before the first step.
 
         TRL 1.16 takes no other class (sft_trainer.py:674), and a transform only with ``skip_prepare_dataset``.
         ``remove_unused_columns`` must be off: the Trainer would drop the column of numbers.
         """
         import datasets
 
+        class Rows(datasets.Dataset):  # type: ignore[misc]
+            def __getitem__(self, key: Any) -> Any:
+                if key == "length" and self._indices is None:  # datasets would read each row for its length alone
+                    return self._data.column("length").to_pylist()
+                return super().__getitem__(key)
+
         def read(batch: Mapping[str, list[int]]) -> dict[str, list[Any]]:
             rows = [self[number] for number in batch["row"]]
             return {name: [row[name] for row in rows] for name in rows[0]}
 
-        return datasets.Dataset.from_dict({"row": np.arange(len(self))}).with_transform(read)
+        return Rows.from_dict({"row": np.arange(len(self)), "length": self.lengths}).with_transform(read)
 
 
 TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False, "assistant_only_loss": False}

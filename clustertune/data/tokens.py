@@ -111,8 +111,13 @@ def _work(job: Job) -> float:
 # --- all of them -------------------------------------------------------------------------------------------------------
 
 
-def make(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any], *, chunk: int = CHUNK) -> dict[str, Any]:
+def make(
+    dataset: Path, tokenizer: Any, train_args: Mapping[str, Any], *, shared: Path | None = None, chunk: int = CHUNK
+) -> dict[str, Any]:
     """Tokens and rows of a dataset in ``dataset/tokens``, made or reused.
+
+    ``shared``: a folder where the tokens of several data sets lie by their key; what is there is linked, and what is not is
+    made there first. Rows are always the dataset's own.
 
     Returns ``{"tokens", "sequences", "labelled_share", "tokens_per_s", "tokens_per_cpu_s", "processes", "reused",
     "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "dropped"}}}``: ``tokens`` as the chat
@@ -125,12 +130,12 @@ def make(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any], *, chunk:
     try:
         out.mkdir(exist_ok=True)
         with locked(out):
-            return _make(dataset, out, tokenizer, what, chunk)
+            return _make(dataset, out, tokenizer, what, chunk, shared)
     except OSError as error:
         raise storage_error(error, "writing the tokens", error.filename or out) from error
 
 
-def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk: int) -> dict[str, Any]:
+def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk: int, shared: Path | None) -> dict[str, Any]:
     meta: dict[str, Any] = {}
     records: dict[str, FileRecord] = {}
     if not find_problems(out, KIND, allow_extra=True):
@@ -140,7 +145,10 @@ def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk:
     if meta and meta["made_from"] == what:
         return {**meta["summary"], "reused": True}
     if not meta:
-        meta, records = _tokenise(dataset, out, tokenizer, what["tokens"], chunk)
+        if shared is None:
+            meta, records = _tokenise(dataset, out, tokenizer, what["tokens"], chunk)
+        else:
+            meta, records = _share(dataset, shared / _key(what["tokens"]), out, tokenizer, what["tokens"], chunk)
     records = {name: record for name, record in records.items() if ".pieces." not in name and ".begins." not in name}
     summary = _write_rows(out, meta, what["rows"], records)
     seal(out, KIND, {**meta, "made_from": what, "summary": summary}, records)
@@ -150,6 +158,28 @@ def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk:
         elif path.name not in (*records, MANIFEST):
             path.unlink()
     return {**summary, "reused": False}
+
+
+def _share(
+    dataset: Path, home: Path, out: Path, tokenizer: Any, what: Mapping[str, Any], chunk: int
+) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """Link the tokens that lie in ``home`` into ``out``, made by whoever has its lock first. Returns as :func:`_tokenise`."""
+    home.mkdir(parents=True, exist_ok=True)
+    with locked(home):
+        if find_problems(home, KIND, allow_extra=True):
+            meta, records = _tokenise(dataset, home, tokenizer, what, chunk)
+            seal(home, KIND, meta, records)
+            for work in home.glob(".shards-*"):
+                shutil.rmtree(work)
+        found = read_manifest(home, KIND)
+    (out / MANIFEST).unlink(missing_ok=True)
+    for name in found.files:
+        (out / name).unlink(missing_ok=True)
+        try:
+            (out / name).hardlink_to(home / name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(home / name, out / name)
+    return dict(found.meta), dict(found.files)
 
 
 def _tokenise(
@@ -251,6 +281,7 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
     index, at, waiting = [np.empty(0, packing.INDEX)], 0, list(shards)
     while waiting:
         name, hasher, size = f"{split}-{len(parts):05}.u32", new_hasher("sha256"), 0
+        (out / name).unlink(missing_ok=True)  # the file of before may have a link elsewhere
         with (out / name).open("wb") as target:
             while waiting and size < PART_BYTES:
                 path = waiting.pop(0)
@@ -272,6 +303,7 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
         parts.append(size // 4)
         records[name] = FileRecord(size, hasher.hexdigest())
     whole = np.concatenate(index)
+    (out / f"{split}.index.npy").unlink(missing_ok=True)
     np.save(out / f"{split}.index.npy", whole)
     records |= record_files(out, [f"{split}.index.npy"])
     labelled = int(whole["labelled"].sum(dtype=np.int64))

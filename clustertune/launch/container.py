@@ -17,6 +17,7 @@ from clustertune.config.cluster_schema import Container as Settings
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.launch import places
+from clustertune.rundir import RunDir
 
 REPO = Path(__file__).resolve().parents[2]
 INSIDE = "launch/inside.sh"
@@ -68,11 +69,14 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
 
 
 def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
-    """What a run reads and writes beside the checkout: its folder, and whatever the recipe names by a path."""
+    """What a run reads and writes beside the checkout: its folder, a sweep's that it is a point of, and whatever the recipe
+    names by a path."""
     recipe = resolved.recipe
+    shared = RunDir(run_path).shared_tokens
     named = [resolved.folder, recipe.staged, recipe.model.path, resolved.input_path]
     found = [Path(path).absolute() for path in named if path]
-    return [run_path.resolve(), *(path for path in found if not path.is_relative_to(REPO))]
+    run = run_path.resolve() if shared is None else shared.parent.resolve()
+    return [run, *(path for path in found if not path.is_relative_to(REPO))]
 
 
 def unbindable(paths: Sequence[str | Path]) -> list[Problem]:

@@ -21,6 +21,7 @@ from clustertune.data.prepare import prepare
 from clustertune.data.tokenizer import choose_pad_token, training_template
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest
+from clustertune.rundir import RunDir
 
 CHUNK = 2000
 ASKED = {"assistant_only_loss": True, "packing": True, "max_length": 64}
@@ -326,3 +327,52 @@ def test_samples_show_what_is_trained(dataset: Path, tokenizer: Any) -> None:
         inside = [part.partition("]]")[0] for part in text.split("[[")[1:]]
         assert len(inside) == 1 and inside[0].startswith("answer ") and inside[0].endswith("<|eot_id|>")
         assert "question" in text.partition("[[")[0]
+
+
+def test_points_of_a_sweep_tokenise_once(tmp_path: Path, tokenizer: Any) -> None:
+    """One set of tokens by its key, linked; rows are each one's own; damage there is no one's tokens."""
+    shared = tmp_path / "tokens"
+    first, second, other = (fill(tmp_path / name) for name in ("first", "second", "other"))
+    told = tokens.make(first, tokenizer, ASKED, shared=shared)
+    assert content(first) == content_alone(fill(tmp_path / "alone"), tokenizer)
+    again = tokens.make(second, tokenizer, {**ASKED, "max_length": 32}, shared=shared)
+    assert again["tokens"] == told["tokens"] and again["sequences"] > told["sequences"] and not again["reused"]
+    name = "train-00000.u32"
+    assert (first / "tokens" / name).samefile(second / "tokens" / name) and len(list(shared.iterdir())) == 1
+    [home] = shared.iterdir()
+    damaged = bytearray((home / name).read_bytes())
+    damaged[0] ^= 1
+    (home / name).unlink()
+    (home / name).write_bytes(damaged)
+    tokens.make(other, tokenizer, ASKED, shared=shared)
+    assert content(other) == content(first)
+    tokens.make(other, tokenizer, {**ASKED, "assistant_only_loss": False}, shared=shared)
+    assert len(list(shared.iterdir())) == 2
+    for folder in (first, second, other):
+        assert not find_problems(folder / "tokens", tokens.KIND)
+
+
+def content_alone(dataset: Path, tokenizer: Any) -> dict[str, bytes]:
+    tokens.make(dataset, tokenizer, ASKED)
+    return content(dataset)
+
+
+def test_which_runs_share(tmp_path: Path) -> None:
+    point = tmp_path / "sweep" / "points" / "0003"
+    assert RunDir(point).shared_tokens is None
+    point.mkdir(parents=True)
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    assert RunDir(point).shared_tokens == tmp_path / "sweep" / "tokens"
+    assert RunDir(tmp_path / "runs" / "tiny" / "abc").shared_tokens is None
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_lengths_are_known_without_reading_a_row(dataset: Path, tokenizer: Any, packing: bool) -> None:
+    """What ``group_by_length`` sorts by: transformers would read every row for them before the first step."""
+    tokens.make(dataset, tokenizer, {**ASKED, "packing": packing})
+    rows, _ = sequences.load(dataset / "tokens", dataset, tokenizer, {**ASKED, "packing": packing})
+    expected = [len(row["input_ids"]) for row in rows]
+    for path in (dataset / "tokens").glob("train-*.u32"):
+        path.unlink()  # a row that is read now is an error
+    lengths = rows["length"]
+    assert isinstance(lengths, list) and lengths == expected and "length" in rows.column_names

@@ -15,6 +15,7 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import CONTAINER_OPTIONS, Cluster, Container
+from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.launch import container, step
 from tests.command import REPO
@@ -291,3 +292,12 @@ def test_what_pyxis_would_refuse_the_stand_in_refuses(
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
     command[1:1] = broken
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode != 0
+
+
+def test_a_point_of_a_sweep_sees_what_the_points_share(tmp_path: Path) -> None:
+    """Its tokens lie beside the run folders."""
+    resolved, point = resolve("tiny-oasst2"), tmp_path / "sweep" / "points" / "0001"
+    point.mkdir(parents=True)
+    assert container.places_of(resolved, point)[0] == point
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    assert container.places_of(resolved, point)[0] == tmp_path / "sweep"
