@@ -79,7 +79,7 @@ COMMANDS = {
     "clustertune submit recipes/llama405b-oasst2 --dry-run": (
         "tests/launch/test_submit.py::test_dry_run_of_every_recipe_on_every_cluster"
     ),
-    "clustertune submit llama70b-megatron --cluster mine.yaml --dry-run": (
+    "clustertune submit llama70b-megatron --cluster mine.yaml --dry-run --verbose": (
         "tests/megatron/test_submit.py::test_what_would_be_done_is_printed"
     ),
     "clustertune push RUN --repo OWNER/NAME --dry-run": "tests/push/test_push.py::test_a_dry_run_asks_nobody",

@@ -21,7 +21,7 @@ Targets = Annotated[
 def add(app: typer.Typer) -> None:
     """Register the command."""
     app.command("plan")(plan)
-    app.command("grade-planner")(grade_planner)
+    app.command("grade-planner", hidden=True)(grade_planner)
 
 
 def plan(

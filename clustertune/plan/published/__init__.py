@@ -19,7 +19,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.plan.published.rows import DTYPE_BYTES, Claim, PublishedCluster, PublishedModel, PublishedNetwork, PublishedRun
 
 FOLDER = Path(__file__).resolve().parent
-REPO = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[3]
 Row = TypeVar("Row", bound=Section)
 
 __all__ = [
@@ -89,7 +89,7 @@ def published_clusters(path: Path = FOLDER / "clusters.yaml") -> Mapping[str, Pu
 
 def _from_file(body: Mapping[str, Any]) -> dict[str, Any]:
     """A cluster of this project's own files, in the form of the published ones."""
-    told = read(REPO / body["file"])
+    told = read(ROOT / body["file"])
     compute, network = told["compute"], told["network"]
     return {
         "gpu": compute["gpu"],
