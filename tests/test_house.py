@@ -44,8 +44,6 @@ ORDER = (
 )
 """The packages and modules of ``clustertune/``, each importing only from the left; those of one place not from each other."""
 
-MAX_FILE, MAX_FUNCTION = 1000, 60
-
 SHOWN_SIGNS = "\N{PLUS-MINUS SIGN}\N{RIGHTWARDS ARROW}\N{MIDDLE DOT}"
 """Signs of the report and the score table, which code may hold."""
 
@@ -126,31 +124,6 @@ def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
     }
     assert import_faults({**package, "clustertune/data/x.py": ""}) == []
     assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
-
-
-# --- size --------------------------------------------------------------------------------------------------------------
-
-
-def size_faults(path: str, source: str) -> list[str]:
-    lines = source.count("\n")
-    faults = [f"{path}: {lines} lines"] if lines > MAX_FILE else []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            faults += [f"{path}:{node.lineno}: {node.name} has {length} lines"] if length > MAX_FUNCTION else []
-    return faults
-
-
-def test_files_and_functions_stay_small() -> None:
-    """What grows beyond has two jobs, and nobody reads it in one sitting before changing it."""
-    assert [fault for path, source in tree.sources("clustertune/").items() for fault in size_faults(path, source)] == []
-
-
-def test_a_planted_giant_is_found() -> None:
-    """The limits themselves still fit; one line more does not."""
-    assert size_faults("x.py", "def f():\n" + "    pass\n" * 59 + "x = 1\n" * 340) == []
-    assert len(size_faults("x.py", "class C:\n    def f(self):\n" + "        pass\n" * 60)) == 1
-    assert len(size_faults("x.py", "x = 1\n" * (MAX_FILE + 1))) == 1
 
 
 # --- calls that are not made ---------------------------------------------------------------------------------------------

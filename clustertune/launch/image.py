@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,64 @@ from typing import Any
 from clustertune.config.cluster_schema import Container
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.launch import mounting
 from clustertune.manifest import write_durably
+
+PROBE_SECONDS = 60.0
+HELPERS = ("squashfuse_ll", "squashfuse")
+
+
+def unshielded(settings: Container) -> list[str]:
+    """A warning where this machine mounts the image with a program that a signal of Slurm (preemption, scancel) ends.
+
+    A rootless Apptainer mounts the image with squashfuse, which ends with SIGTERM. launch/inside.sh puts launch/fuse/keep.sh in
+    its place, on the PATH. An Apptainer that brings a squashfuse of its own looks there first ("The internal bin
+    ${prefix}/libexec/apptainer/bin is always included ... at the beginning of $PATH", apptainer.conf, BINARY PATH): it cannot
+    be shielded from here, so this warns.
+
+    Empty where the runtime is not here: a login node may have none, and the job looks again.
+    """
+    if settings.runtime not in ("apptainer", "singularity") or "--unsquash" in settings.options:
+        return []
+    folder = _own_folder(settings)
+    if folder is None:
+        return []
+    return judge(settings, sorted(path.name for path in folder.iterdir()), str(folder))
+
+
+def judge(settings: Container, own: Sequence[str], folder: str) -> list[str]:
+    """``own``: what the runtime's folder of helpers, ``folder``, holds."""
+    if "starter-suid" in own and "--userns" not in settings.options:
+        return []  # the kernel mounts the image
+    found = next((name for name in HELPERS if name in own), None)
+    if found is None:
+        return []
+    text = f"the image is mounted by {folder}/{found}, which ends with any SIGTERM of Slurm's (preemption, scancel)"
+    unsquash = "container.options: [--unsquash], or " if settings.runtime == "apptainer" else ""
+    fix = f"{unsquash}PreemptParameters=send_user_signal, or that program out of the folder and squashfuse on the PATH"
+    return [f"{text}: the steps since the newest checkpoint are lost then -> {fix}"]
+
+
+def _own_folder(settings: Container) -> Path | None:
+    """Where the runtime keeps its own helpers, as it says itself; None where it does not."""
+    try:
+        done = subprocess.run(
+            [settings.command, "buildcfg"],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = re.search(r"^LIBEXECDIR=(/.*)$", done.stdout, re.MULTILINE)
+    name = re.search(r"^PACKAGE_NAME=([a-z-]+)$", done.stdout, re.MULTILINE)
+    if not said or not name:
+        return None
+    folder = Path(said[1]) / name[1].partition("-")[0] / "bin"
+    return folder if folder.is_dir() else None
+
 
 LABEL_SECONDS = 60.0
 _CHUNK = 1 << 22
@@ -72,7 +128,7 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
         text = f"its sum is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
         raise UserError(Problem(text, file=str(path), key="container.image", fix=fix))
     labels = labels_of(settings, path)
-    warnings = [*notes, *mounting.unshielded(settings)]
+    warnings = [*notes, *unshielded(settings)]
     return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), warnings
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import json
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import safe_globals
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed as ds
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch.environment import own_folder
+from clustertune.manifest import MANIFEST, find_problem, read_manifest
 from clustertune.storage import free_bytes
 
 NVME_VARIABLES = {part: f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH" for part in ds.OFFLOADS}
@@ -317,3 +321,136 @@ def _device(zero: Mapping[str, Any], keys: Mapping[str, Any], part: str) -> str:
 def _device_of(offload: Any) -> str:
     device = getattr(offload, "device", None)
     return str(getattr(device, "value", device) or "none")
+
+
+class Hashed:
+    """DeepSpeed's checkpoint files: written as DeepSpeed does, loaded only as they are in the manifest, and as data only.
+
+    Stands in for ``deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine``.
+    """
+
+    name = "clustertune"
+
+    def __init__(self, optimizer: Any = None) -> None:
+        self._optimizer = optimizer
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """A folder of the checkpoint."""
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file. Zip form: its tensors can be mapped instead of read."""
+        torch.save(state_dict, path)
+        if path.endswith("_optim_states.pt") and (masters := swapped_masters(self._optimizer)):
+            Path(path).with_suffix(".nvme.json").write_text(json.dumps(masters))
+
+    def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002
+        """Load one file whose SHA-256 is the manifest's; tensors, plain values and three of DeepSpeed's own names, no code.
+
+        Raises UserError where the file is another than the one that was saved.
+        """
+        return load_verified(Path(path), own_names())
+
+    def commit(self, info: Any) -> bool:  # noqa: ARG002
+        """The store's manifest is the commit."""
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Rank 0 writes what all ranks hold alike."""
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        """A save has ended when it returns."""
+        return False
+
+    def set_commit_info(self, info: Any) -> None:
+        """Only decoupled engines keep it."""
+
+    def get_commit_info(self) -> None:
+        """Only decoupled engines have any."""
+
+    def preserves_storage_sharing(self) -> bool:
+        """torch.save writes a storage once."""
+        return True
+
+    def cleanup(self) -> None:
+        """Nothing is left behind."""
+
+
+def own_names() -> list[Any]:
+    """What of DeepSpeed's own a checkpoint of it refers to."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, ZeroStageEnum, fragment_address]
+
+
+def load_verified(path: Path, names: list[Any]) -> Any:
+    """The content of a file of a checkpoint, by torch's restricted unpickler, after its hash. Raises UserError."""
+    root = next((folder for folder in path.parents if (folder / MANIFEST).is_file()), None)
+    if root is None:
+        raise UserError(Problem("is not part of a whole checkpoint", file=str(path)))
+    record = read_manifest(root, "checkpoint").files.get(path.relative_to(root).as_posix())
+    if record is None:
+        raise UserError(Problem("is not named by the checkpoint's manifest", file=str(path)))
+    if problem := find_problem(path, record):
+        raise UserError(problem)
+    try:
+        with safe_globals(names):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise UserError(Problem(f"holds more than tensors and plain values: {words}", file=str(path))) from None
+
+
+def follow(engine: Any) -> None:
+    """Make every load of this engine a whole one, also where optimizer state lies on NVMe.
+
+    DeepSpeed 0.19's ``engine.load_checkpoint`` copies the swap files of the checkpoint back and takes the masters out of them,
+    and no more. What lies in memory (groups below the size that is swapped, the counts of steps) stays as it was made. The
+    optimizer knows of no moments before its first step, so those in the files are overwritten with zeros (``engine.py``:
+    ``_load_zero_checkpoint`` is left out with ``zero_nvme_offload_optimizer``; ``swap_tensor/optimizer_utils.py``:
+    ``_get_state_tensors``). Small parameters, which every rank holds whole, stay those of the base model until the first step.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "optimizer_swapper", None) is None:
+        return
+    load = engine.load_checkpoint
+
+    def whole(folder: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        found = load(folder, tag, *args, **kwargs)
+        if found[0] is not None:
+            tag = tag or Path(folder, "latest").read_text(encoding="utf-8").strip()
+            states = engine._get_all_zero_checkpoints(folder, tag)
+            restore(optimizer, states[torch.distributed.get_rank(engine.optimizer.dp_process_group)])
+        return found
+
+    engine.load_checkpoint = whole
+
+
+def restore(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Lay this rank's saved state over what :func:`follow` describes. ``saved``: its file's ``optimizer_state_dict``."""
+    inner, swapper = optimizer.optimizer, optimizer.optimizer_swapper
+    optimizer._set_fp32_optimizer_param_groups()
+    inner.load_state_dict(saved["optimizer_state_dict"])
+    optimizer._clear_fp32_optimizer_param_groups()
+    for number, (group, value) in enumerate(
+        zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
+    ):
+        info = swapper.swap_params_info.get(getattr(group, "ds_id", None))
+        if info is None:
+            group.data.copy_(value)
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            continue
+        del info.tensors[1:]
+        for name, moment in inner.state[group].items():
+            if isinstance(moment, torch.Tensor) and moment.numel() == 0:  # its values are in a file of this name
+                moment.ds_id = f"{name}-{group.ds_id}"
+                info.add_state_tensors([moment])
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

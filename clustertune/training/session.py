@@ -23,7 +23,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
 from clustertune.rundir import RunDir
 from clustertune.training import base_model, build, deepspeed, kernels, packing, recompute, sharding, tracker
-from clustertune.training.collectives import Group
+from clustertune.training.collectives import Group, check_world
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
@@ -31,7 +31,6 @@ from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.stop import StopFlag
 from clustertune.training.trainer import NothingLeft, Saved, Store, Trainer
 from clustertune.training.watch import Watch
-from clustertune.training.world import check_world
 
 LABEL_SAMPLE = 64
 """Training rows whose labels are looked at before the first step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
@@ -17,17 +18,140 @@ import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FSDPModule
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from clustertune.checkpoint import restricted
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.storage import free_bytes, is_full, storage_cause
-from clustertune.training import deepspeed, fsdp1
+from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
+from clustertune.training.deepspeed import Hashed
+from clustertune.training.evaluation import TokenMeanTrainer
 from clustertune.training.heartbeat import Heartbeat
+from clustertune.training.loading import Loading
 from clustertune.training.stop import StopFlag
-from clustertune.training.zero import ZeroTrainer, local
+
+
+def _as_they_are(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+class MeshTrainer(TokenMeanTrainer):
+    """TRL's trainer on every axis of accelerate's mesh: a model split over tp, sequences split over cp.
+
+    accelerate 1.15 makes the mesh, gives the ranks of one tp or cp group the same batch and shards over the rest. The two
+    other things that it does are replaced: ``_prepare_tp`` imports what transformers 5.23 no longer has, ``_prepare_cp`` knows
+    CUDA only.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.split_modules: dict[str, int] = {}
+        """Modules that are split over tp, by style."""
+        sizes = self.accelerator.parallelism_config
+        if sizes is None:
+            return
+        # On the instance: other trainings in the same process keep accelerate's own.
+        self.accelerator._prepare_tp = self.accelerator._prepare_cp = _as_they_are
+        mesh = self.accelerator.torch_device_mesh
+        if sizes.tp_enabled:
+            precise = self.accelerator.mixed_precision == "no"
+            self.split_modules = tensor.split(self.model, mesh["tp"], upcast=not precise)
+        if sizes.cp_enabled:
+            context.install(self.model, mesh["cp"])
+
+    @property
+    def _context(self) -> tuple[int, int]:
+        """This rank's place in its context-parallel group, and the group's size (1 without)."""
+        sizes = self.accelerator.parallelism_config
+        if sizes is None or not sizes.cp_enabled:
+            return 0, 1
+        return self.accelerator.torch_device_mesh["cp"].get_local_rank(), int(sizes.cp_size)
+
+    def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        rank, size = self._context
+        return inputs if size == 1 else context.share_of(inputs, rank, size, int(self.processing_class.pad_token_id))
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Replaces the Trainer's, which cuts with torch's CUDA-only context."""
+        return contextlib.nullcontext, self.my_inputs(inputs)
+
+
+class TimedTrainer(MeshTrainer):
+    """TRL's trainer that fills a model which was made without weights, and counts where the time goes until it trains."""
+
+    def __init__(self, *args: Any, loading: Loading, **kwargs: Any) -> None:
+        self.loading, self.startup = loading, loading.startup
+        super().__init__(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self.startup.part("sharding"):
+            self.loading.upcast(self.model, self.accelerator.mixed_precision)
+            prepared = super()._prepare_for_training(*args, **kwargs)
+            self.loading.remove()
+            return prepared
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As TRL's; then the last group of layers, which FSDP2 leaves gathered for a backward pass, is parted again.
+
+        Else a save that follows meets whole parameters: the digest of a rank's part is that of the whole, and torch cannot
+        free what the digest looked at.
+        """
+        try:
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            return metrics
+        finally:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.startup.part("resume"):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self.startup.part("resume"):
+            super()._load_optimizer_and_scheduler(*args, **kwargs)
+
+
+class ZeroTrainer(TimedTrainer):
+    """What DeepSpeed needs done otherwise; without DeepSpeed nothing is."""
+
+    refuse_step: Callable[[float | None, bool], None]
+    """Called on all ranks before each of DeepSpeed's optimizer steps; raises where one is not finite anywhere."""
+
+    @property
+    def engine(self) -> Any | None:
+        """DeepSpeed's engine once the model has been wrapped, else None."""
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        return wrapped.engine if wrapped is not None else None
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The last thing that the Trainer does between making the engine and loading a checkpoint into it."""
+        made = super().create_scheduler(*args, **kwargs)
+        engine = self.engine
+        if engine is not None and not isinstance(engine.checkpoint_engine, Hashed):
+            engine.checkpoint_engine = Hashed(engine.optimizer)
+            deepspeed.follow(engine)
+            deepspeed.guard(engine, self.refuse_step)
+        return made
+
+    def check_world_of(self, saved: int, now: int) -> None:
+        """Raise UserError where a checkpoint of another number of ranks is to be loaded: ZeRO's parts do not fit."""
+        if self.is_deepspeed_enabled and saved not in (0, now):
+            text = f"the checkpoint is of {saved} ranks, this attempt has {now}: DeepSpeed cannot lay its parts out anew"
+            fix = f"go on with {saved} ranks, or export it and start from that"
+            raise UserError(Problem(text, fix=fix))
+
+
+def local(parameter: Any) -> torch.Tensor:
+    """This rank's part of a parameter: of a DTensor's, of ZeRO-3's, else the parameter."""
+    if (part := deepspeed.local_part(parameter)) is not None:
+        return part
+    found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return found.detach()
 
 
 class Store(Protocol):

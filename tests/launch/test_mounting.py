@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.config.cluster_schema import Container
-from clustertune.launch import image, mounting
+from clustertune.launch import image
 
 
 def settings(runtime: str = "apptainer", *options: str, program: str | None = None) -> Container:
@@ -26,7 +26,7 @@ def settings(runtime: str = "apptainer", *options: str, program: str | None = No
 )
 def test_a_squashfuse_of_its_own_cannot_be_shielded(own: list[str], options: tuple[str, ...], told: bool) -> None:
     """It is found before the PATH."""
-    found = mounting.judge(settings("apptainer", *options), own, "/usr/libexec/apptainer/bin")
+    found = image.judge(settings("apptainer", *options), own, "/usr/libexec/apptainer/bin")
     assert bool(found) is told
     assert all(
         "/usr/libexec/apptainer/bin/squashfuse" in text and "-> container.options: [--unsquash]" in text for text in found
@@ -35,7 +35,7 @@ def test_a_squashfuse_of_its_own_cannot_be_shielded(own: list[str], options: tup
 
 def test_singularity_is_not_told_of_an_option_that_it_does_not_have() -> None:
     """The cluster file would refuse it."""
-    (text,) = mounting.judge(settings("singularity"), ["squashfuse_ll"], "/f")
+    (text,) = image.judge(settings("singularity"), ["squashfuse_ll"], "/f")
     assert "--unsquash" not in text and "send_user_signal" in text
 
 
@@ -57,21 +57,21 @@ def test_the_runtime_says_where_its_helpers_are(name: str, tmp_path: Path) -> No
     """A package, an unprivileged installation and one that was moved have them in different places."""
     program = runtime(tmp_path, name, "squashfuse_ll", "starter")
     kind = name.partition("-")[0]
-    (text,) = mounting.unshielded(settings(kind, program=program))
+    (text,) = image.unshielded(settings(kind, program=program))
     assert f"{tmp_path}/libexec/{kind}/bin/squashfuse_ll" in text
     if kind == "apptainer":
-        assert mounting.unshielded(settings(kind, "--unsquash", program=program)) == []
+        assert image.unshielded(settings(kind, "--unsquash", program=program)) == []
 
 
 def test_where_nothing_is_known_nothing_is_told(tmp_path: Path) -> None:
     """A login node without the runtime, one that says something else, and pyxis, which mounts in the kernel."""
-    assert mounting.unshielded(settings(program="/not/there")) == []
+    assert image.unshielded(settings(program="/not/there")) == []
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexit 1\n")
     silent.chmod(0o755)
-    assert mounting.unshielded(settings(program=str(silent))) == []
-    assert mounting.unshielded(Container(runtime="pyxis", image="/x.sqsh")) == []
-    assert mounting.unshielded(Container()) == []
+    assert image.unshielded(settings(program=str(silent))) == []
+    assert image.unshielded(Container(runtime="pyxis", image="/x.sqsh")) == []
+    assert image.unshielded(Container()) == []
 
 
 def test_submit_and_the_job_tell_it(tmp_path: Path) -> None:

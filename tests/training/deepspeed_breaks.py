@@ -9,9 +9,9 @@ from typing import Any
 
 def infinite_loss() -> None:
     """A loss that is not finite with gradients that are, and a file with the steps taken: adding changes no gradient."""
-    from clustertune.training import mesh, trainer
+    from clustertune.training import trainer
 
-    compute, refuse = mesh.MeshTrainer.compute_loss, trainer.Trainer._raise_non_finite
+    compute, refuse = trainer.MeshTrainer.compute_loss, trainer.Trainer._raise_non_finite
 
     def bad(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
@@ -22,7 +22,7 @@ def infinite_loss() -> None:
         Path(self.args.output_dir, f"steps-{os.environ['RANK']}").write_text(str(self.engine.global_steps))
         refuse(self, *args, **kwargs)
 
-    mesh.MeshTrainer.compute_loss = bad
+    trainer.MeshTrainer.compute_loss = bad
     trainer.Trainer._raise_non_finite = told  # type: ignore[method-assign]
 
 
@@ -36,9 +36,10 @@ def infinite_loss_without_guard() -> None:
 
 def killed_in_a_save() -> None:
     """Rank 1 is killed while it writes its part of the second checkpoint."""
-    from clustertune.training import deepspeed_files
 
-    save = deepspeed_files.Hashed.save
+    from clustertune.training import deepspeed
+
+    save = deepspeed.Hashed.save
 
     def killed(self: Any, state_dict: Any, path: str) -> None:
         save(self, state_dict, path)
@@ -47,14 +48,15 @@ def killed_in_a_save() -> None:
                 out.truncate(100)
             os.kill(os.getpid(), 9)
 
-    deepspeed_files.Hashed.save = killed  # type: ignore[method-assign]
+    deepspeed.Hashed.save = killed  # type: ignore[method-assign]
 
 
 def changed_before_it_is_loaded() -> None:
     """Rank 1's part of the newest checkpoint changes after rank 0 has looked at all of them."""
-    from clustertune.training import deepspeed_files
 
-    load = deepspeed_files.Hashed.load
+    from clustertune.training import deepspeed
+
+    load = deepspeed.Hashed.load
 
     def late(self: Any, path: str, map_location: Any = None) -> Any:
         if "zero_pp_rank_1" in path and path.endswith("optim_states.pt"):
@@ -65,7 +67,7 @@ def changed_before_it_is_loaded() -> None:
                 out.write(bytes([byte[0] ^ 1]))
         return load(self, path, map_location)
 
-    deepspeed_files.Hashed.load = late  # type: ignore[method-assign]
+    deepspeed.Hashed.load = late  # type: ignore[method-assign]
 
 
 def another_stage() -> None:
@@ -83,9 +85,10 @@ def another_stage() -> None:
 
 def not_followed() -> None:
     """A checkpoint with optimizer state on NVMe is loaded as DeepSpeed loads it."""
-    from clustertune.training import deepspeed_swap
 
-    deepspeed_swap.follow = lambda engine: None
+    from clustertune.training import deepspeed
+
+    deepspeed.follow = lambda engine: None
 
 
 def whole_models() -> None:

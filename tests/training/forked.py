@@ -111,9 +111,10 @@ def _no_offload() -> None:
 
 def _nan_loss() -> None:
     """A loss that is not finite on the last rank at the second micro batch of all."""
-    from clustertune.training import mesh
 
-    compute = mesh.MeshTrainer.compute_loss
+    from clustertune.training import trainer
+
+    compute = trainer.MeshTrainer.compute_loss
     calls = []
 
     def bad(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,21 +123,22 @@ def _nan_loss() -> None:
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
         return loss * float("nan") if last and self.model.training and self.state.global_step == 1 else loss
 
-    mesh.MeshTrainer.compute_loss = bad
+    trainer.MeshTrainer.compute_loss = bad
 
 
 def _signal_rank_1(number: signal.Signals, step: int) -> None:
     """Rank 1 gets a signal while it computes the step after ``step``."""
-    from clustertune.training import mesh
 
-    compute = mesh.MeshTrainer.compute_loss
+    from clustertune.training import trainer
+
+    compute = trainer.MeshTrainer.compute_loss
 
     def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == step:
             os.kill(os.getpid(), number)
         return compute(self, *args, **kwargs)
 
-    mesh.MeshTrainer.compute_loss = signalled
+    trainer.MeshTrainer.compute_loss = signalled
 
 
 BREAKS: dict[str, Callable[[], None]] = {

@@ -275,7 +275,7 @@ def test_masters_on_nvme_are_read_from_their_swap_files(trained: Path, tmp_path:
     from safetensors.torch import load_file
 
     from clustertune.adapter.export import export
-    from clustertune.training.deepspeed_files import load_verified, own_names
+    from clustertune.training.deepspeed import load_verified, own_names
 
     whole, moved = newest(trained), tmp_path / "step-000003"
     shutil.copytree(whole, moved)

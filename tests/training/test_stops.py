@@ -20,9 +20,8 @@ from clustertune.process import stop_signals
 from clustertune.training import deepspeed
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
-from clustertune.training.mesh import MeshTrainer
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import NothingLeft, Trainer
+from clustertune.training.trainer import MeshTrainer, NothingLeft, Trainer
 
 
 class Ranks:

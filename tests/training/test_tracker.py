@@ -100,7 +100,8 @@ def test_a_server_is_asked_once_and_briefly(server: str, deaf: str) -> None:
     """wandb itself waits 90 s for a server that does not answer, and all ranks with it."""
     assert tracker.unreachable(server) is None
     began = time.monotonic()
-    assert "no answer" in (tracker.unreachable(deaf, 0.3) or "") or "timed out" in (tracker.unreachable(deaf, 0.3) or "")
+    found = tracker.unreachable(deaf, 0.3) or ""
+    assert "no answer" in found or "timed out" in found  # which of the two depends on where the time runs out
     assert time.monotonic() - began < 30
     for wrong in ("http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense"):
         assert "cannot be reached" in (tracker.unreachable(wrong, 20) or "no answer: cannot be reached")

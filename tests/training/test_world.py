@@ -8,8 +8,7 @@ import pytest
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.plan import Node, Plan
-from clustertune.training.collectives import Group
-from clustertune.training.world import check_world
+from clustertune.training.collectives import Group, check_world
 
 
 class Ranks:
