@@ -16,12 +16,19 @@ plain = $(if $(shell LC_ALL=C; case '$(subst ','\'',$(value $(1)))' in (*[!A-Za-
 $(call plain,RECIPE)$(call plain,MODEL)$(call plain,IFEVAL_DATA)$(call plain,RUN)$(call plain,CLUSTER)$(call plain,AGAINST)
 $(call plain,VARIANT)$(call plain,BASE)$(call plain,EXTRAS)$(call plain,DEFINITION)$(call plain,OUT)
 $(call plain,DATABASE)$(call plain,SIF)$(call plain,NAME)$(call plain,BUDGET)$(call plain,BACKEND)
-$(call plain,PARTS)$(call plain,ONLY)
+$(call plain,PARTS)$(call plain,ONLY)$(call plain,TORCH_INDEX)$(call plain,TORCH_BUILD)$(call plain,CPU_INDEX)
 
 PYTHON ?= python3
 BIN := .venv/bin
 # An index of your choice for CPU or CUDA builds of torch: make setup TORCH_INDEX=<url of a pip index>.
 TORCH_INDEX ?=
+# cpu or cuda. On the login node of GPU nodes, which share its .venv: make setup TORCH_BUILD=cuda.
+TORCH_BUILD ?= $(shell [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L > /dev/null 2>&1 && echo cuda || echo cpu)
+# PyPI's torch brings gigabytes of CUDA. This index has the same version as 2.x.y+cpu, which pip prefers; without it pip takes
+# what the machine's own index has.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+reachable = $(shell $(PYTHON) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' '$(1)' 2> /dev/null && echo yes)
+torch_from = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(if $(filter cpu,$(TORCH_BUILD)),$(if $(call reachable,$(CPU_INDEX)),--extra-index-url $(CPU_INDEX))))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 RECIPE ?= recipes/tiny-oasst2
 # --no-skip makes a skipped test a failure.
@@ -34,18 +41,20 @@ help: ## this list
 
 setup: .venv/ready ## make .venv with the pinned stack (every other target does it by itself)
 
-.venv/ready: containers/versions.env pyproject.toml
-	@echo "setting up .venv (about 2 GB, a few minutes) ..."
+.venv/ready: containers/versions.env pyproject.toml setup.py
+	@echo "setting up .venv with torch for $(TORCH_BUILD) (2 GB or more, a few minutes) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@sed -n 's/^PY_\([A-Z0-9_]*\)=\([^ ]*\)$$/\1==\2/p; s/^DEV_\([A-Z0-9_]*\)=\([^ ]*\)$$/\1==\2/p' $< > .venv/requirements.txt
-	@# torch first and by its version: another package would pull in the newest build.
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(PY_TORCH)
-	@$(PIP) -r .venv/requirements.txt
-	@$(PIP) --no-deps --editable .
+	@# torch first and alone: only its build depends on the index.
+	@$(PIP) $(torch_from) torch==$(PY_TORCH)
+	@$(PIP) --editable '.[all,dev]'
 	@# Each rank would compile the stack again, 20 s a time, where bytecode may not be written.
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib clustertune > /dev/null || true
 	@touch $@
+
+setup-base: ## .venv with what submits alone (no torch): enough where jobs run in an image
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --editable .
 
 demo: setup ## the whole chain, tiny, on this machine: prepare, train, export, merge, eval, report
 	@$(BIN)/clustertune run recipes/tiny-oasst2
@@ -60,7 +69,7 @@ submit: setup ## the chain on Slurm, a job for each stage: make submit RECIPE=re
 	@$(BIN)/clustertune submit '$(value RECIPE)'
 
 submit-dry-run: setup ## the scripts and commands of make submit, without Slurm
-	@$(BIN)/clustertune submit '$(value RECIPE)' --dry-run
+	@$(BIN)/clustertune submit '$(value RECIPE)' --dry-run --verbose
 
 show: setup ## a recipe as it resolves, each value with its origin: make show RECIPE=recipes/NAME
 	@$(BIN)/clustertune show '$(value RECIPE)'
@@ -143,4 +152,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade mutations library-facts golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup setup-base demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade mutations library-facts golden clean build-sif build-image lock lock-check test-containers

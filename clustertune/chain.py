@@ -29,9 +29,9 @@ from clustertune.report import source
 from clustertune.rundir import STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.training.events import EventLog
+from clustertune.tree import IS_INSTALLED, ROOT
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
-REPO = Path(__file__).resolve().parent.parent
 
 
 def visible_gpus() -> int:
@@ -145,8 +145,10 @@ def _versions() -> dict[str, str]:
 
 def _git() -> dict[str, Any]:
     def ask(*arguments: str) -> str | None:
+        if IS_INSTALLED:  # git would find another repository, such as the one whose folder holds this environment
+            return None
         try:
-            done = subprocess.run(["git", "-C", str(REPO), *arguments], capture_output=True, text=True, check=False)
+            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
         except OSError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -220,14 +222,12 @@ class Chain:
 
     def _has_tokens(self) -> bool:
         """The tokens that the first stage makes, by the packages that are installed now: the ranks accept no others."""
-        from importlib.metadata import PackageNotFoundError
-
-        from clustertune.data import tokens
-
-        if manifest.find_problems(self.run.tokens, tokens.KIND, hashes=False, allow_extra=True):
+        if manifest.find_problems(self.run.tokens, "tokens", hashes=False, allow_extra=True):
             return False
         made_from = manifest.read_manifest(self.run.tokens).meta["made_from"]
-        with contextlib.suppress(PackageNotFoundError):  # outside of the image that has them: the ranks compare
+        with contextlib.suppress(ModuleNotFoundError):  # outside of the image that has them: the ranks compare
+            from clustertune.data import tokens
+
             return bool(made_from["tokens"]["versions"] == tokens.versions())
         return True
 

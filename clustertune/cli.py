@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -84,6 +81,23 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
             Problem(f"asks for {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
         )
     return resolved
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from clustertune import __version__
+
+        typer.echo(f"clustertune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """From a bare Slurm GPU cluster to an evaluated fine-tuned LLM, 7B to 405B."""
 
 
 @app.command()
@@ -207,7 +221,7 @@ def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json:
         say(f"train: {shlex.join(command)}")
 
 
-@app.command()
+@app.command(hidden=True)
 def train(
     run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A prepared run folder.")],
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt; every rank gets the same.")],
@@ -336,16 +350,4 @@ for module in (*_BEFORE, launchers, push_commands, bench, compare, job_commands,
 
 def main() -> int:
     """The entry point of ``clustertune`` and of ``python -m clustertune``."""
-    return run_command(only(sys.argv[1] if len(sys.argv) > 1 else ""))
-
-
-def only(word: str) -> typer.Typer:
-    """The application with one command, where ``word`` names it: typer takes 2 ms to build each, used or not."""
-    command = [info for info in app.registered_commands if word == (info.name or getattr(info.callback, "__name__", None))]
-    group = [info for info in app.registered_groups if word == info.name]
-    if not command and not group:
-        return app
-    found = copy.copy(app)
-    found.registered_commands = command
-    found.registered_groups = group or app.registered_groups[:1]  # without a group a single command would take no name
-    return found
+    return run_command(app)

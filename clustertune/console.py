@@ -16,6 +16,7 @@ from clustertune.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.table import Table
 
     stderr: Console
 
@@ -24,8 +25,39 @@ if TYPE_CHECKING:
 def _stderr() -> Console:
     """Made when the first message comes: rich takes 70 ms to import, and many commands say nothing."""
     from rich.console import Console
+    from rich.table import Table
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    class Whole(Console):
+        """Prints tables without an ellipsis: a line longer than the window is broken by the terminal, a number cut is lost."""
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            before = self._width
+            for table in objects:
+                if isinstance(table, Table):
+                    self.width = max(self.width, _least_width(self, table))  # print(width=...) makes narrower only
+            try:
+                super().print(*objects, **options)
+            finally:
+                self._width = before
+
+    stream = Whole(stderr=True, highlight=False, soft_wrap=True)
+    if not stream.is_terminal:
+        stream.width = _PIPE_WIDTH  # rich takes a pipe for 80 columns wide
+    return stream
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Columns that a table needs so that no number is cut; no cell of it gets an ellipsis from now on."""
+    wide = console.options.update(width=_PIPE_WIDTH)
+    for column in table.columns:
+        column.overflow = "fold"
+        sizes = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
+        whole = max(size.maximum for size in sizes)
+        column.no_wrap = column.no_wrap or whole <= _SHORT_CELL
+        least = whole if column.no_wrap else min(max(size.minimum for size in sizes), _LONGEST_WORD)
+        column.min_width = max(column.min_width or 0, least)
+    lines = 3 * len(table.columns) + 1  # and blanks between columns, at most
+    return sum(column.min_width or 0 for column in table.columns) + lines
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +67,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_PIPE_WIDTH = 10_000
+_SHORT_CELL = 24
+"""Characters of a table's cell that stays on one line, as a number with its unit does."""
+_LONGEST_WORD = 40
+"""Characters of a word that a table does not break: more than a number has, fewer than a path."""
 MAX_PROBLEMS = 25
 """Problems that are printed: one screen. ``--json`` gives all of them."""
 _MAX_TEXT = 600

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import signal
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import typer
@@ -16,7 +18,13 @@ import typer
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.process import Stopped
+from clustertune.tree import how_to_install
 
+_OF_TRAINING = {
+    "accelerate", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub", "jinja2", "matplotlib", "numpy", "peft", "psutil",
+    "pyarrow", "pynvml", "safetensors", "tokenizers", "torch", "transformers", "trl", "wandb", "xxhash",
+}  # fmt: skip
+"""Modules that the extra ``train`` installs (setup.py)."""
 INTERRUPTED = 130
 """What shells give for a command that Ctrl-C ended: 128 + SIGINT."""
 
@@ -27,6 +35,9 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 def run_command(app: typer.Typer) -> int:
     """Run the command of this process. Returns its exit code; nothing a user can cause leaves a traceback."""
     _open_standard_files()
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which accelerate imports, warns where it has to look
+        logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # PEFT imports it; it wants kernels of the Hub
     as_json = "--json" in sys.argv[1:]
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _stop)
@@ -66,12 +77,23 @@ def explain(error: BaseException) -> UserError:
     elif of_rust := _OS_ERROR.search(str(error)):
         number = int(of_rust[1])
         known = storage_error(OSError(number, os.strerror(number)), type(error).__name__, ".")
+    elif isinstance(error, ModuleNotFoundError) and (extra := _extra(error.name or "")):
+        problem = Problem(f"the Python package {error.name} is not installed", fix=how_to_install(extra))
+        known = UserError(problem, ExitCode.CONFIG)
     else:
         traceback.print_exception(error)
         text = (str(error).splitlines() or [""])[0]
         known = UserError(Problem(f"{type(error).__name__}: {text}", fix="this is a fault of clustertune"), ExitCode.FAILED)
     show_error(known)
     return known
+
+
+def _extra(module: str) -> str | None:
+    """The extra of the package that brings a module; None for a module that none brings, which is a fault."""
+    top = module.partition(".")[0]
+    if top in ("lm_eval", "nltk", "langdetect", "immutabledict", "tenacity"):
+        return "eval"
+    return "train" if top in _OF_TRAINING else None
 
 
 def _usage(error: typer.TyperException) -> UserError:

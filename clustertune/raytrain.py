@@ -28,7 +28,7 @@ import ray
 import ray.train.torch
 from ray.train.backend import Backend
 
-from clustertune.chain import REPO, Chain
+from clustertune.chain import Chain
 from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
@@ -39,6 +39,7 @@ from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import stop_signals
 from clustertune.rundir import RunDir
+from clustertune.tree import ROOT
 
 SETTINGS = {
     "RAY_worker_niceness": "0",  # Ray's own is 15: ranks that feed GPUs would yield to whatever else runs there
@@ -356,7 +357,7 @@ def cluster(workers: int) -> Iterator[bool]:
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
     kept = {name: os.environ[name] for name in places.VARIABLES if os.environ.get(name)}
-    settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(REPO), **kept, **SETTINGS}}}
+    settings: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT), **kept, **SETTINGS}}}
     with contextlib.ExitStack() as stack:
         if address is None:
             above = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP else "/tmp"  # noqa: S108

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
+from clustertune.tree import env_file
 
-DEFAULT = Path(__file__).resolve().parents[1] / ".env"
-"""Beside the ``recipes`` folder."""
+DEFAULT = env_file()
+"""Of the checkout or of the user (:func:`clustertune.tree.env_file`)."""
 SECRET = ("HF_TOKEN", "WANDB_API_KEY")
 """Keys that give access to an account: taken out of the environment again once their client has them."""
 KNOWN = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import arguments, cli, console, front, manifest
+from clustertune import __version__, arguments, cli, console, front, manifest
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.rundir import STAGES
 from tests.command import REPO, run
 
 TINY = REPO / "recipes" / "tiny-oasst2"
@@ -341,3 +343,53 @@ def test_a_second_stop_does_not_break_off_what_the_first_began() -> None:
 def test_the_real_command_prints_no_traceback_for_usage() -> None:
     done = run("run", TINY, "--ranks", "0", "--json")
     assert done.code == 2 and "--ranks" in done.json["problems"][0]["message"]
+
+
+def test_the_version(call: Call) -> None:
+    assert call("--version")[:2] == (0, f"clustertune {__version__}\n")
+
+
+def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
+    code, shown, _ = call("--help")
+    listed = set(re.findall(r"^  ([a-z][a-z-]+)  ", shown, re.MULTILINE))
+    assert code == 0 and {"run", "submit", "plan", "doctor"} <= listed
+    for name in ("job", "node", "part", "train", "torchrun-node", "grade-planner"):
+        assert name not in listed and call(name, "--help")[0] == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    words = {"COMP_WORDS": "clustertune pl", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "clustertune pl"}
+    words |= {"_CLUSTERTUNE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'clustertune'; from clustertune.cli import main; main()"]
+    done = subprocess.run(command, cwd=REPO, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert re.findall(r"\bplan\b", done.stdout) and "prepare" not in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("columns", [None, 40, 80])
+def test_a_table_never_cuts_a_number(columns: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal of few columns, and in a pipe, which rich takes for one of 80."""
+    from rich.table import Table
+
+    table, numbers = Table(title="all of it"), ["1,234,567,890.25", "12:34:56", "0.00000123456789", "9,876,543,210 tok/s"]
+    for name in ("recipe", "bytes", "time", "loss", "speed", "why"):
+        table.add_column(name, no_wrap=name == "recipe", justify="right")
+    table.add_row("llama405b-oasst2-hsdp-qlora", *numbers, "a sentence with words " * 9)
+    stream = console._stderr.__wrapped__()
+    if columns:
+        stream.width = columns
+    stream.print(table)
+    shown = capsys.readouterr().err
+    assert "\u2026" not in shown and all(word in shown for number in numbers for word in number.split())
+    assert "llama405b-oasst2-hsdp-qlora" in shown
+
+
+def test_a_dry_run_of_submit_is_a_summary(call: Call) -> None:
+    """The scripts, some hundred lines, come with --verbose."""
+    words = ("submit", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--dry-run")
+    code, short, _ = call(*words)
+    lines = short.splitlines()
+    assert code == 0 and len(lines) < 20 and "#SBATCH" not in short
+    assert [line.split()[0] for line in lines if re.match(r"\w+ +\d+ nodes?, ", line)] == list(STAGES)
+    code, whole, _ = call(*words, "--verbose")
+    assert code == 0 and whole.count("--job-name=") == len(STAGES) and "$ srun" in whole

@@ -35,7 +35,7 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
     recipe = SimpleNamespace(staged=None, model=SimpleNamespace(path=None))
     resolved: Any = SimpleNamespace(
-        name="r", world_size=2, recipe=recipe, input_path=None, folder=str(chain.REPO / "recipes/r")
+        name="r", world_size=2, recipe=recipe, input_path=None, folder=str(chain.ROOT / "recipes/r")
     )
     return job.JobChain(RunDir(run), resolved, allocation=allocation, cluster=cluster)
 

@@ -186,5 +186,7 @@ def unpinned(source: str, pins: dict[str, str]) -> set[str]:
 
 def test_whatever_is_imported_is_pinned() -> None:
     """What only comes along with another package goes, or changes, with its next release."""
-    assert {path: missing for path, text in tree.sources().items() if (missing := unpinned(text, PINS))} == {}
+    # setup.py is run by what builds the package: BUILD_SETUPTOOLS.
+    sources = {path: text for path, text in tree.sources().items() if path != "setup.py"}
+    assert {path: missing for path, text in sources.items() if (missing := unpinned(text, PINS))} == {}
     assert unpinned("import os, torch\nfrom lm_eval.tasks import x\nimport filelock, nowhere", PINS) == {"filelock", "nowhere"}

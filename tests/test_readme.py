@@ -79,7 +79,7 @@ COMMANDS = {
     "clustertune submit recipes/llama405b-oasst2 --dry-run": (
         "tests/launch/test_submit.py::test_dry_run_of_every_recipe_on_every_cluster"
     ),
-    "clustertune submit llama70b-megatron --cluster mine.yaml --dry-run": (
+    "clustertune submit llama70b-megatron --cluster mine.yaml --dry-run --verbose": (
         "tests/megatron/test_submit.py::test_what_would_be_done_is_printed"
     ),
     "clustertune push RUN --repo OWNER/NAME --dry-run": "tests/push/test_push.py::test_a_dry_run_asks_nobody",
@@ -111,14 +111,14 @@ COMMANDS = {
     ),
     "clustertune stage --clean --cluster mycluster.yaml": f"{STAGED}test_command.py::test_on_this_node_and_away_again",
     "clustertune stage recipes/llama405b-oasst2 --to /media/staged": (
-        f"{STAGED}test_parcel.py::test_collected_again_what_is_whole_is_kept"
+        f"{STAGED}test_bundle.py::test_collected_again_what_is_whole_is_kept"
     ),
-    "clustertune stage --verify /media/staged": f"{STAGED}test_parcel.py::test_verified_without_a_network",
+    "clustertune stage --verify /media/staged": f"{STAGED}test_bundle.py::test_verified_without_a_network",
     "clustertune run recipes/llama405b-oasst2 staged=/pool/staged": (
-        f"{STAGED}test_parcel.py::test_the_chain_runs_from_the_parcel_alone"
+        f"{STAGED}test_bundle.py::test_the_chain_runs_from_the_parcel_alone"
     ),
     "clustertune submit recipes/llama405b-oasst2 staged=/pool/staged": (
-        f"{STAGED}test_parcel.py::test_a_job_is_told_where_the_parcel_is"
+        f"{STAGED}test_bundle.py::test_a_job_is_told_where_the_parcel_is"
     ),
     "clustertune show-cluster local": f"{HERE}test_the_commands_before_training",
     "clustertune sky recipes/llama405b-oasst2 --gpu H100 --out task.yaml": SKY,

@@ -8,10 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
-from typer.testing import CliRunner
-
-from clustertune import cli
 
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "matplotlib", "lm_eval"}
 SLOW = HEAVY | {"yaml", "rich"}
@@ -51,20 +47,3 @@ def test_planning_imports_no_framework_and_a_document_no_tables(tmp_path: Path, 
     assert modules & (HEAVY | {"rich"}) == set()
 
 
-def command_names() -> list[str]:
-    """Every command and group."""
-    return sorted(get_command(cli.app).commands)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("name", command_names())
-def test_a_command_alone_is_the_command_among_all(name: str) -> None:
-    alone = cli.only(name)
-    assert alone is not cli.app and len(alone.registered_commands) + len(alone.registered_groups) <= 2
-    one, all_of_them = (CliRunner().invoke(app, [name, "--help"], prog_name="clustertune") for app in (alone, cli.app))
-    assert one.exit_code == all_of_them.exit_code == 0
-    assert one.output == all_of_them.output and f"clustertune {name}" in one.output
-
-
-@pytest.mark.parametrize("word", ["", "nonsense", "--help", "-h", "plan "])
-def test_anything_else_gets_all_commands(word: str) -> None:
-    assert cli.only(word) is cli.app

@@ -15,9 +15,9 @@ from clustertune.errors import Problem, UserError
 from clustertune.launch import batch, visible
 from clustertune.launch.shape import Shape, shape_overrides, train_shape
 from clustertune.launch.slurm import parse_minutes
-from clustertune.launch.submit import REPO
+from clustertune.tree import ROOT
 
-SCRIPT = REPO / "launch" / "bench.sbatch"
+SCRIPT = ROOT / "launch" / "bench.sbatch"
 START_MINUTES, ROUND_MINUTES = 20, 40
 """A job's limit where none is given: images and data once, then so much for each training of each program. It ends when it is
 done."""
@@ -97,5 +97,5 @@ def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overr
 def find_problems(made: BenchJob, cluster: Cluster, host: str) -> list[Problem]:
     """Folders that the job's nodes cannot see."""
     mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    places = [("the run folder", made.folder), ("the result's folder", made.out), ("the checkout", REPO)]
+    places = [("the run folder", made.folder), ("the result's folder", made.out), ("the checkout", ROOT)]
     return visible.find_problems(places, cluster, host, mounts)

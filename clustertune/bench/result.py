@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from clustertune import chain
 from clustertune.bench import figures, peer, project, published
 from clustertune.bench.ask import Asked, Bench
 from clustertune.bench.drive import Found, Peer
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import mixed_precision
 from clustertune.events import read_events
+from clustertune.tree import ROOT
 
 SCHEMA = "clustertune.bench/2"
 CPU_NOTE = "no GPU: ranks are processes on CPUs, so that figures show the program at work, not what a GPU does"
@@ -105,7 +105,7 @@ def relative(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [relative(inner) for inner in value]
     if isinstance(value, str):
-        for folder in (str(chain.REPO), str(Path.cwd())):
+        for folder in (str(ROOT), str(Path.cwd())):
             value = value.replace(folder + os.sep, "")
     return value
 

@@ -19,6 +19,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.health import Finding, as_json, exit_code, worst
 from clustertune.host.collect import collect
 from clustertune.host.facts import HostFacts
+from clustertune.tree import ROOT
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
@@ -259,7 +260,7 @@ def _submit(asked: Asked, cluster: Cluster) -> int:
         fix = "call this on a login node of the cluster; --dry-run needs no Slurm"
         raise UserError(Problem("sbatch is not on PATH", fix=fix))
     mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    if problems := visible.find_problems([("the checkout", nodes.REPO)], cluster, platform.node(), mounts):
+    if problems := visible.find_problems([("the checkout", ROOT)], cluster, platform.node(), mounts):
         raise UserError(problems)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 def add(app: typer.Typer) -> None:
     """Register the commands."""
-    app.command()(job)
-    app.command()(node)
+    app.command(hidden=True)(job)
+    app.command(hidden=True)(node)
     app.command(hidden=True)(part)
 
 

@@ -57,10 +57,10 @@ def submit(asked: Asked) -> int:
 
 def _check_visible(folder: Path, cluster: Cluster) -> None:
     from clustertune.launch import visible
-    from clustertune.launch.submit import REPO
+    from clustertune.tree import ROOT
 
     mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    problems = visible.find_problems([("the folder", folder), ("the checkout", REPO)], cluster, platform.node(), mounts)
+    problems = visible.find_problems([("the folder", folder), ("the checkout", ROOT)], cluster, platform.node(), mounts)
     if problems:
         raise UserError(problems)
 

@@ -48,7 +48,10 @@ def submit(
     first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
     last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
     one_job: Annotated[bool, typer.Option("--one-job", help="All stages in one job of the training's size.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print scripts and commands; needs no Slurm.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; needs no Slurm.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --dry-run: the scripts, the environment with its reasons, and all commands.")
+    ] = False,
     status: Annotated[
         Path | None, typer.Option("--status", metavar="RUN", parser=path_argument, help="Show the jobs of a run instead.")
     ] = None,
@@ -70,7 +73,7 @@ def submit(
     for warning in plan.warnings():
         say(f"warning: {warning}")
     if dry_run:
-        plan.show(as_json)
+        plan.show(as_json, verbose)
     else:
         plan.send(as_json)
 
@@ -156,8 +159,8 @@ class Submission:
         from clustertune import secrets
         from clustertune.config.resolved import is_there
         from clustertune.launch import megatron, shape, signal_margin, visible
-        from clustertune.launch.submit import REPO
         from clustertune.staging import bundle
+        from clustertune.tree import ROOT, env_file
 
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
         problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
@@ -178,7 +181,7 @@ class Submission:
         if dry_run:
             return problems
         try:
-            secrets.read_env(REPO / ".env")
+            secrets.read_env(env_file())
         except UserError as error:
             problems += error.problems
         if shutil.which("sbatch") is None:
@@ -187,7 +190,7 @@ class Submission:
         if self.machine.slurm is None:
             fix = "add a slurm section to its file, or --cluster names another one"
             problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
-        places = [("the run folder", self.path), ("the checkout", REPO)]
+        places = [("the run folder", self.path), ("the checkout", ROOT)]
         mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
         problems += visible.find_problems(places, self.machine, platform.node(), mounts)
         return [*problems, *self._image_problems()]
@@ -203,11 +206,12 @@ class Submission:
     def _image_problems(self) -> list[Problem]:
         """An image that is not what its sum says, or cannot be shown the run; what it is, where all is well."""
         from clustertune.launch import container, image, places
+        from clustertune.tree import ROOT
 
         if self.machine.container.runtime == "none":
             return []
         caches = places.binds({setting.name: setting.value for setting in self.variables})
-        problems = container.unbindable([container.REPO, *container.places_of(self.resolved, self.path), *caches])
+        problems = container.unbindable([ROOT, *container.places_of(self.resolved, self.path), *caches])
         try:
             self.image, said = image.look(self.machine.container)
             self.notes += said
@@ -260,8 +264,8 @@ class Submission:
         before: list[str | None] = [None, *(f"<id of {job.stage}>" for job in self.jobs)]
         return [job.command(after) for job, after in zip(self.jobs, before, strict=False)]
 
-    def show(self, as_json: bool) -> None:
-        """Print what ``submit`` would do."""
+    def show(self, as_json: bool, verbose: bool) -> None:
+        """Print what ``submit`` would do: a line for each job, or with ``verbose`` everything."""
         if as_json:
             settings, command = self.node_lines()
             jobs = [
@@ -275,11 +279,28 @@ class Submission:
                 document["megatron"] = self._megatron()
             emit_json({**document, "environment": settings, "node_command": command, "warnings": self.warnings()})
             return
-        for line in self.lines():
+        for line in self.lines() if verbose else self.summary():
             typer.echo(line)  # what a person saves or compares
 
+    def summary(self) -> list[str]:
+        """What would be submitted, a line for each job."""
+        found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
+        if not self.jobs:
+            return [*found, DONE]
+        width = max(len(job.stage) for job in self.jobs)
+        after = ["", *(f", after {job.stage}" for job in self.jobs)]
+        found += [
+            "",
+            *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(self.jobs, after, strict=False)),
+            *self._site_lines(),
+            "",
+            *([f"warned {self.margin.seconds} s before the time limit: {self.margin.reason}"] if self.trains else []),
+            "--verbose adds the scripts, the environment with its reasons, and the commands",
+        ]
+        return found
+
     def lines(self) -> list[str]:
-        """The same for people. The body, which all scripts have alike, stands once."""
+        """Everything, for people. The body, which all scripts have alike, stands once."""
         from clustertune.launch.submit import split_script
 
         found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]

@@ -139,18 +139,18 @@ def _find_missing(made: Sweep, machine: Cluster) -> list[Problem]:
     """What this machine lacks for a submission."""
     from clustertune import secrets
     from clustertune.launch import visible
-    from clustertune.launch.submit import REPO
+    from clustertune.tree import ROOT, env_file
 
     problems: list[Problem] = []
     try:
-        secrets.read_env(REPO / ".env")
+        secrets.read_env(env_file())
     except UserError as error:
         problems += error.problems
     if shutil.which("sbatch") is None:
         fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
         problems.append(Problem("sbatch is not on PATH", fix=fix))
     mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    places = [("the sweep folder", made.path.absolute()), ("the checkout", REPO)]
+    places = [("the sweep folder", made.path.absolute()), ("the checkout", ROOT)]
     return problems + visible.find_problems(places, machine, platform.node(), mounts)
 
 
@@ -176,9 +176,10 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
     from clustertune.sweep.local import run_all
+    from clustertune.sweep.points import read_sweep
 
     failed = run_all(made)
-    _show_results(made, metric, as_json)
+    _show_results(read_sweep(made.path), metric, as_json)  # which knows when the sweep was made
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 

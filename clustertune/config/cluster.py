@@ -25,6 +25,7 @@ from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.schema import NAME
 from clustertune.config.yamlfile import read_yaml
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
 __all__ = [
     "CLUSTERS",
@@ -43,7 +44,7 @@ __all__ = [
     "same_host",
 ]
 
-CLUSTERS = Path(__file__).resolve().parents[2] / "ops" / "clusters"
+CLUSTERS = ROOT / "ops" / "clusters"
 """The cluster files that come with the project, and where an operator puts the own one."""
 LOCAL = "local"
 """The name of whatever is found by looking."""

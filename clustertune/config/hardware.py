@@ -15,8 +15,9 @@ from clustertune.config.cluster_words import Found, schema_problems
 from clustertune.config.schema import NAME, Number, Score, Section
 from clustertune.config.yamlfile import Document, read_yaml
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
-HARDWARE = Path(__file__).resolve().parents[2] / "ops" / "hardware.yaml"
+HARDWARE = ROOT / "ops" / "hardware.yaml"
 OLDEST_FP8 = 8.9
 """Compute capability from which tensor cores have fp8 (Ada; https://developer.nvidia.com/cuda-gpus)."""
 

@@ -13,8 +13,9 @@ from typing import Any
 from clustertune.config.schema import NAME, named_bases
 from clustertune.config.yamlfile import Document, KeyPath, parse_value, read_yaml
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 """The recipes that come with the project."""
 COMMAND_LINE = "command line"
 DESCRIPTION = "model.json"
@@ -122,7 +123,7 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
             Problem(f"{given!r} cannot be read: {error.strerror or error}", file=COMMAND_LINE, key="RECIPE")
         ) from None
     if folder is None:
-        known = [entry.parent.name for entry in RECIPES.glob("*/recipe.yaml")]
+        known = sorted({entry.parent.name for below in (Path("recipes"), RECIPES) for entry in below.glob("*/recipe.yaml")})
         raise UserError(
             Problem(f"there is no recipe {given!r}", file=COMMAND_LINE, key="RECIPE", fix=did_you_mean(path.name, known))
         )

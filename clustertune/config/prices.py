@@ -17,8 +17,9 @@ from clustertune.config.load import did_you_mean
 from clustertune.config.schema import NAME, Number, Section
 from clustertune.config.yamlfile import Document, read_yaml
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
-PRICES = Path(__file__).resolve().parents[2] / "ops" / "prices.yaml"
+PRICES = ROOT / "ops" / "prices.yaml"
 
 
 def _date(text: str) -> str:

@@ -20,9 +20,10 @@ from clustertune.containers.lockfile import Lock
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import Problem, UserError
 from clustertune.lock import in_turn
+from clustertune.tree import ROOT
 
 Say = Callable[[str], None]
-WORK = pins.REPO / "build" / "containers"
+WORK = ROOT / "build" / "containers"
 STANDIN = "standin"
 VARIANTS = {"cuda": "train", "cpu": "train-cpu", "vllm": "vllm"}
 DEFINITIONS = ("train", "reference", "megatron")

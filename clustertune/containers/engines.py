@@ -29,9 +29,10 @@ from clustertune.containers.build import (
     locked,
 )  # fmt: skip
 from clustertune.containers.lockfile import Lock
-from clustertune.containers.pins import FOLDER, REPO
+from clustertune.containers.pins import FOLDER
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.tree import ROOT
 
 BUILD_SECONDS, TEST_SECONDS, PROBE_SECONDS = 7200, 1800, 60
 SELFTEST = "/usr/local/share/clustertune/selftest.py"
@@ -141,7 +142,7 @@ def build_sif(what: Asked, say: Say) -> dict[str, Any]:
     """``make build-sif``: the image, its ``.sha256`` and its SBOM. Returns what was made."""
     started = time.monotonic()
     program, lock = find_apptainer(), locked(what)
-    out = (what.out or REPO / f"{what.definition}.sif").absolute()
+    out = (what.out or ROOT / f"{what.definition}.sif").absolute()
     if what.dry_run:
         return _plan(what, lock, base_of(what, lock.python if lock else "3.12", say), program, str(out))
     try:
@@ -239,7 +240,7 @@ def build_image(what: Asked, say: Say) -> dict[str, Any]:
         inventory = _inventory([*alone, "python", SELFTEST, "--inventory"])
         if what.out is None:
             return _describe(
-                tag, REPO / f"{tag.replace('/', '-').replace(':', '-')}", lock, wheels, inventory, base, started, engine
+                tag, ROOT / f"{tag.replace('/', '-').replace(':', '-')}", lock, wheels, inventory, base, started, engine
             )
         out = what.out.absolute()
         part = out.with_name(f".{out.name}.{os.getpid()}.part")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
-FOLDER = REPO / "containers"
+FOLDER = ROOT / "containers"
 FILE = FOLDER / "versions.env"
 BASES = FOLDER / "base.env"
 

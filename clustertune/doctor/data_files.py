@@ -19,8 +19,9 @@ from clustertune.errors import UserError
 from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.ifeval import punkt
 from clustertune.staging import bundle
+from clustertune.tree import ROOT
 
-TASK = Path(__file__).resolve().parents[2] / "eval" / "ifeval" / "task.yaml"
+TASK = ROOT / "eval" / "ifeval" / "task.yaml"
 
 INPUT = Rule(
     "dataset-absent",

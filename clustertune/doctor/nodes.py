@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 from clustertune.config.cluster_schema import Cluster, same_host
@@ -22,8 +21,8 @@ from clustertune.host.facts import HostFacts
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
 from clustertune.process import die_with_parent
+from clustertune.tree import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
 """What a step may take to start on many nodes, a container to be mounted, and Python to be read from a shared disk."""
 END_SECONDS = 5.0
@@ -117,7 +116,7 @@ def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float)
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
-        cwd=REPO,
+        cwd=ROOT,
         preexec_fn=_in_srun,  # noqa: PLW1509 - libc only
     )
     try:

@@ -22,8 +22,9 @@ from clustertune.ops import bounded
 from clustertune.plan.place import find_place
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.staging import bundle
+from clustertune.tree import ROOT
 
-PINS = Path(__file__).resolve().parents[2] / "containers" / "versions.env"
+PINS = ROOT / "containers" / "versions.env"
 PACKAGES = (
     "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
     "wandb", "lm_eval", "nltk", "deepspeed", "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "kernels",

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.launch.shape import Shape
-from clustertune.launch.submit import REPO, escape_pattern, header_line, module_lines, split_script
+from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
 from clustertune.nccl_check.batch import shape as whole_nodes
+from clustertune.tree import ROOT
 
-SCRIPT = REPO / "ops" / "doctor" / "doctor.sbatch"
+SCRIPT = ROOT / "ops" / "doctor" / "doctor.sbatch"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class DoctorJob:
     @property
     def options(self) -> list[str]:
         """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
-        return ["--export=NIL", f"--chdir={REPO}", f"--output={escape_pattern(self.path.parent)}/%x-%j.log"]
+        return ["--export=NIL", f"--chdir={ROOT}", f"--output={escape_pattern(self.path.parent)}/%x-%j.log"]
 
     def command(self) -> list[str]:
         """``sbatch`` as it is called."""
@@ -44,5 +45,5 @@ def make(
     _, body = split_script(SCRIPT.read_text())
     options = ["--job-name=doctor", *wanted.options(), "--no-requeue", "--export=NIL"]
     note = "# Derived by clustertune doctor --submit from the cluster file.\n"
-    script = "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + module_lines(wanted) + body
+    script = "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + ahead_of_body(wanted) + body
     return DoctorJob(wanted, script, folder.absolute() / "doctor.sbatch", tuple(arguments))

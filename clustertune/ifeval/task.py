@@ -12,8 +12,9 @@ from pydantic import Field, ValidationError
 
 from clustertune.config.schema import NAME, IFEval, Section
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "eval" / "ifeval"
+FOLDER = ROOT / "eval" / "ifeval"
 """What an operator edits."""
 BENCHMARK = "google/IFEval"
 

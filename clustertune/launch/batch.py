@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.launch.shape import Shape
-from clustertune.launch.submit import REPO, escape_pattern, header_line, module_lines, split_script
+from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
+from clustertune.tree import ROOT
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class BatchJob:
     @property
     def options(self) -> list[str]:
         """Paths, which an ``#SBATCH`` line would split at blanks, and what SBATCH_EXPORT would replace there."""
-        return ["--export=NIL", f"--chdir={REPO}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
+        return ["--export=NIL", f"--chdir={ROOT}", f"--output={escape_pattern(self.folder)}/%x-%j.log"]
 
     def command(self) -> list[str]:
         """``sbatch`` as it is called."""
@@ -41,4 +42,4 @@ def render(name: str, shape: Shape, note: str, source: str) -> str:
     """
     _, body = split_script(source)
     options = [f"--job-name={name}", *shape.options(), "--exclusive", "--no-requeue", "--export=NIL"]
-    return f"#!/usr/bin/env bash\n# {note}\n" + "".join(map(header_line, options)) + module_lines(shape) + body
+    return f"#!/usr/bin/env bash\n# {note}\n" + "".join(map(header_line, options)) + ahead_of_body(shape) + body

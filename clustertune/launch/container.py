@@ -18,9 +18,11 @@ from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.launch import places
 from clustertune.rundir import RunDir
+from clustertune.tree import IS_INSTALLED, PACKAGE, ROOT, env_file
 
-REPO = Path(__file__).resolve().parents[2]
 INSIDE = "launch/inside.sh"
+CODE = Path("/opt/clustertune")
+"""Where a container sees an installed package: alone, because the packages beside it are this machine's, not the image's."""
 NODE_TMP = ("/tmp",)  # noqa: S108 - it is bound, not written to
 """Bound beside what the cluster file names: a contained /tmp is 64 MB of memory."""
 RUNTIMES = ("apptainer", "singularity")
@@ -45,7 +47,7 @@ class Placed:
     """Variables with their values that srun exports besides."""
 
 
-def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], gpus: bool, repo: Path = REPO) -> Placed:
+def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Path], gpus: bool, repo: Path = ROOT) -> Placed:
     """``command``, whose first word is this machine's Python, in the cluster's container; as it stands where there is none.
 
     It sees ``binds``, the node's disks, what the cluster file binds, and the checkout, which is not baked into the image, and
@@ -58,14 +60,18 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
     if problems := unbindable([repo, *binds]):
         raise UserError(problems)
     staging = [storage.staging.path] if storage.staging else []
-    named = [str(repo), *map(str, binds), storage.scratch, *staging, *settings.binds, *NODE_TMP]
+    code = [f"{PACKAGE}:{CODE}/{PACKAGE.name}"] if IS_INSTALLED else []
+    if code and env_file().is_file():
+        code.append(str(env_file().parent))
+    work = CODE if IS_INSTALLED else repo
+    named = [str(repo), *code, *map(str, binds), storage.scratch, *staging, *settings.binds, *NODE_TMP]
     places = list(dict.fromkeys(named))
     words = ("python3", *command[1:])
     if settings.runtime == "pyxis":
-        return Placed(words, tuple(_pyxis(settings, places, repo)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
+        return Placed(words, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
     # Apptainer and Singularity take the same words.
     start = (str(repo / INSIDE), settings.command, "exec")
-    return Placed((*start, *_contained(settings, gpus), *_seen(places, repo), settings.image or "", *words))
+    return Placed((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *words))
 
 
 def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
@@ -76,7 +82,7 @@ def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
     named = [resolved.folder, recipe.staged, recipe.model.path, resolved.input_path]
     found = [Path(path).absolute() for path in named if path]
     run = run_path.resolve() if shared is None else shared.parent.resolve()
-    return [run, *(path for path in found if not path.is_relative_to(REPO))]
+    return [run, *(path for path in found if not path.is_relative_to(ROOT))]
 
 
 def unbindable(paths: Sequence[str | Path]) -> list[Problem]:

@@ -18,8 +18,8 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.launch.environment import Setting
 from clustertune.secrets import SECRET
+from clustertune.tree import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "NLTK_DATA")
 """Variables that name a folder of the user's (NLTK_DATA several, parted by ``:``), in which libraries keep what they loaded."""
 VARIABLES = (*FOLDERS, "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "WANDB_MODE")
@@ -180,7 +180,7 @@ def load_modules(cluster: Cluster) -> None:
         return
     script = f'. launch/modules.sh {names} && exec "$@"'  # plain words: config/cluster_schema.py MODULE
     sys.stdout.flush()
-    os.chdir(REPO)
+    os.chdir(ROOT)
     os.execv("/bin/bash", ["bash", "-c", script, "bash", sys.executable, "-m", "clustertune", *sys.argv[1:]])  # noqa: S606
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME
 from clustertune.errors import Problem, UserError
+from clustertune.tree import ROOT
 
-REPO = Path(__file__).resolve().parent.parent.parent
-TEMPLATE = REPO / "launch" / "skypilot.yaml"
+TEMPLATE = ROOT / "launch" / "skypilot.yaml"
 MOUNT = "/clustertune-runs"
 VOLUME = "clustertune-runs"
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -51,7 +51,7 @@ def render(resolved: Resolved, overrides: Sequence[str] = (), options: Options |
     runs = options.runs or MOUNT
     # Not --run-dir of the recipe's name alone: another setting is another run, and must find another folder.
     folder = f"{runs.rstrip('/')}/{resolved.name}/{resolved.fingerprint()[:12]}"
-    arguments = [Path(resolved.folder).relative_to(REPO).as_posix(), *overrides, "--run-dir", folder]
+    arguments = [Path(resolved.folder).relative_to(ROOT).as_posix(), *overrides, "--run-dir", folder]
     arguments += ["--tiny"] if resolved.tiny else []
     values = {
         "name": json.dumps(task_name(resolved)),
@@ -106,10 +106,10 @@ def _problems(resolved: Resolved, overrides: Sequence[str], options: Options) ->
     for text in overrides:
         if not text.isprintable() or text.startswith("-"):
             refuse(f"{text!r} cannot stand in a task", "section.key=value", "printable characters, on one line")
-    if not Path(resolved.folder).is_relative_to(REPO):
+    if not Path(resolved.folder).is_relative_to(ROOT):
         text, fix = "lies outside of the checkout, which is what SkyPilot copies", "move the recipe below recipes/"
         problems.append(Problem(text, file=resolved.folder, fix=fix))
-    if (given := resolved.recipe.data.input) is not None and (path := resolved.input_path) and not path.is_relative_to(REPO):
+    if (given := resolved.recipe.data.input) is not None and (path := resolved.input_path) and not path.is_relative_to(ROOT):
         text, fix = f"{given} lies outside of the checkout, which is what SkyPilot copies", "move it below recipes/"
         problems.append(Problem(text, file=resolved.name, key="data.input", fix=fix))
     return problems

@@ -17,6 +17,7 @@ from clustertune.config import kernels
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.launch.inventory import MARK
+from clustertune.tree import ROOT
 
 MODULE = "clustertune.launch.inventory"
 SECONDS = 300.0
@@ -85,7 +86,7 @@ def ask(command: Sequence[str], image: str) -> Stack:
     return found
 
 
-def oldest_python(pyproject: Path = pins.REPO / "pyproject.toml") -> tuple[int, ...]:
+def oldest_python(pyproject: Path = ROOT / "pyproject.toml") -> tuple[int, ...]:
     """What ``requires-python`` of the project asks for."""
     said = str(tomllib.loads(pyproject.read_text())["project"]["requires-python"])
     found = re.search(r">=\s*([0-9.]+)", said)

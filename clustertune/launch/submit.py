@@ -18,9 +18,9 @@ from clustertune.launch import slurm
 from clustertune.launch.shape import Shape
 from clustertune.manifest import write_durably
 from clustertune.rundir import STAGES
+from clustertune.tree import ROOT, python_lines
 
-REPO = Path(__file__).resolve().parents[2]
-SCRIPT = REPO / "launch" / "run.sbatch"
+SCRIPT = ROOT / "launch" / "run.sbatch"
 JOBS = "jobs.json"
 WHOLE = "chain"
 """The name of a single job that runs all stages."""
@@ -72,12 +72,15 @@ def header_line(option: str) -> str:
     return f"#SBATCH {option}\n"
 
 
-def module_lines(shape: Shape) -> str:
-    """What loads the cluster's modules, ahead of a script's body: before its ``set -u``, which their start files break."""
+def ahead_of_body(shape: Shape) -> str:
+    """What loads the cluster's modules, ahead of a script's body: before its ``set -u``, which their start files break.
+
+    Of an installed package also the Python that has it.
+    """
     if not shape.modules:
-        return ""
+        return python_lines()
     names = " ".join(shape.modules)  # plain words: config/cluster_schema.py MODULE
-    return f"\n# slurm.modules of the cluster file: module load {names}\n. launch/modules.sh {names}\n\n"
+    return f"{python_lines()}\n# slurm.modules of the cluster file: module load {names}\n. launch/modules.sh {names}\n\n"
 
 
 def render(name: str, shape: Shape, signal_seconds: int, *, extra: Sequence[str] = (), source: str | None = None) -> str:
@@ -100,7 +103,7 @@ def render(name: str, shape: Shape, signal_seconds: int, *, extra: Sequence[str]
         *extra,
     ]
     note = "# Derived by clustertune submit from the recipe and the cluster file; below the header it is launch/run.sbatch.\n"
-    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + module_lines(shape) + body
+    return "#!/usr/bin/env bash\n" + note + "".join(map(header_line, options)) + ahead_of_body(shape) + body
 
 
 def escape_pattern(path: Path) -> str:
@@ -111,7 +114,7 @@ def escape_pattern(path: Path) -> str:
     return text.replace("%", "%%")
 
 
-def command_options(run_path: Path, repo: Path = REPO) -> list[str]:
+def command_options(run_path: Path, repo: Path = ROOT) -> list[str]:
     """The options on sbatch's command line: paths, and ``--export``, which SBATCH_EXPORT would replace in a header."""
     logs = escape_pattern(run_path.absolute() / "logs")
     return ["--kill-on-invalid-dep=yes", "--export=NIL", f"--chdir={repo}", f"--output={logs}/%x-%j.log"]

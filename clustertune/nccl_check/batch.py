@@ -11,10 +11,10 @@ from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
 from clustertune.launch.shape import Shape
 from clustertune.launch.slurm import parse_minutes
-from clustertune.launch.submit import REPO
 from clustertune.nccl_check.check import MARGIN_SECONDS
+from clustertune.tree import ROOT
 
-SCRIPT = REPO / "ops" / "nccl-check" / "nccl-check.sbatch"
+SCRIPT = ROOT / "ops" / "nccl-check" / "nccl-check.sbatch"
 START_MINUTES = 5
 """For the start of the job, of containers and Python, and what is ended late."""
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from clustertune.config.cluster_schema import Cluster
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
-from clustertune.launch.submit import REPO
 from clustertune.nccl_check.node import FACTS_SECONDS, end
 from clustertune.nccl_check.setup import END, LAUNCHED, NODE, SETUP, Setup, await_file, write_whole
 from clustertune.process import die_with_parent
+from clustertune.tree import ROOT
 
 NODE_MODULE = "clustertune.nccl_check.node"
 SLACK_SECONDS = 15.0
@@ -98,7 +98,7 @@ def run_round(place: Place, folder: Path, setup: Setup, tick: Callable[[Path], N
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            cwd=REPO,
+            cwd=ROOT,
             start_new_session=True,
             preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
             env=dict(os.environ),
@@ -156,7 +156,7 @@ def join(folder: Path, node: int, seconds: float) -> int:
         limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
         with (following / f"launch-{node}.out").open("ab") as out:
             child = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=REPO, start_new_session=True,
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, start_new_session=True,
                 preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
             )  # fmt: skip
         try:

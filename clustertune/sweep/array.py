@@ -15,6 +15,7 @@ from clustertune.launch import shape, signal_margin, slurm, submit
 from clustertune.launch.records import parse_jobs
 from clustertune.rundir import STAGES
 from clustertune.sweep.points import Point, Sweep, missing_inputs
+from clustertune.tree import ROOT
 
 
 def indices(points: Sequence[Point]) -> str:
@@ -74,7 +75,7 @@ def make_job(
             extra=[f"--array={indices(sweep.left())}{limit}"],
         ),
         path=folder / "jobs" / "sweep.sbatch",
-        options=("--export=NIL", f"--chdir={submit.REPO}", f"--output={logs}/%x-%A_%a.log"),
+        options=("--export=NIL", f"--chdir={ROOT}", f"--output={logs}/%x-%A_%a.log"),
         arguments=(sweep.points[0].recipe, *words, *flags),
     )
 

@@ -81,7 +81,10 @@ def all_ranks(job: Job, seen: list[dict[str, str]]) -> bool:
 
 def dry_run(checkout: Path, *words: str | Path, **environment: str) -> str:
     done = subprocess.run(
-        [".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, "--dry-run", *map(str, words)],
+        [
+            *(".venv/bin/python", "-m", "clustertune", "submit", "tiny-oasst2", "--tiny", *SETTINGS, "--dry-run", "--verbose"),
+            *map(str, words),
+        ],
         cwd=checkout,
         env={**os.environ, **environment},
         capture_output=True,

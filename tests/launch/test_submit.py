@@ -271,7 +271,7 @@ def test_an_open_env_file_is_refused_before_the_queue(tmp_path: Path, monkeypatc
     """Rank 0 would refuse it hours later; its content is in no message."""
     (tmp_path / ".env").write_text("HF_TOKEN=hf_canary\n")
     (tmp_path / ".env").chmod(0o644)
-    monkeypatch.setattr(submit, "REPO", tmp_path)
+    monkeypatch.setattr("clustertune.tree.ROOT", tmp_path)
     done = call("tiny-oasst2", "--tiny", "--cluster", "rno-rtxpro6000", "--run-dir", str(tmp_path / "run"))
     assert isinstance(done.exception, UserError)
     assert str(tmp_path / ".env") in str(done.exception)
