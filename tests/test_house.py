@@ -14,7 +14,8 @@ import pytest
 from tests import tree
 
 ORDER = (
-    ("errors", "events", "health", "host"),
+    ("errors", "events", "host"),
+    ("check",),
     ("console", "lock", "manifest", "process", "storage", "tensorfile"),
     ("config",),
     ("plan", "ops", "containers"),

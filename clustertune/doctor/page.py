@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from clustertune.doctor import compare, frame
-from clustertune.health import Rule
+from clustertune.check.report import BROKEN
+from clustertune.check.rule import MACHINE, NODES, Rule, checks
+from clustertune.doctor.recipe_findings import recipe_rules
 
 HEAD = """# Doctor: what goes wrong on clusters, before it does
 
@@ -41,9 +42,9 @@ def render() -> str:
     """The text of docs/doctor.md. Imports what the recipe's rules need."""
     parts = [HEAD]
     sections: list[tuple[str, Iterable[Rule]]] = [
-        ("Each machine", (rule for module in frame.modules([frame.MACHINE]) for rule in module.RULES)),
-        ("Between the nodes of a job", (*compare.RULES, frame.BROKEN)),
-        ("Recipe, stack, data and runs", (rule for module in frame.modules(frame.OTHERS) for rule in module.RULES)),
+        ("Each machine", (one.rule for one in checks(MACHINE))),
+        ("Between the nodes of a job", (*(one.rule for one in checks(NODES)), BROKEN)),
+        ("Recipe, stack, data and runs", recipe_rules()),
     ]
     for title, rules in sections:
         rows = [f"| `{rule.id}` | {_cell(rule.title)} | {_cell(rule.why)} | [link]({rule.link}) |" for rule in rules]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
-from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.launch import shape, signal_margin
 from clustertune.plan.host import reads_rows
 from clustertune.plan.predict import GIB, Plan, make_plan

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
+from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
 from clustertune.checkpoint import store
 from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import Problem, UserError
-from clustertune.health import FAIL, WARN, Finding, Rule, finding
 from clustertune.launch import fit, visible
 from clustertune.tensorfile import Tensor, read_header
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from clustertune.check.rule import printable
 from clustertune.doctor import header_rules, secret_rules, signal_rules, task_rules
 from clustertune.doctor.batch import read_batch
 from clustertune.doctor.finding import Finding
@@ -61,18 +62,13 @@ def lint_file(path: str) -> list[Finding]:
 
 def report(path: str, findings: Sequence[Finding]) -> list[str]:
     """One line a finding: ``FILE:LINE: rule: message -> remedy``."""
-    return [_plain(f"{path}:{f.line}: {f.rule}: {f.message} -> {f.remedy}") for f in findings]
+    return [printable(f"{path}:{f.line}: {f.rule}: {f.message} -> {f.remedy}") for f in findings]
 
 
 def as_json(found: Sequence[tuple[str, Sequence[Finding]]]) -> dict[str, object]:
     """The ``--json`` form, of each file its findings."""
     files = [{"file": path, "findings": [asdict(f) for f in findings]} for path, findings in found]
     return {"files": files, "findings": sum(len(findings) for _, findings in found)}
-
-
-def _plain(text: str) -> str:
-    """Without what steers a terminal: the script's own words stand in messages."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append((path, lint_file(path)))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            sys.stderr.write(_plain(f"error: {path}: {reason} -> give a batch script") + "\n")
+            sys.stderr.write(printable(f"error: {path}: {reason} -> give a batch script") + "\n")
             return 2
     if given.json:
         sys.stdout.write(json.dumps(as_json(found), indent=2) + "\n")

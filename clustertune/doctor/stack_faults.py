@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from clustertune.check.rule import FAIL, WARN, Rule
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.config.derive import mixed_precision
 from clustertune.doctor.recipe_context import Context
-from clustertune.health import FAIL, WARN, Rule
 
 Release = tuple[tuple[int, ...], int]
 _STAGES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "": 0, "post": 1}

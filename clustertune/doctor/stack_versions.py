@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config import kernels
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context, plain
 from clustertune.doctor.stack_faults import FAULTS, NCCL, holds
-from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.launch import fit
 
 GIB = 1 << 30

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clustertune.doctor.machine import Expects, Machine
+from clustertune.check.machine import Expects, Machine
 from clustertune.host.facts import from_dict
 
 GOOD: dict[str, Any] = json.loads(Path(__file__).with_name("good_node.json").read_text())

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, worst
-from clustertune.nccl_check.judge import RULES, headline, judge
-from clustertune.nccl_check.log_read import read
+from clustertune.check.log_read import read
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Finding, checks, exit_code, worst
+from clustertune.nccl_check.judge import headline, judge
 from tests.nccl_check.healthy import (
     ETHERNET,
     ETHERNET_JOB,
@@ -30,6 +30,7 @@ from tests.nccl_check.healthy import (
 from tests.nccl_check.log_maker import Job, text
 from tests.nccl_check.test_log_read import FAULTS, VERSIONS
 
+RULES = [one.rule for one in checks(LINKS)]
 Document = dict[str, Any]
 Change = Callable[[Document], Job | str | None]
 """Makes a healthy document ill; what it returns is the job whose log goes with it, or lines at the end of the healthy log."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN
 from clustertune.nccl_check.judge import judge
 from tests.nccl_check.healthy import ETHERNET, ETHERNET_JOB, INFINIBAND, INFINIBAND_JOB, logs, results
 from tests.nccl_check.log_maker import Job, text
@@ -425,24 +425,19 @@ def test_a_rule_keeps_to_its_edge(name: str) -> None:
 
 TOLD = {
     "infiniband": """
-        socket-fallback driver p2p-hang small-shm low-memlock
-        interface-down wrong-interface several-subnets mtu no-verbs mixed-plugins
-        gdr-off
-        adapters-unused mixed-nccl mixed-torch small-world nccl-fault mixed-driver debug-left-on nvlink-unused
-        p2p-disabled
-        pcie-degraded slow-node asymmetric intra-speed inter-speed jitter wrong-result collective-hung
-        other-warning
+        socket-fallback driver p2p-hang small-shm low-memlock interface-down wrong-interface several-subnets mtu
+        no-verbs mixed-plugins gdr-off adapters-unused mixed-nccl mixed-torch mixed-driver nccl-fault small-world
+        debug-left-on nvlink-unused p2p-disabled pcie-degraded slow-node asymmetric intra-speed inter-speed jitter
+        wrong-result collective-hung other-warning
     """,
     "ethernet": """
-        socket-fallback driver p2p-hang small-shm interface-down
-        wrong-interface several-subnets ifname-prefix bond-hash bond-link-down
-        mtu
-        one-socket mixed-plugins mixed-nccl mixed-torch small-world nccl-fault mixed-driver debug-left-on p2p-disabled
-        acs-redirect pcie-degraded slow-node asymmetric intra-speed inter-speed jitter wrong-result collective-hung
-        other-warning
+        socket-fallback driver p2p-hang small-shm interface-down wrong-interface ifname-prefix several-subnets
+        bond-hash bond-link-down one-socket mtu mixed-plugins mixed-nccl mixed-torch mixed-driver nccl-fault
+        small-world debug-left-on p2p-disabled acs-redirect pcie-degraded slow-node asymmetric intra-speed inter-speed
+        jitter wrong-result collective-hung other-warning
     """,
     "laptop": "mixed-torch gloo-with-gpus wrong-result collective-hung",
-    "log of one GPU": "driver mixed-nccl small-world nccl-fault mixed-driver other-warning",
+    "log of one GPU": "driver mixed-nccl mixed-driver nccl-fault small-world other-warning",
     "nothing": "",
 }
 

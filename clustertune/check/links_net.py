@@ -6,23 +6,9 @@ import ipaddress
 import re
 from collections.abc import Iterable, Iterator
 
+from clustertune.check.links import ENOUGH, Context, gbit, names, number, short
+from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 from clustertune.host.facts import HostFacts, Nic
-from clustertune.nccl_check.rules import (
-    ENOUGH,
-    ENV,
-    FAIL,
-    ISSUES,
-    PASS,
-    TESTS,
-    WARN,
-    Context,
-    Seen,
-    check,
-    gbit,
-    names,
-    number,
-    short,
-)
 
 VIRTUAL = (
     *("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tailscale", "tun", "zt", "vmnet", "podman", "lxc"),
@@ -56,15 +42,50 @@ def _matters(context: Context) -> bool:
     return context.nodes > 1
 
 
-@check(
-    "wrong-interface",
-    "The interface that ranks use",
-    "The first interface in the kernel's list is often a bridge of docker or the 1 GbE port for management.",
-    f"{ISSUES}/697",
-    "give network.interface in the cluster file, or set NCCL_SOCKET_IFNAME==NAME and GLOO_SOCKET_IFNAME=NAME, the interface of "
-    "the fast network",
-)
+@rule("interface-down", LINKS, rank=3)
+def interface_down(context: Context) -> Iterator[Seen]:
+    """The interface that ranks were told is up and has an address.
+
+    Why: Ranks fail at the start, or take another interface than the one that was meant.
+    Fix: bring it up (`ip link set NAME up`, an address), or mend network.interface in the cluster file; the name must be that
+      of every node
+    See: https://github.com/NVIDIA/nccl/issues/1837
+    """
+    said = [fault for fault in context.log.faults if fault.kind == "no-interface"]
+    if said:
+        value = context.setting("NCCL_SOCKET_IFNAME") or context.setting("NCCL_OOB_NET_IFNAME")
+        told = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
+        yield Seen(FAIL, f"NCCL found no interface to use{told}: {said[0].text}", where=names(fault.host for fault in said))
+    name = context.told_interface
+    if not name or not _matters(context):
+        return
+    good = []
+    for facts in context.facts:
+        nic = next((nic for nic in facts.nics if nic.name == name), None)
+        if nic is None:
+            if facts.nics:
+                yield Seen(
+                    FAIL, f"there is no interface {name}, but {names(nic.name for nic in facts.nics)}", where=facts.hostname
+                )
+        elif nic.up is False or nic.carrier is False:
+            yield Seen(FAIL, f"{name} is down", where=facts.hostname)
+        elif not nic.addresses:
+            yield Seen(FAIL, f"{name} has no address", where=facts.hostname)
+        elif nic.up:
+            good.append(facts.hostname)
+    if good:
+        yield Seen(PASS, f"{name} is up and has an address", where=names(good))
+
+
+@rule("wrong-interface", LINKS, rank=3)
 def wrong_interface(context: Context) -> Iterator[Seen]:
+    """The interface that ranks use.
+
+    Why: The first interface in the kernel's list is often a bridge of docker or the 1 GbE port for management.
+    Fix: give network.interface in the cluster file, or set NCCL_SOCKET_IFNAME==NAME and GLOO_SOCKET_IFNAME=NAME, the interface
+      of the fast network
+    See: https://github.com/NVIDIA/nccl/issues/697
+    """
     if not _matters(context):
         return
     told, good = context.told_interface, set()
@@ -106,49 +127,14 @@ def _speed(nic: Nic) -> float:
     return (nic.mbit or 0) / 1000
 
 
-@check(
-    "interface-down",
-    "The interface that ranks were told is up and has an address",
-    "Ranks fail at the start, or take another interface than the one that was meant.",
-    f"{ISSUES}/1837",
-    "bring it up (`ip link set NAME up`, an address), or mend network.interface in the cluster file; the name must be that of "
-    "every node",
-)
-def interface_down(context: Context) -> Iterator[Seen]:
-    said = [fault for fault in context.log.faults if fault.kind == "no-interface"]
-    if said:
-        value = context.setting("NCCL_SOCKET_IFNAME") or context.setting("NCCL_OOB_NET_IFNAME")
-        told = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
-        yield Seen(FAIL, f"NCCL found no interface to use{told}: {said[0].text}", where=names(fault.host for fault in said))
-    name = context.told_interface
-    if not name or not _matters(context):
-        return
-    good = []
-    for facts in context.facts:
-        nic = next((nic for nic in facts.nics if nic.name == name), None)
-        if nic is None:
-            if facts.nics:
-                yield Seen(
-                    FAIL, f"there is no interface {name}, but {names(nic.name for nic in facts.nics)}", where=facts.hostname
-                )
-        elif nic.up is False or nic.carrier is False:
-            yield Seen(FAIL, f"{name} is down", where=facts.hostname)
-        elif not nic.addresses:
-            yield Seen(FAIL, f"{name} has no address", where=facts.hostname)
-        elif nic.up:
-            good.append(facts.hostname)
-    if good:
-        yield Seen(PASS, f"{name} is up and has an address", where=names(good))
-
-
-@check(
-    "ifname-prefix",
-    "What NCCL_SOCKET_IFNAME matches",
-    "NCCL takes the value as the beginning of a name: bond0 matches bond0.2093 too.",
-    f"{TESTS}/9",
-    "write the name with one more =: NCCL_SOCKET_IFNAME==bond0 in a shell, or network.interface in the cluster file",
-)
+@rule("ifname-prefix", LINKS, rank=3)
 def ifname_prefix(context: Context) -> Iterator[Seen]:
+    """What NCCL_SOCKET_IFNAME matches.
+
+    Why: NCCL takes the value as the beginning of a name: bond0 matches bond0.2093 too.
+    Fix: write the name with one more =: NCCL_SOCKET_IFNAME==bond0 in a shell, or network.interface in the cluster file
+    See: https://github.com/NVIDIA/nccl-tests/issues/9
+    """
     for value in sorted(context.settings("NCCL_SOCKET_IFNAME")):
         if not value or value.startswith("^"):
             continue
@@ -172,14 +158,14 @@ def ifname_prefix(context: Context) -> Iterator[Seen]:
             yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} took {names(other)}")
 
 
-@check(
-    "extra-interfaces",
-    "No bridges among the interfaces of NET/Socket",
-    "NCCL opens connections over every interface that it lists, and those of a bridge lead nowhere.",
-    f"{ISSUES}/697",
-    "hold NCCL to one interface: network.interface in the cluster file, or NCCL_SOCKET_IFNAME==NAME",
-)
+@rule("extra-interfaces", LINKS, rank=3)
 def extra_interfaces(context: Context) -> Iterator[Seen]:
+    """No bridges among the interfaces of NET/Socket.
+
+    Why: NCCL opens connections over every interface that it lists, and those of a bridge lead nowhere.
+    Fix: hold NCCL to one interface: network.interface in the cluster file, or NCCL_SOCKET_IFNAME==NAME
+    See: https://github.com/NVIDIA/nccl/issues/697
+    """
     if not context.by_socket:
         return
     for host, devices in sorted(context.log.sockets.items()):
@@ -189,14 +175,14 @@ def extra_interfaces(context: Context) -> Iterator[Seen]:
             return
 
 
-@check(
-    "several-subnets",
-    "Addresses of all nodes in one network",
-    "Nodes in networks without a way between them cannot connect; over a router every byte takes a detour.",
-    f"{ISSUES}/1581",
-    "give the interface of the network that joins all nodes (network.interface), with addresses of one subnet",
-)
+@rule("several-subnets", LINKS, rank=3)
 def several_subnets(context: Context) -> Iterator[Seen]:
+    """Addresses of all nodes in one network.
+
+    Why: Nodes in networks without a way between them cannot connect; over a router every byte takes a detour.
+    Fix: give the interface of the network that joins all nodes (network.interface), with addresses of one subnet
+    See: https://github.com/NVIDIA/nccl/issues/1581
+    """
     if not _matters(context):
         return
     stated = context.section("expected", "network").get("subnet")
@@ -223,14 +209,14 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
-@check(
-    "link-local",
-    "No link-local addresses between nodes",
-    "An address that begins with fe80: or 169.254. is valid on one wire only: other nodes cannot connect to it.",
-    f"{ISSUES}/975",
-    "give the interface an address, or set NCCL_SOCKET_FAMILY=AF_INET and NCCL_SOCKET_IFNAME to one that has an IPv4 address",
-)
+@rule("link-local", LINKS, rank=3)
 def link_local(context: Context) -> Iterator[Seen]:
+    """No link-local addresses between nodes.
+
+    Why: An address that begins with fe80: or 169.254. is valid on one wire only: other nodes cannot connect to it.
+    Fix: give the interface an address, or set NCCL_SOCKET_FAMILY=AF_INET and NCCL_SOCKET_IFNAME to one that has an IPv4 address
+    See: https://github.com/NVIDIA/nccl/issues/975
+    """
     log = context.log
     refused = [fault for fault in log.faults if fault.kind == "refused" and _TO_LINK_LOCAL.search(fault.text)]
     if refused:
@@ -256,15 +242,15 @@ def _link_local(addresses: Iterable[str]) -> bool:
     return bool(given) and all(address.lower().startswith(("fe80", "169.254.")) for address in given)
 
 
-@check(
-    "bond-hash",
-    "How a bond spreads its traffic",
-    "With a hash over MAC addresses (layer2) everything between two nodes goes over one link of the bond.",
-    "https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_optionxmithashpolicy.html",
-    "set xmit_hash_policy=layer3+4 on the nodes and the like on the switch, and several connections "
-    "(NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4)",
-)
+@rule("bond-hash", LINKS, rank=3)
 def bond_hash(context: Context) -> Iterator[Seen]:
+    """How a bond spreads its traffic.
+
+    Why: With a hash over MAC addresses (layer2) everything between two nodes goes over one link of the bond.
+    Fix: set xmit_hash_policy=layer3+4 on the nodes and the like on the switch, and several connections (NCCL_SOCKET_NTHREADS=4
+      NCCL_NSOCKS_PERTHREAD=4)
+    See: https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_optionxmithashpolicy.html
+    """
     if not _matters(context) or (context.over and not context.by_socket):
         return
     good = []
@@ -294,14 +280,14 @@ def _one_link(context: Context, nic: Nic) -> str:
     return f"; {best:.3g} GB/s were measured, the speed of one link ({link:.3g} GB/s)"
 
 
-@check(
-    "bond-link-down",
-    "All links of a bond are up",
-    "A bond with a link down goes on at a part of its speed, without a word.",
-    "https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_troubleshooting.html",
-    "look at /proc/net/bonding/NAME: cable, switch port, LACP partner",
-)
+@rule("bond-link-down", LINKS, rank=3)
 def bond_link_down(context: Context) -> Iterator[Seen]:
+    """All links of a bond are up.
+
+    Why: A bond with a link down goes on at a part of its speed, without a word.
+    Fix: look at /proc/net/bonding/NAME: cable, switch port, LACP partner
+    See: https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_troubleshooting.html
+    """
     good = []
     for facts in context.facts:
         for nic in facts.nics:
@@ -314,15 +300,15 @@ def bond_link_down(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"all links of {names(good)} are up")
 
 
-@check(
-    "one-socket",
-    "TCP connections for each of NCCL's channels",
-    "One TCP connection is served by one core, which does not fill a line of 100 Gbit/s.",
-    f"{ENV}#nccl-socket-nthreads",
-    "set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4 (their product is 64 at most); `clustertune nccl-check --tune` "
-    "measures which pair is best here",
-)
+@rule("one-socket", LINKS, rank=3)
 def one_socket(context: Context) -> Iterator[Seen]:
+    """TCP connections for each of NCCL's channels.
+
+    Why: One TCP connection is served by one core, which does not fill a line of 100 Gbit/s.
+    Fix: set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4 (their product is 64 at most); `clustertune nccl-check --tune`
+      measures which pair is best here
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-nthreads
+    """
     if not context.by_socket or context.line_gbit < VERY_FAST:
         return
     threads = _count(context.setting("NCCL_SOCKET_NTHREADS"))
@@ -339,15 +325,16 @@ def _count(text: str) -> int:
     return int(text) if text.isdigit() and len(text) < 5 else 0
 
 
-@check(
-    "mtu",
-    "Frame size of the interfaces",
-    "Nodes with different MTUs lose large packets and stall; frames of 1500 bytes cost the CPU six times the packets of 9000.",
-    f"{ISSUES}/709",
-    "set one MTU, 9000 where switches allow it (RoCE: 4200 is enough), on all nodes and switch ports; "
-    "`ping -M do -s 8972 NODE` shows whether it passes",
-)
+@rule("mtu", LINKS, rank=3)
 def mtu(context: Context) -> Iterator[Seen]:
+    """Frame size of the interfaces.
+
+    Why: Nodes with different MTUs lose large packets and stall; frames of 1500 bytes cost the CPU six times the packets of
+      9000.
+    Fix: set one MTU, 9000 where switches allow it (RoCE: 4200 is enough), on all nodes and switch ports; `ping -M do -s 8972
+      NODE` shows whether it passes
+    See: https://github.com/NVIDIA/nccl/issues/709
+    """
     if not _matters(context):
         return
     sizes: dict[int, set[str]] = {}
@@ -364,17 +351,3 @@ def mtu(context: Context) -> Iterator[Seen]:
         size = next(iter(sizes))
         slow = size <= 1500 and fastest >= FAST and (context.by_socket or context.kind == "roce")
         yield Seen(WARN if slow else PASS, f"MTU {size}" + (f" on {gbit(fastest)}" if fastest else ""))
-
-
-CHECKS = (
-    interface_down,
-    wrong_interface,
-    link_local,
-    extra_interfaces,
-    several_subnets,
-    ifname_prefix,
-    bond_hash,
-    bond_link_down,
-    mtu,
-    one_socket,
-)

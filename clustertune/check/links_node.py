@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.nccl_check.rules import ENV, FAIL, ISSUES, PASS, TROUBLE, UNKNOWN, WARN, Context, Seen, check, names, short
+from clustertune.check.links import Context, names, short
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 GIB = 2**30
 MIB = 2**20
@@ -27,14 +28,15 @@ def _gpus(context: Context) -> int:
     return max(context.ranks, context.log.highest_gpu + 1 if context.nodes else 0)
 
 
-@check(
-    "p2p-hang",
-    "Two GPUs of a node exchange data",
-    "Behind an IOMMU or ACS the first all-reduce over PCIe never ends, and the GPUs stay at 100 % until they are reset.",
-    f"{ISSUES}/2079",
-    ACS_OFF,
-)
+@rule("p2p-hang", LINKS, rank=2)
 def p2p_hang(context: Context) -> Iterator[Seen]:
+    """Two GPUs of a node exchange data.
+
+    Why: Behind an IOMMU or ACS the first all-reduce over PCIe never ends, and the GPUs stay at 100 % until they are reset.
+    Fix: turn the IOMMU and ACS off in the BIOS (or iommu=pt and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge);
+      until then NCCL_P2P_DISABLE=1 goes through the node's memory
+    See: https://github.com/NVIDIA/nccl/issues/2079
+    """
     good: set[str] = set()
     for item in context.entries("p2p_probe"):
         node, status = str(item.get("node", "")), item.get("status")
@@ -51,30 +53,29 @@ def p2p_hang(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "pairs of GPUs exchange data", where=names(good))
 
 
-@check(
-    "p2p-refused",
-    "The driver lets GPUs reach each other's memory",
-    "NCCL was told that P2P works, and the driver refuses it when the first buffer is opened.",
-    f"{ISSUES}/2079",
-    "give ranks all GPUs of the node (no CUDA_VISIBLE_DEVICES or cgroup of one GPU each); cards without "
-    "P2P: NCCL_P2P_DISABLE=1",
-)
+@rule("p2p-refused", LINKS, rank=2)
 def p2p_refused(context: Context) -> Iterator[Seen]:
+    """The driver lets GPUs reach each other's memory.
+
+    Why: NCCL was told that P2P works, and the driver refuses it when the first buffer is opened.
+    Fix: give ranks all GPUs of the node (no CUDA_VISIBLE_DEVICES or cgroup of one GPU each); cards without P2P:
+      NCCL_P2P_DISABLE=1
+    See: https://github.com/NVIDIA/nccl/issues/2079
+    """
     said = [fault for fault in context.log.faults if fault.kind in ("p2p-refused", "no-transport")]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
 
 
-@check(
-    "nvlink-unused",
-    "NVLink carries the traffic inside a node",
-    "Through PCIe or the node's memory it is a tenth of NVLink's bandwidth.",
-    f"{ISSUES}/1781",
-    "look at `nvidia-smi nvlink -s` and at the fabric manager (`systemctl status nvidia-fabricmanager`); "
-    "all ranks of a node in one "
-    "container, which sees all its GPUs; NCCL_P2P_DISABLE and NCCL_P2P_LEVEL unset",
-)
+@rule("nvlink-unused", LINKS, rank=6)
 def nvlink_unused(context: Context) -> Iterator[Seen]:
+    """NVLink carries the traffic inside a node.
+
+    Why: Through PCIe or the node's memory it is a tenth of NVLink's bandwidth.
+    Fix: look at `nvidia-smi nvlink -s` and at the fabric manager (`systemctl status nvidia-fabricmanager`); all ranks of a node
+      in one container, which sees all its GPUs; NCCL_P2P_DISABLE and NCCL_P2P_LEVEL unset
+    See: https://github.com/NVIDIA/nccl/issues/1781
+    """
     if not context.nvlink or _gpus(context) < 2:
         return
     broken = [fault for fault in context.log.faults if fault.kind == "p2p-broken"]
@@ -103,14 +104,16 @@ def _inside(context: Context) -> dict[str, int]:
     return found
 
 
-@check(
-    "p2p-disabled",
-    "P2P between the GPUs of a node",
-    "Without it everything passes through the node's memory, twice.",
-    f"{ISSUES}/631",
-    "unset NCCL_P2P_DISABLE, and where the first all-reduce hangs then: " + ACS_OFF,
-)
+@rule("p2p-disabled", LINKS, rank=6)
 def p2p_disabled(context: Context) -> Iterator[Seen]:
+    """P2P between the GPUs of a node.
+
+    Why: Without it everything passes through the node's memory, twice.
+    Fix: unset NCCL_P2P_DISABLE, and where the first all-reduce hangs then: turn the IOMMU and ACS off in the BIOS (or iommu=pt
+      and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge); until then NCCL_P2P_DISABLE=1 goes through the node's
+      memory
+    See: https://github.com/NVIDIA/nccl/issues/631
+    """
     told = bool(context.log.nodes or context.document.get("gpus_per_node"))
     if context.backend == "gloo" or (context.ranks == 1 and told):
         return
@@ -142,14 +145,14 @@ def _near(context: Context) -> str:
     return ""
 
 
-@check(
-    "shm-disabled",
-    "Shared memory inside a node",
-    "GPUs without P2P between them talk through shared memory; without that too, over the network card.",
-    ENV,
-    "unset NCCL_SHM_DISABLE; where it was set for want of space, enlarge /dev/shm",
-)
+@rule("shm-disabled", LINKS, rank=6)
 def shm_disabled(context: Context) -> Iterator[Seen]:
+    """Shared memory inside a node.
+
+    Why: GPUs without P2P between them talk through shared memory; without that too, over the network card.
+    Fix: unset NCCL_SHM_DISABLE; where it was set for want of space, enlarge /dev/shm
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
     inside = [name for name in _inside(context) if name.startswith("NET/")]
     if context.is_on("NCCL_SHM_DISABLE"):
         yield Seen(FAIL if inside else WARN, "NCCL_SHM_DISABLE is set" + (f": {names(inside)} inside a node" if inside else ""))
@@ -159,14 +162,15 @@ def shm_disabled(context: Context) -> Iterator[Seen]:
         )
 
 
-@check(
-    "acs-redirect",
-    "No ACS or IOMMU between GPUs on PCIe",
-    "They send what one GPU writes to another up to the CPU: slow at best, and with some boards it hangs.",
-    f"{TROUBLE}#pci-access-control-services-acs",
-    ACS_OFF,
-)
+@rule("acs-redirect", LINKS, rank=6)
 def acs_redirect(context: Context) -> Iterator[Seen]:
+    """No ACS or IOMMU between GPUs on PCIe.
+
+    Why: They send what one GPU writes to another up to the CPU: slow at best, and with some boards it hangs.
+    Fix: turn the IOMMU and ACS off in the BIOS (or iommu=pt and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge);
+      until then NCCL_P2P_DISABLE=1 goes through the node's memory
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#pci-access-control-services-acs
+    """
     hung = {str(item.get("node")) for item in context.entries("p2p_probe") if item.get("status") == "hung"}
     said = [f for f in context.log.faults if "iommu=pt" in f.text]
     if said:
@@ -191,14 +195,15 @@ def acs_redirect(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "neither ACS nor an IOMMU is in the way", where=names(good))
 
 
-@check(
-    "pcie-degraded",
-    "GPUs at the PCIe speed that they can do",
-    "A card that came up with half of its lanes, or a generation below, has half of the bandwidth and makes all others wait.",
-    "https://github.com/NVIDIA/nccl-tests/issues/106",
-    "reseat the card and its riser, look at the slot's bifurcation in the BIOS and at `nvidia-smi -q -d PCIE`; a reboot may do",
-)
+@rule("pcie-degraded", LINKS, rank=6)
 def pcie_degraded(context: Context) -> Iterator[Seen]:
+    """GPUs at the PCIe speed that they can do.
+
+    Why: A card that came up with half of its lanes, or a generation below, has half of the bandwidth and makes all others wait.
+    Fix: reseat the card and its riser, look at the slot's bifurcation in the BIOS and at `nvidia-smi -q -d PCIE`; a reboot may
+      do
+    See: https://github.com/NVIDIA/nccl-tests/issues/106
+    """
     good = []
     for facts in context.facts:
         bad = []
@@ -215,16 +220,15 @@ def pcie_degraded(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "all GPUs have all their PCIe lanes", where=names(good))
 
 
-@check(
-    "small-shm",
-    "Room in /dev/shm",
-    "Ranks of a node map 10 MB for each connection there; docker and Kubernetes give 64 MiB.",
-    f"{TROUBLE}#shared-memory",
-    "give the container --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with medium: Memory at "
-    "/dev/shm), and remove stale "
-    "files /dev/shm/nccl-*",
-)
+@rule("small-shm", LINKS, rank=2)
 def small_shm(context: Context) -> Iterator[Seen]:
+    """Room in /dev/shm.
+
+    Why: Ranks of a node map 10 MB for each connection there; docker and Kubernetes give 64 MiB.
+    Fix: give the container --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with medium: Memory at /dev/shm), and remove
+      stale files /dev/shm/nccl-*
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#shared-memory
+    """
     said = [fault for fault in context.log.faults if fault.kind == "shm"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
@@ -246,30 +250,29 @@ def small_shm(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "enough room in /dev/shm", where=names(good))
 
 
-@check(
-    "shm-lost",
-    "Shared memory of other ranks can be opened",
-    "A rank's file in /dev/shm was gone when its neighbour opened it: another container's, removed, or that rank had ended.",
-    f"{ISSUES}/1589",
-    "run all ranks of a node in one container (or with one /dev/shm, --ipc=host), set RemoveIPC=no in "
-    "logind.conf; look for the rank "
-    "that failed first",
-)
+@rule("shm-lost", LINKS, rank=2)
 def shm_lost(context: Context) -> Iterator[Seen]:
+    """Shared memory of other ranks can be opened.
+
+    Why: A rank's file in /dev/shm was gone when its neighbour opened it: another container's, removed, or that rank had ended.
+    Fix: run all ranks of a node in one container (or with one /dev/shm, --ipc=host), set RemoveIPC=no in logind.conf; look for
+      the rank that failed first
+    See: https://github.com/NVIDIA/nccl/issues/1589
+    """
     said = [fault for fault in context.log.faults if fault.kind == "shm-lost"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
 
 
-@check(
-    "low-memlock",
-    "Locked memory for RDMA",
-    "RDMA registers memory that must stay in place; Slurm's services start with a limit of 64 KiB or 8 MiB.",
-    "https://github.com/NVIDIA/nccl-tests/issues/206",
-    "LimitMEMLOCK=infinity in slurmd's unit (limits.conf does not reach services), PropagateResourceLimitsExcept=MEMLOCK in "
-    "slurm.conf, --ulimit memlock=-1 for a container; check with `srun bash -c 'ulimit -l'`",
-)
+@rule("low-memlock", LINKS, rank=2)
 def low_memlock(context: Context) -> Iterator[Seen]:
+    """Locked memory for RDMA.
+
+    Why: RDMA registers memory that must stay in place; Slurm's services start with a limit of 64 KiB or 8 MiB.
+    Fix: LimitMEMLOCK=infinity in slurmd's unit (limits.conf does not reach services), PropagateResourceLimitsExcept=MEMLOCK in
+      slurm.conf, --ulimit memlock=-1 for a container; check with `srun bash -c 'ulimit -l'`
+    See: https://github.com/NVIDIA/nccl-tests/issues/206
+    """
     said = [fault for fault in context.log.faults if fault.kind == "memlock"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
@@ -287,17 +290,3 @@ def low_memlock(context: Context) -> Iterator[Seen]:
             good.append(short(facts.hostname))
     if good:
         yield Seen(PASS, "enough memory can be locked", where=names(good))
-
-
-CHECKS = (
-    p2p_hang,
-    p2p_refused,
-    small_shm,
-    shm_lost,
-    low_memlock,
-    nvlink_unused,
-    p2p_disabled,
-    shm_disabled,
-    acs_redirect,
-    pcie_degraded,
-)

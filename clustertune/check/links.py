@@ -1,64 +1,28 @@
-"""What the rules of ``nccl-check`` share: how one is written, and what it may look at.
+"""What the rules of the links between GPUs look at: a result of ``nccl-check`` and NCCL's logs. Python 3.8, standard library.
 
-Standard library only, Python 3.8 or later. A rule looks at a :class:`Context` and yields what it saw: nothing where it does not
-apply, ``pass`` where it looked and found nothing, ``unknown`` where it could not look.
+Of findings that are alike bad the one whose rule has the lowest ``rank`` is the headline: what is closest to a cause comes
+first, what is often the echo of another fault last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.log_found import Device, Log
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
-from clustertune.nccl_check.log_found import Device, Log
 
-__all__ = ["FAIL", "PASS", "UNKNOWN", "WARN", "Check", "Context", "Seen", "check", "names"]
-
-GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs"
-ENV, TROUBLE = f"{GUIDE}/env.html", f"{GUIDE}/troubleshooting.html"
-ISSUES = "https://github.com/NVIDIA/nccl/issues"
-TESTS = "https://github.com/NVIDIA/nccl-tests/issues"
-
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
+"""What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
 ENOUGH = 0.8
 """Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
 (ops/hardware.yaml)."""
 RDMA_KINDS = ("infiniband", "roce", "omnipath")
 PLUGIN_KINDS = ("efa", "slingshot")
 """Networks that NCCL reaches through a plugin only."""
-
-
-class Seen(NamedTuple):
-    """What a rule saw at one place."""
-
-    status: str
-    found: str
-    fix: str = ""
-    """Empty: the rule's own."""
-    where: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A rule with its remedy and the function that looks."""
-
-    rule: Rule
-    fix: str
-    look: Callable[[Context], Iterator[Seen]]
-
-    def findings(self, context: Context) -> Iterator[Finding]:
-        """What it sees in one document and its logs."""
-        for seen in self.look(context):
-            fix = "" if seen.status in (PASS, UNKNOWN) else seen.fix or self.fix
-            yield finding(self.rule, seen.status, seen.found, fix, seen.where)
-
-
-def check(name: str, title: str, why: str, link: str, fix: str) -> Callable[[Callable[[Context], Iterator[Seen]]], Check]:
-    """Makes a rule of a function; ``fix`` is what to do where the function does not say it better."""
-    return lambda look: Check(Rule(name, title, why, link), fix, look)
 
 
 def names(items: Iterable[str], most: int = 4) -> str:
@@ -277,26 +241,3 @@ def _typed(item: Any) -> Any:
                 if is_dataclass(inner):
                     _typed(inner)
     return item
-
-
-def page(checks: Sequence[Check]) -> str:
-    """The rules as a page of the docs."""
-    lines = [
-        "# What nccl-check judges",
-        "",
-        "Written from the rules by `python3 -m clustertune.nccl_check.judge`. Each rule says `pass`, `warn` "
-        "or `fail`, `unknown`",
-        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them; the",
-        "exit code is 0, 1 (warnings) or 2 (failures). The same rules judge a log alone, on a bare login node:",
-        "",
-        "```sh",
-        "python3 -m clustertune.nccl_check.log nccl.log",
-        "```",
-        "",
-        f"There are {len(checks)} rules, what is closest to a cause first.",
-        "",
-    ]
-    for one in checks:
-        lines += [f"## {one.rule.id}", "", f"{one.rule.title}. {one.rule.why}", "", f"What to do: {one.fix}.", ""]
-        lines += [f"<{one.rule.link}>", ""]
-    return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clustertune.health import Finding, Rule, finding
+from clustertune.check.rule import Finding, Rule, finding
 from clustertune.host.facts import HostFacts, Mount
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
