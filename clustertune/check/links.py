@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from clustertune.check.log_found import Device, Log
+from clustertune.check.machine import Expects, Machine
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
 """What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
+INTERFACES = 3
+"""The rank of the rules of interfaces, which gloo uses too."""
 ENOUGH = 0.8
 """Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
 (ops/hardware.yaml)."""
-RDMA_KINDS = ("infiniband", "roce", "omnipath")
 PLUGIN_KINDS = ("efa", "slingshot")
 """Networks that NCCL reaches through a plugin only."""
 
@@ -161,6 +163,35 @@ class Context:
             for port in facts.rdma
             if port.active and (not layer or port.link_layer == layer)
         ]
+
+    @cached_property
+    def machines(self) -> list[Machine]:
+        """The nodes as the rules of a machine see them, with the interface and the variables that ranks had."""
+        network, compute = self.section("expected", "network"), self.section("expected", "compute")
+        hca = network.get("hca")
+        tried = [(str(item.get("node")), item.get("status")) for item in self.entries("p2p_probe")]
+        variables = {name: value for name, value in self.section("environment").items() if isinstance(value, str)}
+        found = []
+        for facts in self.facts:
+            used = [device.name for device in self.used_interfaces(facts.hostname)]
+            said = {
+                "kind": self.kind,
+                "interface": self.told_interface or (used[0] if len(used) == 1 else ""),
+                "subnet": network.get("subnet") if isinstance(network.get("subnet"), str) else None,
+                "hca": [name for name in hca if isinstance(name, str)] if isinstance(hca, (list, tuple)) else [],
+                "ports": int(number(network.get("ports"))),
+            }
+            interconnect = compute.get("interconnect")
+            cluster = {"network": said, "compute": {"interconnect": interconnect if isinstance(interconnect, str) else None}}
+            mine = {status for node, status in tried if node == facts.hostname}
+            expects = Expects(
+                gpus=(self.ranks or None) if self.backend == "nccl" else None,
+                nodes=self.nodes,
+                ran=True,
+                p2p=False if "hung" in mine else True if "ok" in mine else None,
+            )
+            found.append(Machine(replace(facts, environment={**facts.environment, **variables}), cluster, expects))
+        return found
 
     # --- settings ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from clustertune.check.links import ENOUGH, Context, gbit, names, number, short
+from clustertune.check.machine import ONE_LINK
 from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 from clustertune.host.facts import HostFacts, Nic
 
@@ -15,11 +16,8 @@ VIRTUAL = (
     *("ip6tnl", "ip6gre", "gre", "sit", "dummy", "kube", "nodelocaldns", "weave", "cilium"),
 )
 """Interfaces that lead to no other node, by their names; ``br-`` is what docker calls its bridges."""
-FAST, VERY_FAST = 25, 100
+VERY_FAST = 100
 """Gbit/s from which frames of 1500 bytes, and one TCP connection, keep a CPU from filling the line (NCCL's guide: 100)."""
-BALANCING = ("802.3ad", "balance-xor", "balance-rr", "balance-tlb", "balance-alb")
-ONE_LINK = ("layer2", "layer2+3", "vlan+srcmac", "encap2+3")
-"""Hashes that put all traffic between two nodes on one link."""
 
 
 _TO_LINK_LOCAL = re.compile(r"\bto (?:fe80:|169\.254\.)", re.IGNORECASE)
@@ -56,25 +54,6 @@ def interface_down(context: Context) -> Iterator[Seen]:
         value = context.setting("NCCL_SOCKET_IFNAME") or context.setting("NCCL_OOB_NET_IFNAME")
         told = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
         yield Seen(FAIL, f"NCCL found no interface to use{told}: {said[0].text}", where=names(fault.host for fault in said))
-    name = context.told_interface
-    if not name or not _matters(context):
-        return
-    good = []
-    for facts in context.facts:
-        nic = next((nic for nic in facts.nics if nic.name == name), None)
-        if nic is None:
-            if facts.nics:
-                yield Seen(
-                    FAIL, f"there is no interface {name}, but {names(nic.name for nic in facts.nics)}", where=facts.hostname
-                )
-        elif nic.up is False or nic.carrier is False:
-            yield Seen(FAIL, f"{name} is down", where=facts.hostname)
-        elif not nic.addresses:
-            yield Seen(FAIL, f"{name} has no address", where=facts.hostname)
-        elif nic.up:
-            good.append(facts.hostname)
-    if good:
-        yield Seen(PASS, f"{name} is up and has an address", where=names(good))
 
 
 @rule("wrong-interface", LINKS, rank=3)
@@ -136,25 +115,12 @@ def ifname_prefix(context: Context) -> Iterator[Seen]:
     See: https://github.com/NVIDIA/nccl-tests/issues/9
     """
     for value in sorted(context.settings("NCCL_SOCKET_IFNAME")):
-        if not value or value.startswith("^"):
+        if not value or value.startswith(("^", "=")) or context.facts:
             continue
-        exact, wanted = value.startswith("="), [name for name in value.lstrip("=").split(",") if name]
-        good = []
-        for facts in context.facts:
-            there = [nic.name for nic in facts.nics]
-            matched = [n for n in there if any(n == name if exact else n.startswith(name) for name in wanted)]
-            if there and not matched:
-                found = f"NCCL_SOCKET_IFNAME={value} matches none of {names(there)}"
-                yield Seen(FAIL, found, where=facts.hostname)
-            elif len(matched) > len(wanted) and not exact:
-                yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} matches {names(matched)}", where=facts.hostname)
-            elif matched:
-                good.append(facts.hostname)
-        if good:
-            yield Seen(PASS, f"NCCL_SOCKET_IFNAME={value} matches what it names", where=names(good))
+        wanted = [name for name in value.split(",") if name]
         taken = {device.name for devices in context.log.bootstrap.values() for device in devices} - set(wanted)
         other = [name for name in taken if any(name.startswith((f"{want}.", f"{want}:")) for want in wanted)]
-        if other and not context.facts and not exact:
+        if other:
             yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} took {names(other)}")
 
 
@@ -185,14 +151,9 @@ def several_subnets(context: Context) -> Iterator[Seen]:
     """
     if not _matters(context):
         return
-    stated = context.section("expected", "network").get("subnet")
-    wanted = _network(stated) if isinstance(stated, str) else None
     seen: dict[str, set[str]] = {}
     for facts in context.facts:
         mine = [net for nic in context.used_nics(facts) for net in map(_network, nic.addresses) if net and net.version == 4]
-        if wanted and mine and not any(net.overlaps(wanted) for net in mine if net.version == wanted.version):
-            yield Seen(FAIL, f"{mine[0]} is not in {wanted} of the cluster file", where=facts.hostname)
-            return
         if len(mine) == 1:
             seen.setdefault(str(mine[0]), set()).add(facts.hostname)
     if len(seen) > 1:
@@ -253,20 +214,12 @@ def bond_hash(context: Context) -> Iterator[Seen]:
     """
     if not _matters(context) or (context.over and not context.by_socket):
         return
-    good = []
     for facts in context.facts:
         for nic in context.used_nics(facts):
-            if nic.bond_mode not in BALANCING or len(nic.bond_links) < 2 or not nic.bond_hash:
-                continue
-            if nic.bond_hash in ONE_LINK and nic.bond_mode in ("802.3ad", "balance-xor"):
-                reached = _one_link(context, nic)
-                status = FAIL if reached else WARN
+            one_link = nic.bond_mode in ("802.3ad", "balance-xor") and nic.bond_hash in ONE_LINK and len(nic.bond_links) > 1
+            if one_link and (reached := _one_link(context, nic)):
                 found = f"{nic.name} ({nic.bond_mode}, {len(nic.bond_links)} links) hashes by {nic.bond_hash}{reached}"
-                yield Seen(status, found, where=facts.hostname)
-            else:
-                good.append(nic.name)
-    if good:
-        yield Seen(PASS, f"{names(good)} spreads connections over its links")
+                yield Seen(FAIL, found, where=facts.hostname)
 
 
 def _one_link(context: Context, nic: Nic) -> str:
@@ -278,26 +231,6 @@ def _one_link(context: Context, nic: Nic) -> str:
     if not best or not link or not 0.5 <= best / link <= 1.1 or 0 < enough <= best:
         return ""
     return f"; {best:.3g} GB/s were measured, the speed of one link ({link:.3g} GB/s)"
-
-
-@rule("bond-link-down", LINKS, rank=3)
-def bond_link_down(context: Context) -> Iterator[Seen]:
-    """All links of a bond are up.
-
-    Why: A bond with a link down goes on at a part of its speed, without a word.
-    Fix: look at /proc/net/bonding/NAME: cable, switch port, LACP partner
-    See: https://www.ibm.com/docs/en/linuxonibm/l0wlcb00/l0wlcb00_troubleshooting.html
-    """
-    good = []
-    for facts in context.facts:
-        for nic in facts.nics:
-            down = set(nic.bond_links) - set(nic.bond_links_up)
-            if nic.bond_mode and nic.bond_mode != "active-backup" and down and (nic.up is not False):
-                yield Seen(WARN, f"{nic.name}: {names(down)} of {len(nic.bond_links)} links is down", where=facts.hostname)
-            elif nic.bond_links and not down:
-                good.append(nic.name)
-    if good:
-        yield Seen(PASS, f"all links of {names(good)} are up")
 
 
 @rule("one-socket", LINKS, rank=3)
@@ -323,31 +256,3 @@ def one_socket(context: Context) -> Iterator[Seen]:
 
 def _count(text: str) -> int:
     return int(text) if text.isdigit() and len(text) < 5 else 0
-
-
-@rule("mtu", LINKS, rank=3)
-def mtu(context: Context) -> Iterator[Seen]:
-    """Frame size of the interfaces.
-
-    Why: Nodes with different MTUs lose large packets and stall; frames of 1500 bytes cost the CPU six times the packets of
-      9000.
-    Fix: set one MTU, 9000 where switches allow it (RoCE: 4200 is enough), on all nodes and switch ports; `ping -M do -s 8972
-      NODE` shows whether it passes
-    See: https://github.com/NVIDIA/nccl/issues/709
-    """
-    if not _matters(context):
-        return
-    sizes: dict[int, set[str]] = {}
-    fastest = 0.0
-    for facts in context.facts:
-        for nic in context.used_nics(facts):
-            if nic.mtu:
-                sizes.setdefault(nic.mtu, set()).add(facts.hostname)
-                fastest = max(fastest, (nic.mbit or 0) / 1000)
-    if len(sizes) > 1:
-        told = "; ".join(f"{names(hosts)} {size}" for size, hosts in sorted(sizes.items()))
-        yield Seen(FAIL, f"nodes differ in MTU: {told}")
-    elif sizes:
-        size = next(iter(sizes))
-        slow = size <= 1500 and fastest >= FAST and (context.by_socket or context.kind == "roce")
-        yield Seen(WARN if slow else PASS, f"MTU {size}" + (f" on {gbit(fastest)}" if fastest else ""))

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.links import Context, names, short
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
-
-GIB = 2**30
-MIB = 2**20
-SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
-"""Room in /dev/shm: docker's default of 64 MiB is below the first (9.6 MB for each connection, by the log in
-https://github.com/NVIDIA/nccl/issues/525); eight ranks with two channels between neighbours come near the second."""
-MEMLOCK_LEAST, MEMLOCK_SMALL = 64 * MIB, 4 * GIB
-"""Locked memory: what ranks register for RDMA, buffers of 4 MiB for each connection of each rank."""
+from clustertune.check.links import Context, names
+from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 
 ACS_OFF = (
     "turn the IOMMU and ACS off in the BIOS (or iommu=pt and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge); until "
@@ -171,53 +163,9 @@ def acs_redirect(context: Context) -> Iterator[Seen]:
       until then NCCL_P2P_DISABLE=1 goes through the node's memory
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#pci-access-control-services-acs
     """
-    hung = {str(item.get("node")) for item in context.entries("p2p_probe") if item.get("status") == "hung"}
     said = [f for f in context.log.faults if "iommu=pt" in f.text]
     if said:
         yield Seen(WARN, said[0].text, "add iommu=pt to the kernel's command line", names(fault.host for fault in said))
-    good = []
-    works = {str(item.get("node")) for item in context.entries("p2p_probe") if item.get("status") == "ok"} - hung
-    for facts in context.facts:
-        if len(facts.gpus) < 2 or context.nvlink:
-            continue
-        if facts.acs_redirect:
-            status = FAIL if facts.hostname in hung else WARN
-            yield Seen(status, f"ACS redirects traffic at {names(facts.acs_redirect)}", where=facts.hostname)
-        elif facts.iommu and facts.hostname not in works:
-            yield Seen(
-                FAIL if facts.hostname in hung else WARN, "an IOMMU translates addresses of devices", where=facts.hostname
-            )
-        elif facts.acs_redirect is None and facts.iommu is None:
-            yield Seen(UNKNOWN, "ACS and IOMMU could not be read (root is needed)", where=facts.hostname)
-        else:
-            good.append(facts.hostname)
-    if good:
-        yield Seen(PASS, "neither ACS nor an IOMMU is in the way", where=names(good))
-
-
-@rule("pcie-degraded", LINKS, rank=6)
-def pcie_degraded(context: Context) -> Iterator[Seen]:
-    """GPUs at the PCIe speed that they can do.
-
-    Why: A card that came up with half of its lanes, or a generation below, has half of the bandwidth and makes all others wait.
-    Fix: reseat the card and its riser, look at the slot's bifurcation in the BIOS and at `nvidia-smi -q -d PCIE`; a reboot may
-      do
-    See: https://github.com/NVIDIA/nccl-tests/issues/106
-    """
-    good = []
-    for facts in context.facts:
-        bad = []
-        for gpu in facts.gpus:
-            if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
-                bad.append(f"GPU {gpu.index} x{gpu.pcie_width} of x{gpu.pcie_width_max}")
-            elif gpu.pcie_gen and gpu.pcie_gen_max and gpu.pcie_gen < gpu.pcie_gen_max:
-                bad.append(f"GPU {gpu.index} generation {gpu.pcie_gen} of {gpu.pcie_gen_max}")
-        if bad:
-            yield Seen(WARN, f"PCIe: {names(bad)}", where=facts.hostname)
-        elif any(gpu.pcie_width for gpu in facts.gpus):
-            good.append(facts.hostname)
-    if good:
-        yield Seen(PASS, "all GPUs have all their PCIe lanes", where=names(good))
 
 
 @rule("small-shm", LINKS, rank=2)
@@ -232,22 +180,6 @@ def small_shm(context: Context) -> Iterator[Seen]:
     said = [fault for fault in context.log.faults if fault.kind == "shm"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
-    if _gpus(context) < 2:
-        return
-    good = []
-    for facts in context.facts:
-        size, free = facts.shm_bytes, facts.shm_free_bytes
-        if size is None:
-            continue
-        if size < SHM_LEAST or (free is not None and free < SHM_LEAST):
-            least = size if free is None else min(size, free)
-            yield Seen(FAIL, f"{least / MIB:.0f} MiB free of {size / MIB:.0f} MiB in /dev/shm", where=facts.hostname)
-        elif size < SHM_SMALL:
-            yield Seen(WARN, f"only {size / MIB:.0f} MiB in /dev/shm", where=facts.hostname)
-        else:
-            good.append(facts.hostname)
-    if good:
-        yield Seen(PASS, "enough room in /dev/shm", where=names(good))
 
 
 @rule("shm-lost", LINKS, rank=2)
@@ -276,17 +208,3 @@ def low_memlock(context: Context) -> Iterator[Seen]:
     said = [fault for fault in context.log.faults if fault.kind == "memlock"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
-    if not context.several or (context.by_socket and context.kind == "ethernet"):
-        return
-    good = []
-    for facts in context.facts:
-        limit = facts.memlock_bytes
-        if limit is None or not any(port.active for port in facts.rdma):
-            continue
-        if 0 <= limit < MEMLOCK_SMALL:
-            status = FAIL if limit < MEMLOCK_LEAST else WARN
-            yield Seen(status, f"at most {limit / MIB:.3g} MiB of locked memory", where=facts.hostname)
-        else:
-            good.append(short(facts.hostname))
-    if good:
-        yield Seen(PASS, "enough memory can be locked", where=names(good))

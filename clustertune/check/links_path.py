@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.links import PLUGIN_KINDS, RDMA_KINDS, Context, gbit, names, number, short
+from clustertune.check.links import PLUGIN_KINDS, Context, gbit, names, number, short
+from clustertune.check.machine import RDMA_KINDS
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 IPOIB = ("ib", "ibp", "ibs", "hsn")
@@ -29,7 +30,7 @@ def _ipoib(name: str) -> bool:
     return name.rstrip("0123456789").startswith(IPOIB) and any(letter.isdigit() for letter in name)
 
 
-@rule("socket-fallback", LINKS)
+@rule("socket-fallback", LINKS, rank=0)
 def socket_fallback(context: Context) -> Iterator[Seen]:
     """TCP between nodes although there is a faster way.
 
@@ -128,20 +129,9 @@ def no_verbs(context: Context) -> Iterator[Seen]:
     See: https://github.com/NVIDIA/nccl/issues/451
     """
     wanted = context.kind in RDMA_KINDS
-    looked = False
-    for facts in context.facts:
-        ports = [port for port in facts.rdma if port.active]
-        layers = {port.link_layer for port in ports}
-        # Where TCP is meant nobody misses verbs on an Ethernet adapter that could do RoCE.
-        if not ports or (layers <= {"Ethernet", ""} and context.kind in ("", "ethernet")):
-            continue
-        looked = True
-        if facts.verbs is False:
-            yield Seen(FAIL, f"{ports[0].device} is active, but libibverbs cannot be loaded", where=facts.hostname)
-        elif facts.verbs and not facts.verbs_providers:
-            yield Seen(FAIL, "libibverbs is there, but no provider (ibverbs-providers)", where=facts.hostname)
-        elif facts.verbs is not None and not facts.rdma_devices:
-            yield Seen(FAIL, "no file of /dev/infiniband can be opened", where=facts.hostname)
+    layers = {port.link_layer for _, port in context.rdma_active()}
+    # Where TCP is meant nobody misses verbs on an Ethernet adapter that could do RoCE.
+    looked = bool(layers) and not (layers <= {"Ethernet", ""} and context.kind in ("", "ethernet"))
     told = context.log.no_verbs | {fault.host for fault in context.log.faults if fault.kind == "no-verbs"}
     if told and (wanted or looked):
         yield Seen(FAIL, "NCCL could not open libibverbs, or the adapter with it", where=names(told))
@@ -149,8 +139,6 @@ def no_verbs(context: Context) -> Iterator[Seen]:
         yield Seen(FAIL, "NCCL sees an RDMA adapter and cannot open it", where=names(told))
     elif told and context.several:
         yield Seen(UNKNOWN, "NCCL found no libibverbs: right where there is no RDMA adapter", where=names(told))
-    elif looked:
-        yield Seen(PASS, "libibverbs, its providers and the device files are there")
 
 
 @rule("rdma-port-down", LINKS, rank=4)
@@ -161,27 +149,9 @@ def rdma_port_down(context: Context) -> Iterator[Seen]:
     Fix: look at `ibstat`: cable, switch port, subnet manager (state INIT: none runs); then at network.hca of the cluster file
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#infiniband
     """
-    wanted = context.section("expected", "network").get("hca")
-    hca = [name for name in wanted if isinstance(name, str)] if isinstance(wanted, (list, tuple)) else []
-    good = []
-    for facts in context.facts:
-        ports = {f"{port.device}:{port.port}": port for port in facts.rdma}
-        for name in hca:
-            mine = [port for key, port in ports.items() if name in (key, key.partition(":")[0])]
-            if not mine:
-                yield Seen(FAIL, f"{name} of the cluster file is not there", where=facts.hostname)
-            elif not any(port.active for port in mine):
-                yield Seen(FAIL, f"{name} is {mine[0].state or 'not active'} ({mine[0].physical})", where=facts.hostname)
-            else:
-                good.append(name)
-        if not hca and context.kind in RDMA_KINDS and facts.rdma and not any(port.active for port in facts.rdma):
-            states = names({f"{port.device} {port.state or 'down'}" for port in facts.rdma})
-            yield Seen(FAIL, f"no RDMA port is active: {states}", where=facts.hostname)
     missing = context.log.no_adapter - {host for host, devices in context.log.adapters.items() if devices}
     if missing and context.several and context.kind in RDMA_KINDS:
         yield Seen(FAIL, f"NCCL found no adapter, while the cluster file says {context.kind}", where=names(missing))
-    elif good:
-        yield Seen(PASS, f"{names(good)} active")
 
 
 @rule("net-plugin", LINKS, rank=4)
@@ -242,16 +212,15 @@ def gdr_off(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "GPUDirect RDMA is in use")
         return
     off = {host for host, adapters in context.log.gdr_off.items() if adapters}
-    absent = [facts.hostname for facts in context.facts if facts.peermem is False]
+    absent = any(facts.peermem is False for facts in context.facts)  # the rule gpudirect-rdma says so
     version = min((_version(text) for text in context.log.versions), default=(9,))
     loaded = any(facts.peermem for facts in context.facts)
     if off and loaded and version < GDR_BY_OLD_NAME:
         fix = "update NCCL: before 2.23 it looks for nv_peer_mem only, and not for the driver's nvidia_peermem"
         yield Seen(WARN, "GPUDirect RDMA is off although nvidia_peermem is loaded", fix, names(off))
-    elif off or absent:
-        why = "nvidia_peermem is not loaded" if absent else "NCCL says that it is disabled"
-        yield Seen(WARN, f"GPUDirect RDMA is off: {why}", where=names(off | set(absent)))
-    elif edges:
+    elif off:
+        yield Seen(WARN, "GPUDirect RDMA is off: NCCL says that it is disabled", where=names(off))
+    elif edges and not absent:
         yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
 
 

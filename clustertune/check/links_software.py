@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from clustertune.check.links import Context, names, number
+from clustertune.check.machine_stack import only_all_reduce
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 
@@ -58,8 +59,7 @@ DEBUG_VARIABLES = (
     "NCCL_NET_DISABLE_INTRA",
 )
 """NCCL's guide has them below "Debugging", or they replace what NCCL finds out by itself.
-
-Not NCCL_TOPO_FILE, which machines of clouds need, nor NCCL_CUMEM_ENABLE=0, which vLLM always sets."""
+"""
 SAME_EVERYWHERE = (
     "NCCL_ALGO",
     "NCCL_PROTO",
@@ -70,8 +70,6 @@ SAME_EVERYWHERE = (
     "NCCL_MAX_NCHANNELS",
 )
 """Variables that ranks must agree about: they decide what both ends of a connection expect."""
-NO_GATHER = ("tree", "collnetchain", "nvlstree")
-"""Algorithms that only an all-reduce has (https://github.com/NVIDIA/nccl/issues/1473)."""
 
 
 def version_of(text: str) -> tuple[int, ...]:
@@ -137,14 +135,11 @@ def mixed_driver(context: Context) -> Iterator[Seen]:
     Fix: update the older ones
     See: https://github.com/NVIDIA/nccl/issues/447
     """
-    found: dict[str, set[str]] = {}
-    for facts in context.facts:
-        if facts.driver:
-            found.setdefault(facts.driver, set()).add(facts.hostname)
-    if not found:
-        found = {value: hosts for value, hosts in context.log.drivers.items() if value.isdigit()}
+    if any(facts.driver for facts in context.facts):
+        return  # the rule nodes-driver says it
+    found = {value: hosts for value, hosts in context.log.drivers.items() if value.isdigit()}
     if len(found) > 1:
-        yield Seen(WARN, f"drivers differ: {_told(found)}")
+        yield Seen(FAIL, f"CUDA of the drivers differs: {_told(found)}")
     elif found:
         yield Seen(PASS, f"driver {names(found)}")
 
@@ -265,8 +260,7 @@ def forced_algorithm(context: Context) -> Iterator[Seen]:
         value = context.setting(name)
         if not value:
             continue
-        words = {word.strip().lower() for word in value.lstrip("^").split(",")}
-        only_reduce = name == "NCCL_ALGO" and words <= set(NO_GATHER) and not value.startswith("^")
+        only_reduce = name == "NCCL_ALGO" and only_all_reduce(value)
         found = f"{name}={value}" + (": all_gather and reduce_scatter have no such algorithm" if only_reduce else " is set")
         yield Seen(FAIL if only_reduce else WARN, found)
 

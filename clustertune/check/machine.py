@@ -50,6 +50,11 @@ LOCAL_FUSE = frozenset(
 )
 """Kinds of FUSE that lie on this machine: images of containers, and what stands in front of a local folder."""
 
+ONE_LINK = ("layer2", "layer2+3", "vlan+srcmac", "encap2+3")
+"""Hashes of a bond that put all traffic between two nodes on one link (docs.kernel.org/networking/bonding.html)."""
+RDMA_KINDS = ("infiniband", "roce", "omnipath")
+"""Networks that NCCL reaches over libibverbs."""
+
 
 @dataclass
 class Expects:
@@ -63,6 +68,10 @@ class Expects:
     """Nodes of the job."""
     launched: bool = False
     """Whether ranks get the environment that clustertune derives (caches of their own, no packages of the user's)."""
+    ran: bool = False
+    """Whether ranks have run here: it is one of the job's machines, whatever the cluster file says."""
+    p2p: bool | None = None
+    """Whether its GPUs were seen to exchange data; False: an exchange did not end."""
 
 
 @dataclass
@@ -161,5 +170,5 @@ def on_network(mount: Mount) -> bool:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes for people: ``1.5 GB``, ``64 MB``."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    """Bytes for people: ``1.5 GB``, ``64 MB``, ``66 kB``."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e3:.0f} kB" if 0 < count < 1e6 else f"{count / 1e6:.0f} MB"

@@ -131,7 +131,7 @@ def visible(m: Machine) -> Iterator[Seen]:
         yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
 
 
-@rule("gpu-pcie", MACHINE)
+@rule("gpu-pcie", MACHINE, rank=6)
 def pcie(m: Machine) -> Iterator[Seen]:
     """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
 
@@ -165,7 +165,7 @@ def without_nvlink(m: Machine) -> bool:
     return str(m.section("compute").get("interconnect") or "").startswith("pcie")
 
 
-@rule("pcie-p2p", MACHINE)
+@rule("pcie-p2p", MACHINE, rank=6)
 def peer_to_peer(m: Machine) -> Iterator[Seen]:
     """Nothing stands between GPUs on PCIe.
 
@@ -179,20 +179,20 @@ def peer_to_peer(m: Machine) -> Iterator[Seen]:
     told = []
     if f.acs_redirect:
         told.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
-    if f.iommu:
+    if f.iommu and not m.expects.p2p:
         told.append("the IOMMU translates")
     if m.environ("NCCL_P2P_DISABLE") == "1":
         yield Seen(PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
     elif told:
         fix = "boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it"
-        yield Seen(WARN, " and ".join(told), fix)
+        yield Seen(FAIL if m.expects.p2p is False else WARN, " and ".join(told), fix)
     elif f.acs_redirect is None:
         yield Seen(UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
     else:
         yield Seen(PASS, "neither IOMMU nor ACS in the way")
 
 
-@rule("gpudirect-rdma", MACHINE)
+@rule("gpudirect-rdma", MACHINE, rank=4)
 def gpudirect(m: Machine) -> Iterator[Seen]:
     """Adapters that are up can reach GPU memory.
 
@@ -201,7 +201,8 @@ def gpudirect(m: Machine) -> Iterator[Seen]:
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
     f = m.facts
-    if not f.gpus or not m.computes or not m.several or not any(port.active for port in f.rdma):
+    kind = m.section("network").get("kind")
+    if not f.gpus or not m.computes or not m.several or kind == "ethernet" or not any(port.active for port in f.rdma):
         return
     if f.peermem is False:
         fix = "as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf"

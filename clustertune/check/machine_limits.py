@@ -9,14 +9,18 @@ from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rul
 from clustertune.host.system import version
 
 MIB, GIB = 1 << 20, 1 << 30
-DOCKER_SHM = 64 * MIB
-"""What Docker gives a container without --shm-size."""
+SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
+"""NCCL maps 9.6 MB for each connection (https://github.com/NVIDIA/nccl/issues/525): thirteen of them fill the first, which is
+more than Docker's default of 64 MiB; eight ranks with two channels between neighbours come near the second."""
+MEMLOCK_LEAST, MEMLOCK_ENOUGH = 64 * MIB, 4 * GIB
+"""The limit holds for each process (getrlimit(2)). A rank registers 4 MiB for each connection (NCCL_BUFFSIZE in NCCL's guide):
+the second is enough for a thousand of them. Slurm's services start with 64 KiB or 8 MiB: there the first connection fails."""
 ENOUGH_FILES, ENOUGH_PROCESSES = 4096, 4096
 KERNEL_LEAST, GLIBC_LEAST = (5, 5), (2, 28)
 OFFSET_S = 1.0
 
 
-@rule("shm", MACHINE)
+@rule("shm", MACHINE, rank=2)
 def shm(m: Machine) -> Iterator[Seen]:
     """Shared memory is there, is larger than Docker's default, and has room.
 
@@ -32,18 +36,18 @@ def shm(m: Machine) -> Iterator[Seen]:
     needed = bool(m.facts.gpus or m.expects.gpus) and m.expects.gpus != 1 and not m.rehearsal
     if not f.shm_bytes:
         yield Seen(FAIL, "there is no /dev/shm", fix)
-    elif f.shm_bytes <= DOCKER_SHM:
+    elif f.shm_bytes < SHM_LEAST:
         yield Seen(FAIL if needed else WARN, f"{gigabytes(f.shm_bytes)} in all", fix)
-    elif f.shm_bytes < GIB:
+    elif f.shm_bytes < SHM_SMALL:
         yield Seen(WARN, f"{gigabytes(f.shm_bytes)} in all", fix)
     elif free < GIB // 4:
         clean = "remove what ended jobs have left (ls -l /dev/shm), as root or as the files' owner"
-        yield Seen(FAIL if free < DOCKER_SHM and needed else WARN, f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}", clean)
+        yield Seen(FAIL if free < SHM_LEAST and needed else WARN, f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}", clean)
     else:
         yield Seen(PASS, f"{gigabytes(free)} free")
 
 
-@rule("memlock", MACHINE)
+@rule("memlock", MACHINE, rank=2)
 def memlock(m: Machine) -> Iterator[Seen]:
     """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs.
 
@@ -57,8 +61,8 @@ def memlock(m: Machine) -> Iterator[Seen]:
     # every Ethernet adapter of some makers shows an active port: where the file says ethernet RDMA is switched off
     if f.memlock_bytes is None or not rdma or m.rehearsal or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1":
         return
-    if f.memlock_bytes < 0:
-        yield Seen(PASS, "unlimited")
+    if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
+        yield Seen(PASS, "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked")
         return
     fix = "LimitMEMLOCK=infinity in slurmd's unit (systemctl edit slurmd), PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
     told = f"{gigabytes(f.memlock_bytes)} may be locked"
@@ -72,7 +76,7 @@ def memlock(m: Machine) -> Iterator[Seen]:
     elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
         yield Seen(WARN, told, fix)
     else:
-        yield Seen(FAIL if f.memlock_bytes <= 64 * MIB else WARN, told, fix)
+        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, told, fix)
 
 
 @rule("open-files", MACHINE)

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 from collections.abc import Iterator, Sequence
 
-from clustertune.check.machine import Machine
+from clustertune.check.machine import ONE_LINK, RDMA_KINDS, Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.facts import Nic
 
@@ -36,14 +36,14 @@ def _named(m: Machine) -> str:
     """The interface of the cluster file; of a machine that is not in it, and has none of that name, none."""
     name = str(m.section("network").get("interface") or "")
     there = any(nic.name == name for nic in m.facts.nics)
-    return name if there or m.is_member or m.in_step else ""
+    return name if there or m.is_member or m.in_step or m.expects.ran else ""
 
 
 def _nic(m: Machine, name: str) -> Nic | None:
     return next((nic for nic in m.facts.nics if nic.name == name), None)
 
 
-@rule("interface", MACHINE)
+@rule("interface", MACHINE, rank=3)
 def interface(m: Machine) -> Iterator[Seen]:
     """The interface is there, is up, and has an address; the variable means one interface.
 
@@ -80,7 +80,7 @@ def interface(m: Machine) -> Iterator[Seen]:
             yield Seen(FAIL, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}, which is down", "unset it")
 
 
-@rule("interface-subnet", MACHINE)
+@rule("interface-subnet", MACHINE, rank=3)
 def subnet(m: Machine) -> Iterator[Seen]:
     """The interface's address is in the cluster's subnet.
 
@@ -127,7 +127,7 @@ def speed(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{nic.name}: {nic.mbit / 1000:g} Gbit/s")
 
 
-@rule("bond", MACHINE)
+@rule("bond", MACHINE, rank=3)
 def bond(m: Machine) -> Iterator[Seen]:
     """Links of bonds are up; of the one that carries the ranks, connections are spread.
 
@@ -136,7 +136,7 @@ def bond(m: Machine) -> Iterator[Seen]:
     See: https://docs.kernel.org/networking/bonding.html
     """
     for nic in m.facts.nics:
-        if not nic.bond_mode:
+        if not nic.bond_mode or (nic.up is False and nic.name != _named(m)):
             continue
         down = [link for link in nic.bond_links if link not in nic.bond_links_up]
         if down:
@@ -146,7 +146,7 @@ def bond(m: Machine) -> Iterator[Seen]:
             nic.name == (_named(m) or nic.name)  # one for management, or for storage, may be as it is
             and m.section("network").get("kind") != "infiniband"
             and nic.bond_mode in ("802.3ad", "balance-xor")
-            and nic.bond_hash in ("layer2", "layer2+3")
+            and nic.bond_hash in ONE_LINK
             and len(nic.bond_links) > 1
         ):
             fix = f"ip link set {nic.name} type bond xmit_hash_policy layer3+4, and the like on the switch; keep it in its file"
@@ -155,7 +155,7 @@ def bond(m: Machine) -> Iterator[Seen]:
             yield Seen(PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
 
 
-@rule("mtu", MACHINE)
+@rule("mtu", MACHINE, rank=3)
 def mtu(m: Machine) -> Iterator[Seen]:
     """A fast interface between nodes has large frames.
 
@@ -166,7 +166,7 @@ def mtu(m: Machine) -> Iterator[Seen]:
     nic = _nic(m, _named(m))
     if m.section("network").get("kind") == "infiniband":
         return  # the ranks only meet there: what they send takes InfiniBand
-    if nic is None or nic.kind != "ethernet" or not nic.mtu or (nic.mbit or 0) < FAST_MBIT:
+    if nic is None or nic.kind not in ("ethernet", "") or not nic.mtu or (nic.mbit or 0) < FAST_MBIT:
         return
     if nic.mtu <= 1500:
         fix = f"set 9000 on every node and on the switch: ip link set {nic.name} mtu 9000"
@@ -175,7 +175,7 @@ def mtu(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"{nic.name}: {nic.mtu} bytes")
 
 
-@rule("rdma-port", MACHINE)
+@rule("rdma-port", MACHINE, rank=4)
 def rdma_port(m: Machine) -> Iterator[Seen]:
     """The ports that the cluster file names are active; where it names none, one is.
 
@@ -184,7 +184,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
     See: https://github.com/areal-project/AReaL/issues/639
     """
     network = m.section("network")
-    if network.get("kind") not in ("infiniband", "roce") or not m.computes:
+    if network.get("kind") not in RDMA_KINDS or not m.computes:
         return
     ports = m.facts.rdma
     status = FAIL if m.several else WARN
@@ -214,7 +214,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
         yield Seen(PASS, f"active: {', '.join(active)}")
 
 
-@rule("rdma-verbs", MACHINE)
+@rule("rdma-verbs", MACHINE, rank=4)
 def verbs(m: Machine) -> Iterator[Seen]:
     """What uses an active port is in this place.
 
@@ -236,7 +236,7 @@ def verbs(m: Machine) -> Iterator[Seen]:
     without = sorted(
         name for name in drivers if f.verbs_providers and not any(p in name or name in p for p in f.verbs_providers)
     )
-    hard = bool(lacking) and kind in ("infiniband", "roce")  # providers may lie where nobody looks
+    hard = bool(lacking) and kind in RDMA_KINDS  # providers may lie where nobody looks
     if f.verbs and not f.verbs_providers:
         lacking.append("no provider library is installed")
     elif without and "mlx5" in without:
@@ -265,7 +265,7 @@ def network_kind(m: Machine) -> Iterator[Seen]:
     if kind == "ethernet" and fabric:
         fix = "network: {kind: infiniband} in the cluster file, unless it is kept for storage"
         yield Seen(WARN, f"the cluster file says ethernet, {', '.join(fabric)} is InfiniBand and active", fix)
-    elif kind in ("infiniband", "roce") and m.environ("NCCL_IB_DISABLE") == "1":
+    elif kind in RDMA_KINDS and m.environ("NCCL_IB_DISABLE") == "1":
         yield Seen(FAIL if m.several else WARN, f"NCCL_IB_DISABLE=1, the cluster file says {kind}", "unset NCCL_IB_DISABLE")
     elif kind and m.facts.nics and m.computes:
         yield Seen(PASS, str(kind))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, rule
+from clustertune.host.gpu_text import gpu_links
 from clustertune.host.surroundings import has_login
 
 SLOW = {
@@ -20,15 +21,18 @@ SLOW = {
     "NCCL_BUFFSIZE": ("", "buffers of another size than NCCL would take"),
     "NCCL_NTHREADS": ("", "threads of another number than NCCL would take"),
     "NCCL_CHECKS_DISABLE": ("1", "NCCL does not check its arguments"),
-    "NCCL_CUMEM_ENABLE": ("0", "another way of giving out memory"),
     "NCCL_LAUNCH_MODE": ("", "another way of starting kernels"),
 }
-"""Settings that steer away from what NCCL finds out by itself: the value that does (empty: any), and what it does."""
+"""Settings that steer away from what NCCL finds out by itself: the value that does (empty: any), and what it does.
+
+Not NCCL_CUMEM_ENABLE=0, which vLLM always sets, nor NCCL_TOPO_FILE, which machines of clouds need."""
+NO_GATHER = ("tree", "collnetchain", "nvlstree")
+"""Algorithms that only an all-reduce has (https://github.com/NVIDIA/nccl/issues/1473)."""
 
 DEBUGGING = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
-    "NCCL_DEBUG": ("TRACE",),
+    "NCCL_DEBUG": ("INFO", "TRACE"),
     "TORCH_SHOW_CPP_STACKTRACES": (),
     "TORCH_USE_CUDA_DSA": ("1",),
     "CUDA_DEVICE_MAX_CONNECTIONS": (),
@@ -40,7 +44,14 @@ DEBUGGING = {
     "PYTHONMALLOC": ("debug",),
     "PYTHONDEVMODE": ("1",),
 }
-"""Variables that slow every step where they have one of these values; without values they are not looked at."""
+"""Variables that slow every step, or fill the log, where they have one of these values; without values they are not looked at.
+INFO writes megabytes for each rank and start, TRACE slows every call (NCCL's guide)."""
+
+
+def only_all_reduce(value: str) -> bool:
+    """Whether NCCL_ALGO leaves all_gather and reduce_scatter, which FSDP needs, without an algorithm."""
+    words = {word.strip().lower() for word in value.lstrip("^").split(",")}
+    return words <= set(NO_GATHER) and not value.startswith("^")
 
 
 @rule("user-site", MACHINE)
@@ -174,7 +185,10 @@ def nccl(m: Machine) -> Iterator[Seen]:
         bad.append(f"{name}={value}{place}: {meaning}")
     if bad:
         fix = "unset them, or remove the lines from the file; what is needed stands in the cluster file, with its reason"
-        yield Seen(WARN, "; ".join(bad), fix)
+        stops = "NCCL_ALGO" in settings and only_all_reduce(settings["NCCL_ALGO"][0])
+        through_host = "NCCL_P2P_DISABLE" in settings and settings["NCCL_P2P_DISABLE"][0] == "1"
+        nvlink = any(link.startswith("NV") for link in gpu_links(m.facts.topology).values())
+        yield Seen(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad), fix)
     else:
         yield Seen(PASS, "none")
 

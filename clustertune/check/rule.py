@@ -82,7 +82,7 @@ class Seen(NamedTuple):
 class Check:
     """A rule with the function that looks. Calling it with a subject gives findings."""
 
-    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int) -> None:
+    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None) -> None:
         self.rule, self.look, self.subject, self.rank = rule, look, subject, rank
         self.name = f"{look.__module__}.{look.__name__}"
 
@@ -93,22 +93,23 @@ class Check:
             yield finding(self.rule, seen.status, seen.found, fix, seen.where or getattr(subject, "where", ""))
 
 
-_CHECKS: dict[tuple[str, str], Check] = {}
+_CHECKS: dict[str, Check] = {}
 _FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
 
 
-def rule(name: str, subject: str, *, rank: int = 0) -> Callable[[Callable[[Any], Iterable[Seen]]], Check]:
+def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Callable[[Any], Iterable[Seen]]], Check]:
     """Makes a rule of a function and registers it.
 
     The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
     ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it. ``subject``:
-    :data:`MACHINE`, :data:`NODES` or :data:`LINKS`. ``rank``: of findings that are alike bad the lowest comes first.
+    :data:`MACHINE`, :data:`NODES` or :data:`LINKS`. ``rank``: its place in the verdict of ``nccl-check``, where the lowest of
+    findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
     """
 
     def register(look: Callable[[Any], Iterable[Seen]]) -> Check:
-        assert (subject, name) not in _CHECKS, f"two rules are named {name}"
-        check = _CHECKS[subject, name] = Check(described(name, look.__doc__ or ""), look, subject, rank)
-        return check
+        assert name not in _CHECKS, f"two rules are named {name}"
+        _CHECKS[name] = Check(described(name, look.__doc__ or ""), look, subject, rank)
+        return _CHECKS[name]
 
     return register
 
@@ -122,12 +123,16 @@ def described(name: str, docstring: str) -> Rule:
 
 
 def checks(*subjects: str) -> list[Check]:
-    """The rules of these subjects, by rank, then as they stand in the modules of this package that are named for a subject."""
+    """The rules of these subjects, as they stand in the modules of this package that are named for a subject."""
     for name in sorted(info.name for info in pkgutil.iter_modules(clustertune.check.__path__)):
         if name.startswith(subjects):
             importlib.import_module(f"clustertune.check.{name}")
-    found = [one for one in _CHECKS.values() if one.subject in subjects]
-    return sorted(found, key=lambda one: (one.rank, one.look.__module__))
+    return sorted((one for one in _CHECKS.values() if one.subject in subjects), key=lambda one: one.look.__module__)
+
+
+def ranked() -> list[Check]:
+    """The rules of ``nccl-check``, of whatever subject, what is closest to a cause first."""
+    return sorted((one for one in checks(LINKS, MACHINE, NODES) if one.rank is not None), key=lambda one: one.rank or 0)
 
 
 def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "") -> Finding:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from clustertune.check.links import Context
+from clustertune.check.links import INTERFACES, Context, names
 from clustertune.check.log_found import Log
 from clustertune.check.log_read import read
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Finding, checks, in_order, worst
+from clustertune.check.nodes import Several
+from clustertune.check.report import grouped, run
+from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, ranked, worst
 
 
 def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
@@ -27,7 +30,16 @@ def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]
 def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     """As :func:`judge`, of logs that were read already."""
     context = Context(document, log)
-    return in_order(finding for one in checks(LINKS) for finding in one(context))
+    several = Several(context.machines)
+    found: list[Finding] = []
+    for one in ranked():
+        if one.subject == LINKS:
+            found += one(context)
+        elif context.backend == "nccl" or (context.nodes > 1 and one.rank == INTERFACES):
+            subjects: Sequence[Any] = [several] if one.subject == NODES else several.machines
+            seen = [item for subject in subjects for item in run([one], subject, getattr(subject, "where", ""))]
+            found += [replace(item, where=names(places)) for item, places in grouped(seen)]
+    return in_order(found)
 
 
 def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding]) -> str:
@@ -67,7 +79,8 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
 
 def page() -> str:
     """The rules as a page of the docs."""
-    rules = [one.rule for one in checks(LINKS)]
+    rules = [one.rule for one in ranked() if one.subject == LINKS]
+    hosts = [f"`{one.rule.id}`" for one in ranked() if one.subject != LINKS]
     lines = [
         "# What nccl-check judges",
         "",
@@ -80,7 +93,9 @@ def page() -> str:
         "python3 -m clustertune.nccl_check.log nccl.log",
         "```",
         "",
-        f"There are {len(rules)} rules, what is closest to a cause first.",
+        f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",
+        "the nodes tell of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
+        f"{', '.join(hosts)}.",
         "",
     ]
     for one in rules:

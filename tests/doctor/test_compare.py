@@ -14,7 +14,7 @@ BRICKS = [{"node": "gpu02", "path": "/data", "mount": "/bricks/gpu02"}]
 BRICK = {"point": "/bricks/gpu02", "kind": "nfs4", "source": "gpu02:/data", "options": ["rw", "hard"]}
 
 CASES: list[tuple[str, str, Patch, str]] = [
-    ("nodes-driver", FAIL, {"driver": "570.124.06"}, "580.95.05: gpu01, gpu02; 570.124.06: gpu03"),
+    ("nodes-driver", WARN, {"driver": "570.124.06"}, "580.95.05: gpu01, gpu02; 570.124.06: gpu03"),
     ("nodes-driver", FAIL, {"cuda_driver": "12.8"}, "12.8: gpu03"),
     ("nodes-packages", FAIL, {"packages.2.version": "2.27.3"}, "nvidia-nccl-cu13: 2.29.7: gpu01, gpu02; 2.27.3: gpu03"),
     ("nodes-packages", FAIL, {"packages": GOOD["packages"][:-1]}, "trl: 1.16.0: gpu01, gpu02; none: gpu03"),
@@ -29,7 +29,7 @@ CASES: list[tuple[str, str, Patch, str]] = [
     ("nodes-gpus", FAIL, {"gpus": []}, "none: gpu03"),
     ("nodes-system", WARN, {"kernel": "6.8.0-44-generic"}, "kernel: 6.8.0-45-generic: gpu01, gpu02"),
     ("nodes-system", WARN, {"memory_bytes": 1 << 40}, "1024 GiB: gpu03"),
-    ("nodes-limits", WARN, {"memlock_bytes": 65536}, "memlock: unlimited: gpu01, gpu02; 0 MB: gpu03"),
+    ("nodes-limits", WARN, {"memlock_bytes": 65536}, "memlock: unlimited: gpu01, gpu02; 66 kB: gpu03"),
     ("nodes-limits", WARN, {"shm_bytes": 64 << 20}, "shared memory: 1000 GB: gpu01, gpu02; 67 MB: gpu03"),
     ("nodes-limits", WARN, {"affinity": 1}, "cores: 192: gpu01, gpu02; 1: gpu03"),
     ("nodes-network", FAIL, {"nics.0.mtu": 1500}, "MTU: 9000: gpu01, gpu02; 1500: gpu03"),
