@@ -7,48 +7,11 @@ from typing import Any
 
 from clustertune.check.rule import Finding, Rule, finding
 from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.mounts import lies_elsewhere
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
 PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
 """Where a machine is looked at. ``here``: a machine of its own; ``step``: an srun step; ``container``: not in a step."""
-
-NETWORK_KINDS = (
-    "nfs",
-    "nfs4",
-    "nfs3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "wekafs",
-    "glusterfs",
-    "cifs",
-    "smb3",
-    "9p",
-    "panfs",
-    "virtiofs",
-    "orangefs",
-    "pvfs2",
-    "afs",
-)
-"""Kinds of file system that lie on other machines."""
-
-
-LOCAL_FUSE = frozenset(
-    f"fuse.{name}"
-    for name in (
-        "squashfuse",
-        "squashfuse_ll",
-        "fuse-overlayfs",
-        "fuse2fs",
-        "ext2fuse",
-        "snapfuse",
-        "bindfs",
-        "gocryptfs",
-        "encfs",
-    )
-)
-"""Kinds of FUSE that lie on this machine: images of containers, and what stands in front of a local folder."""
 
 ONE_LINK = ("layer2", "layer2+3", "vlan+srcmac", "encap2+3")
 """Hashes of a bond that put all traffic between two nodes on one link (docs.kernel.org/networking/bonding.html)."""
@@ -166,7 +129,7 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
 
 def on_network(mount: Mount) -> bool:
     """Whether a file system lies on other machines, or is a pool of file systems."""
-    return mount.kind in NETWORK_KINDS or (mount.kind.startswith("fuse.") and mount.kind not in LOCAL_FUSE)
+    return lies_elsewhere(mount.kind)
 
 
 def gigabytes(count: float) -> str:

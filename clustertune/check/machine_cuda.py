@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.cpus import readable_cpus
 from clustertune.host.gpu_text import gpu_links
-from clustertune.host.system import cpu_set, version
+from clustertune.host.system import version
 
 _COMPATIBILITY = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
 
@@ -220,8 +221,8 @@ def numa(m: Machine) -> Iterator[Seen]:
     See: https://github.com/pytorch/pytorch/issues/115305
     """
     f = m.facts
-    mine = cpu_set(f.affinity_list)
-    near = {gpu.index: cpu_set(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
+    mine = readable_cpus(f.affinity_list)
+    near = {gpu.index: readable_cpus(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
     if not mine or not m.in_step or not any(near.values()) or len(f.numa_cpus) < 2:
         return
     far = [index for index, cpus in near.items() if cpus and not cpus & mine]

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from clustertune.doctor.batch import Batch
 from clustertune.doctor.finding import Finding, finding
 from clustertune.doctor.script import Command
+from clustertune.host.credentials import holds_secret
 
 _NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD)$")
 _NOT_SECRET = re.compile(r"^(?:PAD|EOS|BOS|SEP|CLS|MASK|UNK|STOP|START|END|SPECIAL|IMAGE|EXTRA|NEXT|MAX|MIN|NUM)_")
-_KNOWN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|AKIA[0-9A-Z]{16})"
-)
 _OPTIONS = re.compile(r"--(?:(?:hub|hf|push_to_hub|auth|access)_)?token|--(?:wandb_)?(?:api_?)?key|--password|--secret")
 _GIVEN = re.compile(r"(?:^|[,\s])([A-Za-z_]\w*)=([^,\s]+)")
 _DOTENV = re.compile(r"(?:^|/)(?:\.env(?:\.\w+)?|secrets?(?:\.env|\.sh)?)$")
@@ -28,7 +26,7 @@ def is_secret(name: str) -> bool:
 
 def _looks_real(value: str) -> bool:
     """A literal that is a key, and neither a reference, a path, nor a hint to put one in."""
-    if _KNOWN.search(value):
+    if holds_secret(value):
         return True
     hint = re.search(r"your|xxx|\.\.\.|change|example|placeholder|insert|<|>|dummy|none|true|false", value, re.IGNORECASE)
     return not hint and bool(re.fullmatch(r"[A-Za-z0-9_+=.:-]{8,}", value)) and bool(re.search(r"\d", value))
@@ -50,7 +48,7 @@ def _written(batch: Batch) -> Iterator[Finding]:
     seen = set()
     message = "a key stands in the script (not repeated here)"
     for number, line in enumerate(batch.lines, 1):
-        if _KNOWN.search(line):
+        if holds_secret(line):
             seen.add(number)
             yield finding(number, "secret-in-file", message, f"revoke it, and read it from a file of mode 0600: {_READ}")
     for command in batch.everything():
