@@ -26,6 +26,7 @@ def _logged(kind: str, *, rank: int, status: str = FAIL, name: str = "") -> Call
                 yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
 
         said.__doc__ = described.__doc__
+        said.__module__ = described.__module__
         return rule(name or kind, LINKS, rank=rank)(said)
 
     return register

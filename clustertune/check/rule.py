@@ -30,8 +30,8 @@ PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
 STATUSES = (PASS, UNKNOWN, WARN, FAIL)
 """From harmless to harmful. ``unknown``: what the rule looks at could not be seen here; it spoils no verdict."""
 
-MACHINE, NODES, LINKS = "machine", "nodes", "links"
-"""What rules look at: one machine, the nodes of a job together, the links between GPUs as they were measured and logged."""
+MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
+"""What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Check:
 
     def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None) -> None:
         self.rule, self.look, self.subject, self.rank = rule, look, subject, rank
-        self.name = f"{look.__module__}.{look.__name__}"
+        self.name = f"{look.__module__}.{rule.id}"
 
     def __call__(self, subject: Any) -> Iterator[Finding]:
         """What the rule finds on ``subject``."""
@@ -102,8 +102,8 @@ def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Calla
 
     The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
     ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it. ``subject``:
-    :data:`MACHINE`, :data:`NODES` or :data:`LINKS`. ``rank``: its place in the verdict of ``nccl-check``, where the lowest of
-    findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
+    :data:`MACHINE`, :data:`NODES`, :data:`LINKS` or :data:`SCRIPT`. ``rank``: its place in the verdict of ``nccl-check``, where
+    the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
     """
 
     def register(look: Callable[[Any], Iterable[Seen]]) -> Check:

@@ -34,6 +34,16 @@ def processors(sight: Sight) -> dict[str, Any]:
     return found
 
 
+def topology(sight: Sight) -> dict[int, tuple[int, int]]:
+    """Package and core of each CPU that the machine tells them of."""
+    folder, found = "/sys/devices/system/cpu", {}
+    for name in sight.names(folder):
+        places = [sight.number(f"{folder}/{name}/topology/{what}") for what in ("physical_package_id", "core_id")]
+        if re.fullmatch(r"cpu\d+", name) and places[0] is not None and places[1] is not None:
+            found[int(name[3:])] = (places[0], places[1])
+    return found
+
+
 def parse_meminfo(text: str) -> dict[str, int]:
     """Bytes by name, of /proc/meminfo."""
     return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
