@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from clustertune.check.links import PLUGIN_KINDS, Context, gbit, names, number, short
 from clustertune.check.machine import RDMA_KINDS
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.system import version
 
 IPOIB = ("ib", "ibp", "ibs", "hsn")
 """How interfaces of InfiniBand adapters (IP over IB) and of Slingshot are called: ib0, ibp12s0, ibs85f0, hsn0."""
@@ -213,19 +214,15 @@ def gdr_off(context: Context) -> Iterator[Seen]:
         return
     off = {host for host, adapters in context.log.gdr_off.items() if adapters}
     absent = any(facts.peermem is False for facts in context.facts)  # the rule gpudirect-rdma says so
-    version = min((_version(text) for text in context.log.versions), default=(9,))
+    oldest = min((version(text) for text in context.log.versions), default=(9,))
     loaded = any(facts.peermem for facts in context.facts)
-    if off and loaded and version < GDR_BY_OLD_NAME:
+    if off and loaded and oldest < GDR_BY_OLD_NAME:
         fix = "update NCCL: before 2.23 it looks for nv_peer_mem only, and not for the driver's nvidia_peermem"
         yield Seen(WARN, "GPUDirect RDMA is off although nvidia_peermem is loaded", fix, names(off))
     elif off:
         yield Seen(WARN, "GPUDirect RDMA is off: NCCL says that it is disabled", where=names(off))
     elif edges and not absent:
         yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 @rule("adapters-unused", LINKS, rank=4)

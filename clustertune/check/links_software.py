@@ -8,6 +8,7 @@ from typing import NamedTuple
 from clustertune.check.links import Context, names, number
 from clustertune.check.machine_stack import only_all_reduce
 from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.system import version
 
 
 class FaultyVersion(NamedTuple):
@@ -70,11 +71,6 @@ SAME_EVERYWHERE = (
     "NCCL_MAX_NCHANNELS",
 )
 """Variables that ranks must agree about: they decide what both ends of a connection expect."""
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """``2.28.9`` as numbers."""
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 def _versions(context: Context, key: str) -> dict[str, set[str]]:
@@ -185,9 +181,9 @@ def nccl_fault(context: Context) -> Iterator[Seen]:
     arm = any("aarch64" in facts.kernel or "arm64" in facts.kernel for facts in context.facts)
     bad = False
     for text in sorted(versions):
-        version = version_of(text)
+        numbers = version(text)
         for known in FAULTY:
-            if len(version) == 3 and known.first <= version <= known.last and (arm or not known.arm):
+            if len(numbers) == 3 and known.first <= numbers <= known.last and (arm or not known.arm):
                 bad = True
                 fix = f"take NCCL {known.fixed} or later: {known.link}"
                 yield Seen(WARN, f"NCCL {text}: {known.fault}", fix)

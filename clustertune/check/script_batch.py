@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from clustertune.check.rule import SCRIPT, WARN, Check, Seen, rule
 from clustertune.check.script_directives import SRUN, SRUN_SHORT, Header, read_header
@@ -39,7 +39,8 @@ class Mistake(NamedTuple):
     remedy: str
 
 
-Scan = Callable[["Batch"], Iterator[Mistake]]
+if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
+    Scan = Callable[["Batch"], Iterator[Mistake]]
 
 
 @dataclass(frozen=True)
