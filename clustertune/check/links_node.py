@@ -7,11 +7,6 @@ from collections.abc import Iterator
 from clustertune.check.links import Context, names
 from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 
-ACS_OFF = (
-    "turn the IOMMU and ACS off in the BIOS (or iommu=pt and `setpci -s BRIDGE ECAP_ACS+6.w=0000` on each PCIe bridge); until "
-    "then NCCL_P2P_DISABLE=1 goes through the node's memory"
-)
-
 
 def _gpus(context: Context) -> int:
     """Most GPUs of a node that NCCL used."""

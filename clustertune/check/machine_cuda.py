@@ -11,9 +11,6 @@ from clustertune.host.cpus import readable_cpus
 from clustertune.host.gpu_text import gpu_links
 from clustertune.host.system import version
 
-_COMPATIBILITY = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
-
-
 MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 """Oldest driver that serves a major version of CUDA on Linux, by minor version compatibility (the link of ``driver-cuda``)."""
 

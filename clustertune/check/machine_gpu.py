@@ -10,10 +10,6 @@ from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.facts import Gpu
 
-_SMI = "https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html"
-_XID = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
-
-
 BUSY_MIB = 1024
 """Memory in use above which a GPU is not idle: without reserved memory a driver shows below 100 MiB, older ones some 600."""
 DAY_S = 86_400.0

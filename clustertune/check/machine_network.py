@@ -10,9 +10,6 @@ from clustertune.check.machine import ONE_LINK, RDMA_KINDS, Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.facts import Nic
 
-_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
-
-
 FAST_MBIT = 25_000
 """From here on small frames show; 10 Gbit/s is filled by one core with frames of 1500 bytes."""
 RENDEZVOUS = (20_000, 31_999)

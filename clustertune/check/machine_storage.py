@@ -8,9 +8,6 @@ from clustertune.check.machine import Machine, gigabytes, on_network
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, rule
 from clustertune.host.facts import Mount
 
-_NFS = "https://man7.org/linux/man-pages/man5/nfs.5.html"
-
-
 GB = 10**9
 TIGHT, EMPTY = 10 * GB, 1 * GB
 FEW_INODES = 10_000
