@@ -15,7 +15,8 @@ from tests import tree
 
 ORDER = (
     ("tree",),
-    ("errors", "events", "health", "host"),
+    ("errors", "events", "host"),
+    ("check",),
     ("console", "lock", "manifest", "process", "storage", "tensorfile"),
     ("config",),
     ("plan", "ops", "containers"),

@@ -45,5 +45,3 @@ def test_planning_imports_no_framework_and_a_document_no_tables(tmp_path: Path, 
     modules = imported(tmp_path, arguments[0], "llama405b-oasst2", *arguments[1:], "--json")
     assert "clustertune" in modules and "yaml" in modules
     assert modules & (HEAVY | {"rich"}) == set()
-
-

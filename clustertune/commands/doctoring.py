@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clustertune.check import report as reports
+from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
+from clustertune.check.rule import Finding, as_json, exit_code, worst
 from clustertune.console import emit_json, escape, say
-from clustertune.doctor import frame
-from clustertune.doctor.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.health import Finding, as_json, exit_code, worst
 from clustertune.host.collect import collect
 from clustertune.host.facts import HostFacts
 from clustertune.tree import ROOT
@@ -53,6 +53,8 @@ class Asked:
 
 def show_rules(out: Path | None, as_document: bool) -> int:
     """The rules, as a list, as JSON, or as the page of the documents."""
+    from clustertune.doctor.recipe_findings import all_rules
+
     if out is not None:
         from clustertune.doctor import page
 
@@ -62,9 +64,10 @@ def show_rules(out: Path | None, as_document: bool) -> int:
             raise storage_error(error, "cannot be written", out) from None
         say(f"wrote {out}")
     elif as_document:
-        emit_json({"rules": [vars(rule) for rule in frame.all_rules()]})
+        keys = ("id", "title", "why", "link")
+        emit_json({"rules": [{key: getattr(rule, key) for key in keys} for rule in all_rules()]})
     else:
-        rules = frame.all_rules()
+        rules = all_rules()
         width = max(len(rule.id) for rule in rules)
         sys.stdout.write("".join(f"{rule.id.ljust(width)}  {rule.title}\n" for rule in rules))
     return 0
@@ -94,8 +97,8 @@ def answer(asked: Asked) -> int:
         )
     else:
         found, facts, hosts = _here(asked, cluster)
-    found = frame.once(found, _of_recipe(asked, cluster, facts))
-    return _tell(asked, cluster, frame.Report(found, left_out), facts, hosts)
+    found = reports.once(found, _of_recipe(asked, cluster, facts))
+    return _tell(asked, cluster, reports.Report(found, left_out), facts, hosts)
 
 
 def _contradictions(asked: Asked) -> Iterator[Problem]:
@@ -142,7 +145,7 @@ def _here(asked: Asked, cluster: Cluster) -> tuple[list[Finding], HostFacts | No
     plain = nodes.as_plain(cluster) if cluster.name != "local" else {}
     gpus = cluster.compute.gpus if plain and facts.place != LOGIN and cluster.host(facts.hostname) else None
     machine = Machine(facts, plain, Expects(gpus=gpus or None, launched=bool(asked.recipe)))
-    return frame.machine_findings(machine), facts, [facts.hostname]
+    return reports.machine_findings(machine), facts, [facts.hostname]
 
 
 def _place(cluster: Cluster) -> str | None:
@@ -211,7 +214,7 @@ def _resolve(asked: Asked, cluster: Cluster) -> Resolved:
 # --- telling -----------------------------------------------------------------------------------------------------------
 
 
-def _tell(asked: Asked, cluster: Cluster, report: frame.Report, facts: HostFacts | None, hosts: list[str]) -> int:
+def _tell(asked: Asked, cluster: Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]) -> int:
     place = facts.place if facts else None
     if asked.as_json:
         document = {"place": place, "hosts": hosts, "cluster": cluster.name, "recipe": asked.recipe}

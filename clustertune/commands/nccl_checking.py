@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from clustertune import console, health
+from clustertune import console
 from clustertune.arguments import path_argument
+from clustertune.check.rule import EXIT
 from clustertune.config.load import did_you_mean
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
@@ -156,7 +157,7 @@ def _judge_logs(asked: Asked) -> int:
         emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": told})
     else:
         verdict(told, console.stderr)
-    return health.EXIT[told["status"]]
+    return EXIT[told["status"]]
 
 
 # --- where and what ----------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def _check(asked: Asked, cluster: Cluster, place: Place, options: Options) -> in
         say(line)
     say(f"result: {folder / check.RESULT}")
     _keep(asked, cluster, found)
-    return health.EXIT[found["verdict"]["status"]]
+    return EXIT[found["verdict"]["status"]]
 
 
 def _keep(asked: Asked, cluster: Cluster, found: dict[str, Any]) -> None:

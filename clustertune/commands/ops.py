@@ -194,7 +194,7 @@ def check(
 
     Exit 0: all is well; 1: warnings; 2: what would stop or spoil a job. A hung brick costs twice --seconds at most.
     """
-    from clustertune import health
+    from clustertune.check import rule
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.files import NODE
     from clustertune.ops.storage.judge import judge
@@ -211,14 +211,14 @@ def check(
     facts.by_hand = by_hand(found, name, where)
     findings = judge(facts, wanted)
     if as_json:
-        verdict = health.worst(findings)
-        emit_json({"node": name, "verdict": verdict, "findings": health.as_json(findings), "facts": facts.as_dict()})
+        verdict = rule.worst(findings)
+        emit_json({"node": name, "verdict": verdict, "findings": rule.as_json(findings), "facts": facts.as_dict()})
     for item in findings if not as_json else []:
-        if item.status != health.PASS:
+        if item.status != rule.PASS:
             what = f"{item.where}: {item.found}" if item.where else item.found
             sys.stdout.write(escape(f"{item.status:<8} {item.rule:<24} {what}") + "\n")
             sys.stdout.write(escape(f"{'':<8} {'':<24} -> {item.fix}") + "\n" if item.fix else "")
-    counts = {status: sum(item.status == status for item in findings) for status in reversed(health.STATUSES)}
+    counts = {status: sum(item.status == status for item in findings) for status in reversed(rule.STATUSES)}
     say(f"{name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
-    if code := health.exit_code(findings):
+    if code := rule.exit_code(findings):
         raise typer.Exit(code)

@@ -13,7 +13,7 @@ from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_a
 from clustertune.console import emit_json, escape, say
 
 if TYPE_CHECKING:
-    from clustertune.health import Finding
+    from clustertune.check.rule import Finding
     from clustertune.ops.slurm.planning import Plan
 
 slurm_app = typer.Typer(no_args_is_help=True, help="Slurm's files and folders on each machine.")

@@ -13,11 +13,12 @@ from pydantic import BaseModel, ValidationError
 from clustertune.config import native, native_rules, quantization
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native import NativeField
-from clustertune.config.native_rules import Range, holds_secret, names_secret, show_value
+from clustertune.config.native_rules import Range, names_secret, show_value
 from clustertune.config.parameters import adapter_modules, head_names, matches
 from clustertune.config.schema import Recipe
 from clustertune.config.yamlfile import KeyPath
 from clustertune.errors import Problem
+from clustertune.host.credentials import holds_secret
 
 Place = Callable[[KeyPath], str]
 """The ``file:line`` of a key path."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from clustertune.config.cluster_cpus import parse_cpu_list
 from clustertune.config.cluster_schema import Compute
 from clustertune.config.cluster_words import Found
 from clustertune.config.hardware import Gpu, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
+from clustertune.host.cpus import parse_cpu_list
 
 ABOVE = 1.05
 """Above the nominal bandwidth by more than this, a measured one is wrong; vendors and nccl-tests both count 10^9 bytes."""

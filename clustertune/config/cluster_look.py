@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from clustertune.config.cluster_schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, same_host
 from clustertune.config.hardware import recognise
 from clustertune.config.schema import NAME
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.host import system
+from clustertune.host.facts import Gpu
+from clustertune.host.gpu_text import parse_csv
+from clustertune.host.sight import Sight, ask
 
 SECONDS = {"scontrol": 10, "nvidia-smi": 60}
 """``scontrol`` waits minutes for a controller that is down; a driver without persistence mode wakes one GPU after the other."""
@@ -56,6 +59,7 @@ class Seen:
 
 def collect() -> Seen:
     """Ask Slurm, the driver and the kernel. Takes seconds at most; raises nothing for what is not there."""
+    sight = Sight()
     gpus, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
     job = os.environ.get("SLURM_JOB_ID", "")
     nodes, silent = _ask("scontrol", "-o", "show", "nodes")
@@ -72,58 +76,22 @@ def collect() -> Seen:
         partitions=_ask("scontrol", "-o", "show", "partition")[0] if nodes else "",
         config=_ask("scontrol", "show", "config")[0] if nodes else "",
         gpus=gpus,
-        gpu_numa=_gpu_numa(gpus),
-        numa_cpus=_numa_cpus(),
-        topology=_topology(),
-        memory_kb=_number(r"MemTotal:\s+(\d+)", _read(Path("/proc/meminfo"))),
+        gpu_numa=_gpu_numa(gpus, sight),
+        numa_cpus=dict(sorted((int(node), cpus) for node, cpus in system.processors(sight)["numa_cpus"].items())),
+        topology=system.topology(sight),
+        memory_kb=(system.memory(sight)["memory_bytes"] or 0) // 1024,
     )
 
 
 def _ask(*command: str) -> tuple[str, str]:
     """What a command says, and in one line why it says nothing; both empty where it is not installed."""
-    env = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            list(command), capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS[command[0]], check=False, env=env
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {SECONDS[command[0]]} s"
-    except OSError:
-        return "", ""
-    if done.returncode == 0:
-        return done.stdout.decode(errors="replace"), ""
-    return "", (done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"])[0][:200]
+    answer = ask(command, SECONDS[command[0]])
+    return answer.text if answer.good else "", answer.fault
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _gpu_numa(gpus: str, root: Path = Path("/sys/bus/pci/devices")) -> dict[int, int]:
-    found = {}
-    for index, _, bus in _gpu_rows(gpus):
-        # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
-        text = _read(root / re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()) / "numa_node").strip()
-        if re.fullmatch(r"-?\d+", text):
-            found[index] = int(text)
-    return found
-
-
-def _numa_cpus(root: Path = Path("/sys/devices/system/node")) -> dict[int, str]:
-    lists = {int(path.name[4:]): _read(path / "cpulist").strip() for path in root.glob("node[0-9]*") if path.name[4:].isdigit()}
-    return {node: text for node, text in sorted(lists.items()) if text}
-
-
-def _topology(root: Path = Path("/sys/devices/system/cpu")) -> dict[int, tuple[int, int]]:
-    found = {}
-    for path in root.glob("cpu[0-9]*/topology"):
-        package, core = _read(path / "physical_package_id").strip(), _read(path / "core_id").strip()
-        if path.parent.name[3:].isdigit() and re.fullmatch(r"-?\d+", package) and re.fullmatch(r"-?\d+", core):
-            found[int(path.parent.name[3:])] = (int(package), int(core))
-    return found
+def _gpu_numa(gpus: str, sight: Sight) -> dict[int, int]:
+    nodes = {gpu.index: sight.number(f"/sys/bus/pci/devices/{gpu.bus}/numa_node") for gpu in parse_csv(gpus, _QUERY)}
+    return {index: node for index, node in nodes.items() if node is not None}
 
 
 def _number(pattern: str, text: str) -> int:
@@ -310,7 +278,9 @@ def _here(seen: Seen, workers: list[str], gpus: int) -> _Here:
         return _Here()
     groups = _groups(seen, gpus)
     return _Here(
-        _model(_gpu_rows(seen.gpus)), groups, tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else ()
+        _model(parse_csv(seen.gpus, _QUERY)),
+        groups,
+        tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else (),
     )
 
 
@@ -326,33 +296,24 @@ def _groups(seen: Seen, gpus: int) -> tuple[tuple[int, ...], ...]:
 
 def gpu_names() -> set[str]:
     """The kinds of GPU of this machine, as the driver calls them; empty where it says nothing."""
-    return {name for _, name, _ in _gpu_rows(_ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")[0])}
+    told, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    return {gpu.name for gpu in parse_csv(told, _QUERY)}
 
 
-def _gpu_rows(text: str) -> list[tuple[int, str, str]]:
-    """Index, name and PCI address of each GPU."""
-    rows = []
-    for line in text.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) >= 3 and words[0].isdigit():
-            rows.append((int(words[0]), words[1], words[2]))
-    return rows
-
-
-def _model(rows: list[tuple[int, str, str]]) -> str | None:
-    names = {name for _, name, _ in rows}
+def _model(gpus: Sequence[Gpu]) -> str | None:
+    names = {gpu.name for gpu in gpus}
     return recognise(names.pop()) if len(names) == 1 else None
 
 
 def _machine(seen: Seen, notes: list[str]) -> Cluster:
     """This machine alone."""
-    rows = _gpu_rows(seen.gpus)
+    rows = parse_csv(seen.gpus, _QUERY)
     cores = len(set(seen.topology.values())) or 1
     sockets = len({package for package, _ in seen.topology.values()}) or 1
     groups = _groups(seen, len(rows))
     name = seen.hostname if re.fullmatch(HOST, seen.hostname) else "localhost"
     if rows and _model(rows) is None:
-        notes.append(f"ops/hardware.yaml does not know {rows[0][1]}: whether a model fits is not checked")
+        notes.append(f"ops/hardware.yaml does not know {rows[0].name}: whether a model fits is not checked")
     return Cluster(
         name="local",
         nodes=(Host(name=name, address="127.0.0.1", roles=("login", "compute")),),

@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from clustertune.host.credentials import holds_secret
+
 
 @dataclass(frozen=True)
 class Range:
@@ -211,17 +213,11 @@ LORA_REMOVED = {
 }
 
 _SECRET_NAME = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{16,}|wandb_v1_[A-Za-z0-9_]{16,})")
 
 
 def names_secret(key: str) -> bool:
     """Whether an unknown key's name says that its value must not be in a file, nor on a screen."""
     return bool(_SECRET_NAME.search(key))
-
-
-def holds_secret(value: object) -> bool:
-    """Whether a text has the form of a token of the Hub, OpenAI, GitHub or W&B."""
-    return isinstance(value, str) and bool(_SECRET_VALUE.search(value))
 
 
 def show_value(value: object, key: str = "") -> str:

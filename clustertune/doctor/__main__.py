@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.doctor import frame, wire
-from clustertune.doctor.machine import PLACES, Expects, Machine
-from clustertune.health import as_json, exit_code, worst
+from clustertune.check import report as reports
+from clustertune.check.machine import PLACES, Expects, Machine
+from clustertune.check.rule import as_json, exit_code, printable, worst
+from clustertune.doctor import wire
 from clustertune.host.collect import collect
 from clustertune.host.facts import HostFacts, from_dict
 
@@ -43,7 +44,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--seconds must be above 0, and 3600 at most")
     if given.gpus is not None and given.gpus < 0:
         parser.error("--gpus must not be negative")
-    unknown = sorted(set(given.ignore) - {rule.id for rule in frame.machine_rules()})
+    unknown = sorted(set(given.ignore) - {rule.id for rule in reports.machine_rules()})
     if unknown:
         parser.error(f"--ignore: there is no rule {', '.join(unknown)} (--list shows them)")
     return given
@@ -53,13 +54,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Look, and say what was found. Returns the exit code."""
     given = arguments_of(words)
     if given.list:
-        _write("".join(f"{rule.id}: {rule.title}\n" for rule in frame.machine_rules()))
+        _write("".join(f"{rule.id}: {rule.title}\n" for rule in reports.machine_rules()))
         return 0
     try:
         facts = _facts(given)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        sys.stderr.write(frame.plain(f"error: {given.file}: {reason} -> give a file of --facts") + "\n")
+        sys.stderr.write(printable(f"error: {given.file}: {reason} -> give a file of --facts") + "\n")
         return 2
     if given.facts:
         lines = (
@@ -70,13 +71,13 @@ def main(words: Sequence[str] | None = None) -> int:
         _write("".join(line + "\n" for line in lines))
         return 0
     machine = Machine(facts, expects=Expects(gpus=given.gpus))
-    report = frame.Report(frame.machine_findings(machine), tuple(given.ignore))
+    report = reports.Report(reports.machine_findings(machine), tuple(given.ignore))
     if given.json:
         document = {"place": facts.place, "host": facts.hostname, "verdict": worst(report.counted)}
         _write(json.dumps({**document, "findings": as_json(report.counted)}, indent=2) + "\n")
     else:
         _write("".join(line + "\n" for line in report.lines(everything=given.all)))
-        _write(frame.plain(f"{facts.hostname} ({facts.place}): {report.summary()}") + "\n")
+        _write(printable(f"{facts.hostname} ({facts.place}): {report.summary()}") + "\n")
     return exit_code(report.counted)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from clustertune import manifest
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.doctor.recipe_context import Context
 from clustertune.doctor.recipe_model import snapshot
 from clustertune.errors import UserError
-from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.ifeval import punkt
 from clustertune.staging import bundle
 from clustertune.tree import ROOT

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config.native_rules import show_value
 from clustertune.config.parameters import weight_bytes
 from clustertune.data.tokenizer import PADS
 from clustertune.doctor.recipe_context import Context, Lies
 from clustertune.doctor.recipe_model import has_generation_marks
 from clustertune.doctor.recipe_plan import hours
-from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.secrets import SECRET, read_env
 
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereLabs/", "bigcode/starcoder")

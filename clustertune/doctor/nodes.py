@@ -9,14 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from clustertune.check import report
+from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
+from clustertune.check.nodes import Several
+from clustertune.check.rule import Finding
 from clustertune.config.cluster_schema import Cluster, same_host
-from clustertune.doctor import compare, frame, wire
-from clustertune.doctor.machine import CONTAINER_STEP, STEP, Expects, Machine
-from clustertune.health import Finding
+from clustertune.doctor import wire
 from clustertune.host.facts import HostFacts
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
@@ -153,9 +155,5 @@ def as_plain(cluster: Cluster | None) -> dict[str, Any]:
 
 def findings(looked: Looked, cluster: Cluster, nodes: Sequence[str], expects: Expects) -> list[Finding]:
     """What the rules find on each node, between them, and of those that did not answer."""
-    several = machines(looked, cluster, expects)
-    found = frame.cluster_findings(several)
-    if len(several) > 1:
-        found += compare.clocks(several, looked.asked, looked.answered)
-    faults: Mapping[str, str] = looked.faults
-    return [*found, *compare.missing([name for name in nodes if name not in looked.facts], dict(faults))]
+    silent = {name: looked.faults.get(name, "no answer") for name in nodes if name not in looked.facts}
+    return report.cluster_findings(Several(machines(looked, cluster, expects), silent, looked.asked, looked.answered))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from clustertune.doctor import compare, frame
-from clustertune.health import Rule
+from clustertune.check.report import BROKEN
+from clustertune.check.rule import MACHINE, NODES, Rule, checks
+from clustertune.doctor.recipe_findings import recipe_rules
 
 HEAD = """# Doctor: what goes wrong on clusters, before it does
 
@@ -33,7 +34,16 @@ is not requeued; it is where a node only does not answer). In the cluster file `
 rules out, in jobs too, and `doctor: {preflight: false}` the look before jobs. `--ignore RULE` does so once. Looking changes
 nothing, but for files of one page that are made in folders of caches and removed again.
 
-Batch scripts have [rules of their own](sbatch-lint.md).
+Batch scripts have [rules of their own](sbatch-lint.md), and so has what is measured between GPUs ([here](nccl-verdicts.md)). It
+asks the rules of a machine that concern NCCL as well, with the same verdict.
+
+To add a rule write one function in `clustertune/check/`: `machine_*.py` for a machine, `nodes.py` for the nodes of a job,
+`links_*.py` for measurements and NCCL's log, `script_*.py` for batch scripts. Its decorator gives the id, its docstring the
+texts that people read, and it yields what it saw; `clustertune/check/rule.py` shows one. Add a case in
+`tests/doctor/machine_cases.py`, `tests/doctor/test_compare.py`, `tests/nccl_check/test_judge.py` or `tests/doctor/cases.txt`:
+a rule without one fails a test. Then write the pages anew with `clustertune doctor --list --out docs/doctor.md` and
+`python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`. Rules that need the resolved recipe are in
+`clustertune/doctor/`, in the modules `recipe_*`, `stack_*`, `data_*` and `run_*`.
 """
 
 
@@ -41,9 +51,9 @@ def render() -> str:
     """The text of docs/doctor.md. Imports what the recipe's rules need."""
     parts = [HEAD]
     sections: list[tuple[str, Iterable[Rule]]] = [
-        ("Each machine", (rule for module in frame.modules([frame.MACHINE]) for rule in module.RULES)),
-        ("Between the nodes of a job", (*compare.RULES, frame.BROKEN)),
-        ("Recipe, stack, data and runs", (rule for module in frame.modules(frame.OTHERS) for rule in module.RULES)),
+        ("Each machine", (one.rule for one in checks(MACHINE))),
+        ("Between the nodes of a job", (*(one.rule for one in checks(NODES)), BROKEN)),
+        ("Recipe, stack, data and runs", recipe_rules()),
     ]
     for title, rules in sections:
         rows = [f"| `{rule.id}` | {_cell(rule.title)} | {_cell(rule.why)} | [link]({rule.link}) |" for rule in rules]

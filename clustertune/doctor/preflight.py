@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from clustertune.check import report as reports
+from clustertune.check.machine import Expects
+from clustertune.check.rule import FAIL, Finding, worst
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import did_you_mean
-from clustertune.doctor import compare, frame, nodes
-from clustertune.doctor.machine import Expects
+from clustertune.doctor import nodes, recipe_findings
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.health import FAIL, Finding, worst
 from clustertune.launch.allocation import Allocation
 
 SECONDS = 50.0
@@ -40,7 +41,7 @@ def check_rules(names: Sequence[str], file: str, key: str) -> None:
     """Raises UserError with every name that is no rule, and the nearest one."""
     if not names:
         return
-    known = [rule.id for rule in frame.all_rules()]
+    known = [rule.id for rule in recipe_findings.all_rules()]
     problems = [
         Problem(f"there is no rule {name!r}", file=file, key=key, fix=did_you_mean(name, known) or "clustertune doctor --list")
         for name in dict.fromkeys(names)
@@ -60,7 +61,7 @@ def check(
     say: Callable[[str], None],
     log: Callable[..., Any],
     seconds: float = SECONDS,
-) -> frame.Report:
+) -> reports.Report:
     """Look at every node, say what is not as it should be, and log what was found.
 
     Raises UserError for a failure of :data:`STOPS`: exit 2, or 75 where nodes only did not answer, as one that has just lost
@@ -72,7 +73,7 @@ def check(
     left_out = ignored(cluster)
     expects = Expects(gpus=ranks if gpus else None, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
     looked = nodes.look(cluster, allocation, binds=[str(path.resolve()) for path in binds], seconds=seconds)
-    report = frame.Report(nodes.findings(looked, cluster, allocation.nodes, expects), left_out)
+    report = reports.Report(nodes.findings(looked, cluster, allocation.nodes, expects), left_out)
     for line in report.lines():
         say(line)
     say(f"doctor: {len(looked.facts)} of {len(allocation.nodes)} nodes, {looked.seconds:.1f} s: {report.summary()}")
@@ -83,7 +84,7 @@ def check(
     if every and not failed:
         say("doctor: the job goes on: nothing of this is sure to stop it")
     if failed:
-        gone = all(item.rule == compare.ANSWERED.id for item in failed)
+        gone = all(item.rule == "node-silent" for item in failed)
         raise UserError([_problem(item) for item in failed], ExitCode.AGAIN if gone else ExitCode.CONFIG)
     return report
 

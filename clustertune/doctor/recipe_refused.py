@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
-from clustertune.health import FAIL, WARN, Finding, Rule, finding
 
 REFUSED = Rule(
     "recipe-refused",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.config.distribution import mixed_precision
@@ -12,7 +13,6 @@ from clustertune.config.hardware import load_hardware
 from clustertune.config.modeling import carries_state
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context
-from clustertune.health import FAIL, WARN, Finding, Rule, finding
 
 LORA_RATES, FULL_RATES = (1e-5, 1e-3), (1e-7, 1e-4)
 """Learning rates outside of which a fine-tuning rarely gets anywhere: TRL's guide has 2e-5 for all parameters and ten times

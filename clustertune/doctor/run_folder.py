@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
+from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
 from clustertune.checkpoint import store
 from clustertune.config.parameters import trained_count, weight_bytes
 from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import Problem, UserError
-from clustertune.health import FAIL, WARN, Finding, Rule, finding
 from clustertune.launch import visible
 from clustertune.tensorfile import Tensor, read_header
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
+from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
-from clustertune.health import FAIL, WARN, Finding, Rule, finding
 from clustertune.secrets import SECRET, read_env
 
 GIT_SECONDS = 5.0

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
 from clustertune.checkpoint import store
 from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context
-from clustertune.health import FAIL, WARN, Finding, Rule, finding
 from clustertune.plan.predict import Plan
 
 SPARE = 1.1

@@ -10,30 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from clustertune.doctor import header_rules, secret_rules, signal_rules, task_rules
-from clustertune.doctor.batch import read_batch
-from clustertune.doctor.finding import Finding
+from clustertune.check.rule import SCRIPT, Finding, checks, printable
+from clustertune.check.script_batch import read_batch
 
 MAX_BYTES = 256 * 1024
 """A batch script is some kB; Slurm itself refuses more than 4 MB (max_script_size)."""
-
-_RULES = (
-    header_rules.check_places,
-    header_rules.check_options,
-    header_rules.check_log_folder,
-    header_rules.check_limits,
-    signal_rules.check_signals,
-    task_rules.check_expansion,
-    task_rules.check_processes,
-    task_rules.check_gpus,
-    task_rules.check_cpus,
-    task_rules.check_host,
-    task_rules.check_port,
-    secret_rules.check_secrets,
-)
 
 
 def lint(text: str, path: str, cwd: Path | None = None) -> list[Finding]:
@@ -41,12 +24,9 @@ def lint(text: str, path: str, cwd: Path | None = None) -> list[Finding]:
 
     Any text is taken; nothing is run, and no file is read but for the question whether a log folder is there.
     """
-    plain = text.lstrip("\ufeff").replace("\r\n", "\n")
-    batch = read_batch(plain, path, cwd or Path.cwd())
-    found = list(header_rules.check_file(batch, text))
-    for rule in _RULES:
-        found += rule(batch)
-    return sorted(dict.fromkeys(found), key=lambda f: (f.line, f.rule))
+    batch = read_batch(text, path, cwd or Path.cwd())
+    found = dict.fromkeys(item for rule in checks(SCRIPT) for item in rule(batch))
+    return sorted(found, key=lambda item: (int(item.where), item.rule))
 
 
 def lint_file(path: str) -> list[Finding]:
@@ -61,18 +41,18 @@ def lint_file(path: str) -> list[Finding]:
 
 def report(path: str, findings: Sequence[Finding]) -> list[str]:
     """One line a finding: ``FILE:LINE: rule: message -> remedy``."""
-    return [_plain(f"{path}:{f.line}: {f.rule}: {f.message} -> {f.remedy}") for f in findings]
+    return [printable(f"{path}:{f.where}: {f.rule}: {f.found} -> {f.fix}") for f in findings]
 
 
 def as_json(found: Sequence[tuple[str, Sequence[Finding]]]) -> dict[str, object]:
     """The ``--json`` form, of each file its findings."""
-    files = [{"file": path, "findings": [asdict(f) for f in findings]} for path, findings in found]
+    files = [{"file": path, "findings": [_as_json(f) for f in findings]} for path, findings in found]
     return {"files": files, "findings": sum(len(findings) for _, findings in found)}
 
 
-def _plain(text: str) -> str:
-    """Without what steers a terminal: the script's own words stand in messages."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+def _as_json(item: Finding) -> dict[str, object]:
+    names = {"rule": item.rule, "message": item.found, "remedy": item.fix, "link": item.link}
+    return {"line": int(item.where), **names}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append((path, lint_file(path)))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            sys.stderr.write(_plain(f"error: {path}: {reason} -> give a batch script") + "\n")
+            sys.stderr.write(printable(f"error: {path}: {reason} -> give a batch script") + "\n")
             return 2
     if given.json:
         sys.stdout.write(json.dumps(as_json(found), indent=2) + "\n")

@@ -5,47 +5,33 @@ Ranges marked "read" were read in the releases themselves (the wheels), the othe
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from packaging.version import InvalidVersion, Version
+
+from clustertune.check.rule import FAIL, WARN, Rule
 from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.doctor.recipe_context import Context
-from clustertune.health import FAIL, WARN, Rule
 
-Release = tuple[tuple[int, ...], int]
-_STAGES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "": 0, "post": 1}
-
-
-def release(version: str) -> Release:
-    """What versions are compared by: their numbers, and whether they come before or after that release.
-
-    The local part (``+cpu``, ``+cu130``) does not count. Raises ValueError for what is no version.
-    """
-    match = re.match(r"v?(\d+(?:\.\d+)*)(?:[-_.]?(dev|a|b|rc|post)\d*)?", version.strip().partition("+")[0].lower())
-    if match is None:
-        raise ValueError(f"{version!r} is no version")
-    numbers = [int(part) for part in match[1].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers), _STAGES[match[2] or ""]
+COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
 
 
 def holds(version: str, ranges: str) -> bool:
-    """Whether a version lies in ``>=1.2,<1.4``; False for what is no version."""
+    """Whether a version lies in ``>=1.2,<1.4``; False for what is no version.
+
+    Local parts (``+cpu``, ``+cu130``) do not count. A release candidate of 1.4 lies below 1.4, which ``SpecifierSet`` denies
+    (PEP 440): it has the faults of the releases before it.
+    """
     try:
-        found = release(version)
-        for part in ranges.split(","):
-            match = re.fullmatch(r"\s*(<=|>=|==|<|>)\s*(\S+)\s*", part)
-            assert match, ranges
-            limit = release(match[2])
-            good = {"<": found < limit, "<=": found <= limit, "==": found == limit, ">": found > limit, ">=": found >= limit}
-            if not good[match[1]]:
-                return False
-    except ValueError:
+        found = Version(Version(version).public)
+    except InvalidVersion:
         return False
-    return True
+    parts = [re.fullmatch(r"\s*(<=|>=|==|<|>)\s*(\S+)\s*", part) for part in ranges.split(",")]
+    return all(part is not None and COMPARE[part[1]](found, Version(part[2])) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config import kernels
 from clustertune.config.parameters import weight_bytes
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context, plain
 from clustertune.doctor.stack_faults import FAULTS, NCCL, holds
-from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 
 GIB = 1 << 30
 _ZEROED = ">=5.7"

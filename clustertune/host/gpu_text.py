@@ -113,22 +113,25 @@ def _throttle(node: ET.Element) -> Iterator[str]:
             yield found[1]
 
 
-def parse_csv(text: str) -> list[Gpu]:
-    """GPUs of ``nvidia-smi --query-gpu=``:data:`CSV_QUERY` ``--format=csv,noheader``; lines that are none are passed over."""
+def parse_csv(text: str, query: str = CSV_QUERY) -> list[Gpu]:
+    """GPUs of ``nvidia-smi --query-gpu=QUERY --format=csv,noheader``; lines that are none are passed over.
+
+    ``query``: fields of :data:`CSV_QUERY`, ``index`` first.
+    """
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) != len(CSV_QUERY.split(",")) or not fields[0].isdigit():
+        if len(fields) != len(query.split(",")) or not fields[0].isdigit():
             continue
-        index, name, uuid, bus, total, used = fields
+        row = dict(zip(query.split(","), fields))  # noqa: B905 - 3.8 has no strict
         found.append(
             Gpu(
-                index=int(index),
-                name=_word(name),
-                uuid=_word(uuid),
-                bus=bus_address(bus),
-                memory_mib=number(total),
-                used_mib=number(used),
+                index=int(fields[0]),
+                name=_word(row.get("name")),
+                uuid=_word(row.get("uuid")),
+                bus=bus_address(row.get("pci.bus_id", "")),
+                memory_mib=number(row.get("memory.total")),
+                used_mib=number(row.get("memory.used")),
             )
         )
     return found

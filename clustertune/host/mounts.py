@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clustertune.host.facts import FileMode, Mount, Probe
 from clustertune.host.sight import Sight, ask
@@ -34,28 +34,92 @@ MOST = 200
 """Mounts that are kept: a node of containers has thousands."""
 
 
-def parse_mounts(text: str) -> list[Mount]:
-    """The mounts of ``/proc/self/mountinfo`` that hold files, in its order: a later one covers an earlier one at its point."""
+NETWORK_KINDS = (
+    "nfs",
+    "nfs4",
+    "nfs3",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "glusterfs",
+    "cifs",
+    "smb3",
+    "9p",
+    "panfs",
+    "virtiofs",
+    "orangefs",
+    "pvfs2",
+    "afs",
+)
+"""Kinds of file system that lie on other machines."""
+
+
+LOCAL_FUSE = frozenset(
+    f"fuse.{name}"
+    for name in (
+        "squashfuse",
+        "squashfuse_ll",
+        "fuse-overlayfs",
+        "fuse2fs",
+        "ext2fuse",
+        "snapfuse",
+        "bindfs",
+        "gocryptfs",
+        "encfs",
+    )
+)
+"""Kinds of FUSE that lie on this machine: images of containers, and what stands in front of a local folder."""
+
+
+def lies_elsewhere(fstype: str) -> bool:
+    """Whether a kind of file system lies on other machines, or is a pool of file systems."""
+    return fstype in NETWORK_KINDS or (fstype.startswith("fuse.") and fstype not in LOCAL_FUSE) or fstype == "fuse"
+
+
+class MountLine(NamedTuple):
+    """One line of ``/proc/self/mountinfo`` (proc(5))."""
+
+    point: str
+    fstype: str
+    source: str
+    root: str
+    """The folder of the file system that is mounted there: more than ``/`` for a bind."""
+    options: tuple[str, ...]
+    """Of the mount and of the file system."""
+    device: str
+    """``major:minor``."""
+
+
+def mount_lines(text: str) -> list[MountLine]:
+    """The lines of ``/proc/self/mountinfo``, in its order: a later one covers an earlier one at its point."""
     found = []
     for line in text.splitlines():
         fields, dash, rest = line.partition(" - ")
         words, told = fields.split(" "), rest.split(" ")
-        if not dash or len(words) < 6 or len(told) < 3 or told[0] in _PSEUDO:
+        if dash and len(words) >= 6 and len(told) >= 3:
+            options = tuple(dict.fromkeys([*words[5].split(","), *unescape(told[2]).split(",")]))
+            found.append(MountLine(unescape(words[4]), told[0], unescape(told[1]), unescape(words[3]), options, words[2]))
+    return found
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The mounts of ``/proc/self/mountinfo`` that hold files."""
+    found = []
+    for line in mount_lines(text):
+        if line.fstype in _PSEUDO or _SYSTEM.match(line.point):
             continue
-        point = unescape(words[4])
-        if _SYSTEM.match(point):
-            continue
-        options = list(dict.fromkeys([*words[5].split(","), *unescape(told[2]).split(",")]))
+        options = list(line.options)
         if "ro" in options and "rw" in options:  # a mount, or its file system, that is read-only is not writable
             options.remove("rw")
-        found.append(Mount(point=point, kind=told[0], source=unescape(told[1]), options=options))
+        found.append(Mount(point=line.point, kind=line.fstype, source=line.source, options=options))
     return found[:MOST]
 
 
 def parse_automounts(text: str) -> list[str]:
     """Where autofs waits for the first use, of ``/proc/self/mountinfo``."""
-    rows = [line.partition(" - ") for line in text.splitlines()]
-    return [unescape(head.split(" ")[4]) for head, _, rest in rows if rest.startswith("autofs ") and len(head.split(" ")) > 5]
+    return [line.point for line in mount_lines(text) if line.fstype == "autofs"]
 
 
 def unescape(text: str) -> str:

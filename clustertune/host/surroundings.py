@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from clustertune.host.credentials import holds_secret
 from clustertune.host.sight import Sight
 
 _KEPT = re.compile(
@@ -20,8 +21,8 @@ _SECRET = re.compile(
     r"TOKEN|KEY|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL|COOKIE|JWT|NETRC|SESSION(_ID)?$|AUTH(?!OR)|PRIVATE|SIGNATURE",
     re.IGNORECASE,
 )
-_LOOKS_SECRET = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[A-Za-z0-9_.\-]{12,}|\b[0-9a-f]{40}\b")
-"""Forms of well-known tokens; 40 hex digits are a key of W&B."""
+_KEY_IN_HEX = re.compile(r"\b[0-9a-f]{40}\b|\beyJ[A-Za-z0-9_.\-]{12,}")
+"""A key of W&B, or a signed web token: in a recipe 40 hex digits are a commit."""
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^/\s]*@")
 _LONGEST = 4096
 
@@ -45,7 +46,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that rules read. What looks like a secret is left out, by its name or by its value."""
     found = {}
     for name, value in sorted(environ.items()):
-        if not _KEPT.fullmatch(name) or _SECRET.search(name) or _LOOKS_SECRET.search(value):
+        if not _KEPT.fullmatch(name) or _SECRET.search(name) or holds_secret(value) or _KEY_IN_HEX.search(value):
             continue
         found[name] = _LOGIN_IN_URL.sub("***@", value[:_LONGEST])
     return found

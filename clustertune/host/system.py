@@ -8,9 +8,9 @@ import platform
 import re
 import resource
 import time
-from collections.abc import Iterable
 from typing import Any
 
+from clustertune.host.cpus import format_cpu_list, readable_cpus
 from clustertune.host.sight import Sight
 
 _STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
@@ -19,39 +19,28 @@ _CGROUP_NONE = 1 << 60
 """Bytes from which a limit of cgroup v1 is none: it is the largest multiple of a page below 2^63."""
 
 
-def cpu_list(cpus: Iterable[int]) -> str:
-    """CPU numbers in the kernel's form: ``0-3,8``."""
-    parts: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if parts and cpu == parts[-1][1] + 1:
-            parts[-1][1] = cpu
-        else:
-            parts.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def cpu_set(text: str) -> set[int]:
-    """The CPU numbers of a list in the kernel's form; those parts that are none are passed over."""
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
-        if match:
-            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
-
-
 def processors(sight: Sight) -> dict[str, Any]:
     """Hardware threads, those that this process may use, and those of each NUMA node."""
     folder = "/sys/devices/system/node"
     nodes = {name[4:]: sight.read(f"{folder}/{name}/cpulist") for name in sight.names(folder) if re.fullmatch(r"node\d+", name)}
-    online = cpu_set(sight.read("/sys/devices/system/cpu/online"))
+    online = readable_cpus(sight.read("/sys/devices/system/cpu/online"))
     found: dict[str, Any] = {
         "cpus": len(online) or (os.cpu_count() if sight.live else None),
         "numa_cpus": {node: cpus for node, cpus in nodes.items() if cpus},
     }
     if sight.live:
         mine = os.sched_getaffinity(0)
-        found.update(affinity=len(mine), affinity_list=cpu_list(mine))
+        found.update(affinity=len(mine), affinity_list=format_cpu_list(mine))
+    return found
+
+
+def topology(sight: Sight) -> dict[int, tuple[int, int]]:
+    """Package and core of each CPU that the machine tells them of."""
+    folder, found = "/sys/devices/system/cpu", {}
+    for name in sight.names(folder):
+        places = [sight.number(f"{folder}/{name}/topology/{what}") for what in ("physical_package_id", "core_id")]
+        if re.fullmatch(r"cpu\d+", name) and places[0] is not None and places[1] is not None:
+            found[int(name[3:])] = (places[0], places[1])
     return found
 
 

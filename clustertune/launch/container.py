@@ -21,7 +21,7 @@ from clustertune.rundir import RunDir
 from clustertune.tree import IS_INSTALLED, PACKAGE, ROOT, env_file
 
 INSIDE = "launch/inside.sh"
-CODE = Path("/opt/clustertune")
+CODE = Path("/srv/clustertune")
 """Where a container sees an installed package: alone, because the packages beside it are this machine's, not the image's."""
 NODE_TMP = ("/tmp",)  # noqa: S108 - it is bound, not written to
 """Bound beside what the cluster file names: a contained /tmp is 64 MB of memory."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem
+from clustertune.host.mounts import lies_elsewhere, mount_lines
 
 MOUNTS = Path("/proc/self/mountinfo")
-_NETWORK = re.compile(
-    r"nfs\d?|lustre|gpfs|beegfs|ceph|wekafs|glusterfs|9p|cifs|smb3|panfs|afs|orangefs|pvfs2|virtiofs|fuse(\..+)?"
-)
-"""Kinds of file system that lie on other machines, or on a pool of them."""
 
 
 def filesystem(path: Path, mounts: str) -> tuple[str, str]:
     """Mount point and kind of the file system on which ``path`` lies, from the text of ``/proc/self/mountinfo``."""
     best = ("/", "unknown")
-    for line in mounts.splitlines():
-        fields, _, rest = line.partition(" - ")
-        words = fields.split(" ")
-        if len(words) < 5 or not rest:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), words[4])
-        if path.is_relative_to(point) and len(point) >= len(best[0]):
-            best = (point, rest.split(" ")[0])
+    for line in mount_lines(mounts):
+        if path.is_relative_to(line.point) and len(line.point) >= len(best[0]):
+            best = (line.point, line.fstype)
     return best
 
 
@@ -39,7 +30,7 @@ def shared_places(cluster: Cluster) -> list[str]:
 
 def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
     """Whether a folder lies on other machines' disks: by its kind of file system, or by the cluster file."""
-    return bool(_NETWORK.fullmatch(filesystem(path, mounts)[1])) or any(map(path.is_relative_to, shared_places(cluster)))
+    return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_places(cluster)))
 
 
 def find_problems(places: Sequence[tuple[str, Path]], cluster: Cluster, host: str, mounts: str) -> list[Problem]:

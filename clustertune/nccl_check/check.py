@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune import health
+from clustertune.check.log_read import read
+from clustertune.check.rule import Finding, as_json
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.launch.environment import environment
 from clustertune.manifest import write_durably
 from clustertune.nccl_check import gather
 from clustertune.nccl_check import judge as judging
-from clustertune.nccl_check.log_read import read
 from clustertune.nccl_check.place import Place, round_folder, run_round
 from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, SCOPES
 from clustertune.nccl_check.setup import Case, Setup
@@ -220,7 +220,7 @@ def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
     return f"gloo TCP on {told}"[:200] if told else "gloo TCP"
 
 
-def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[health.Finding]:
+def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[Finding]:
     """Put what is expected and the verdict into a document; its findings."""
     from clustertune.nccl_check.expected import expected
 
@@ -231,7 +231,7 @@ def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> l
     return findings
 
 
-def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[health.Finding], dict[str, Any]]:
+def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[Finding], dict[str, Any]]:
     """The findings over a document and logs, and the part of the document that tells them."""
     log = read(logs.values())
     findings = judging.judge_log(found, log)
@@ -239,7 +239,7 @@ def verdict(found: Mapping[str, Any], logs: Mapping[str, str]) -> tuple[list[hea
     return findings, {
         "status": headline.partition(":")[0].lower(),
         "headline": headline,
-        "findings": health.as_json(findings),
+        "findings": as_json(findings),
     }
 
 

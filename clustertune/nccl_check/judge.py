@@ -7,30 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, in_order, worst
-from clustertune.nccl_check import rules_net, rules_node, rules_path, rules_run, rules_software, rules_speed
-from clustertune.nccl_check.log_found import Log
-from clustertune.nccl_check.log_read import read
-from clustertune.nccl_check.rules import Context, page
-
-CHECKS = (
-    *rules_path.CHECKS[:1],
-    rules_software.driver,
-    *rules_run.CAUSES[:6],
-    *rules_node.CHECKS[:5],
-    *rules_net.CHECKS,
-    *rules_path.CHECKS[1:],
-    *(one for one in rules_software.CHECKS if one not in (rules_software.driver, rules_software.debug_variables)),
-    *rules_node.CHECKS[5:],
-    *rules_run.CAUSES[6:],
-    *rules_speed.CHECKS,
-    *rules_run.EFFECTS,
-    rules_software.debug_variables,
-)
-"""Every rule. Of findings that are alike bad the first is the headline: what is closest to a cause stands first."""
-RULES = tuple(one.rule for one in CHECKS)
+from clustertune.check.links import INTERFACES, Context, names
+from clustertune.check.log_found import Log
+from clustertune.check.log_read import read
+from clustertune.check.nodes import Several
+from clustertune.check.report import grouped, run
+from clustertune.check.rule import FAIL, LINKS, NODES, PASS, UNKNOWN, WARN, Finding, in_order, ranked, worst
 
 
 def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]:
@@ -45,7 +30,16 @@ def judge(document: Mapping[str, Any], logs: Mapping[str, str]) -> list[Finding]
 def judge_log(document: Mapping[str, Any], log: Log) -> list[Finding]:
     """As :func:`judge`, of logs that were read already."""
     context = Context(document, log)
-    return in_order(finding for one in CHECKS for finding in one.findings(context))
+    several = Several(context.machines)
+    found: list[Finding] = []
+    for one in ranked():
+        if one.subject == LINKS:
+            found += one(context)
+        elif context.backend == "nccl" or (context.nodes > 1 and one.rank == INTERFACES):
+            subjects: Sequence[Any] = [several] if one.subject == NODES else several.machines
+            seen = [item for subject in subjects for item in run([one], subject, getattr(subject, "where", ""))]
+            found += [replace(item, where=names(places)) for item, places in grouped(seen)]
+    return in_order(found)
 
 
 def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding]) -> str:
@@ -83,8 +77,31 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
     return f"PASS: {said or 'nothing to mend'}"
 
 
+def page() -> str:
+    """The rules as a page of the docs."""
+    rules = [one.rule for one in ranked() if one.subject == LINKS]
+    hosts = [f"`{one.rule.id}`" for one in ranked() if one.subject != LINKS]
+    lines = [
+        "# What nccl-check judges",
+        "",
+        "Written from the rules by `python3 -m clustertune.nccl_check.judge`. Each rule says `pass`, `warn` "
+        "or `fail`, `unknown`",
+        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them; the",
+        "exit code is 0, 1 (warnings) or 2 (failures). The same rules judge a log alone, on a bare login node:",
+        "",
+        "```sh",
+        "python3 -m clustertune.nccl_check.log nccl.log",
+        "```",
+        "",
+        f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",
+        "the nodes tell of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
+        f"{', '.join(hosts)}.",
+        "",
+    ]
+    for one in rules:
+        lines += [f"## {one.id}", "", f"{one.title}. {one.why}", "", f"What to do: {one.fix}.", "", f"<{one.link}>", ""]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page(CHECKS))
-
-
-__all__ = ["CHECKS", "FAIL", "PASS", "RULES", "UNKNOWN", "WARN", "headline", "judge", "judge_log"]
+    sys.stdout.write(page())

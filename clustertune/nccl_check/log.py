@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, worst
+from clustertune.check.log_found import Device, Log
+from clustertune.check.log_read import read
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, printable, worst
 from clustertune.nccl_check.judge import headline, judge_log
-from clustertune.nccl_check.log_found import Device, Log
-from clustertune.nccl_check.log_read import read
 
 BLOCK = 8 * 2**20
 """Bytes that are read at once: a log of many gigabytes needs no more memory."""
@@ -135,11 +135,6 @@ def _grouped(found: dict[str, list[Device]]) -> Iterator[str]:
         yield f"{names} ({some})" if some else names
 
 
-def plain(text: str) -> str:
-    """Without what steers a terminal: a log's own words stand in findings."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of a bare login node."""
     parser = argparse.ArgumentParser(
@@ -161,12 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"status": worst(findings), "headline": verdict, "log": as_dict(log), "findings": as_json(findings)}
         _write([json.dumps(document, indent=2)])
     else:
-        _write(map(plain, show(log, findings, verdict)))
+        _write(map(printable, show(log, findings, verdict)))
     return exit_code(findings)
 
 
 def _refuse(message: str, fix: str) -> int:
-    sys.stderr.write(plain(f"error: {message} -> {fix}") + "\n")
+    sys.stderr.write(printable(f"error: {message} -> {fix}") + "\n")
     return 2
 
 

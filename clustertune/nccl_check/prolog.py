@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune import health
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.nccl_check import check, gather
 from clustertune.nccl_check.check import Options
@@ -25,15 +25,15 @@ class Verdict:
     """What the check before a job said."""
 
     status: str
-    """One of clustertune.health.STATUSES; ``unknown``: it could not be made."""
+    """One of clustertune.check.rule.STATUSES; ``unknown``: it could not be made."""
     headline: str
     file: Path | None
     seconds: float
-    findings: tuple[health.Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def event(self) -> dict[str, Any]:
         """For ``metrics.jsonl``."""
-        faults = [f"{f.rule} {f.where}".strip() for f in self.findings if f.status in (health.FAIL, health.WARN)]
+        faults = [f"{f.rule} {f.where}".strip() for f in self.findings if f.status in (FAIL, WARN)]
         return {
             "status": self.status,
             "headline": self.headline,
@@ -82,13 +82,13 @@ def run(place: Nodes, options: Options, folder: Path, said: Callable[[str], None
         file = folder / check.RESULT
         check.write(found, file)
         verdict = found["verdict"]
-        if why and verdict["status"] != health.FAIL:
+        if why and verdict["status"] != FAIL:
             text = f"the links could not be measured: {why} ({folder})"
-            return Verdict(health.UNKNOWN, text, file, time.monotonic() - began, tuple(findings))
+            return Verdict(UNKNOWN, text, file, time.monotonic() - began, tuple(findings))
         return Verdict(verdict["status"], verdict["headline"], file, time.monotonic() - began, tuple(findings))
     except Exception as error:  # whatever it is: the job is worth more than the check
         text = f"the check before the job could not be made: {type(error).__name__}: {str(error)[:300]}"
-        return Verdict(health.UNKNOWN, text, None, time.monotonic() - began)
+        return Verdict(UNKNOWN, text, None, time.monotonic() - began)
 
 
 def _said(entry: Mapping[str, Any]) -> str:
@@ -100,9 +100,9 @@ def decide(verdict: Verdict, on_fail: str) -> None:
 
     Exit 93: the recipe is right (2 would say that it is not), and on these nodes another start would end here again.
     """
-    if verdict.status != health.FAIL or on_fail != "stop":
+    if verdict.status != FAIL or on_fail != "stop":
         return
-    faults = [finding for finding in verdict.findings if finding.status == health.FAIL]
+    faults = [finding for finding in verdict.findings if finding.status == FAIL]
     problems = [
         Problem(f"{finding.rule}: {finding.where + ': ' if finding.where else ''}{finding.found}", fix=finding.fix)
         for finding in faults

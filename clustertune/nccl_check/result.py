@@ -28,7 +28,7 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "environment": {"NCCL_SOCKET_IFNAME": "=bond0", "NCCL_DEBUG": "WARN"},   // NCCL_*, GLOO_*, TORCH_NCCL_* of training
       "tune": {...},                            // clustertune.nccl_check.tune, where it was asked for
       "expected": {"intra": {...}, "inter": {...}},      // clustertune.nccl_check.expected
-      "verdict": {"status": "warn", "headline": "...", "findings": [clustertune.health.as_json]}
+      "verdict": {"status": "warn", "headline": "...", "findings": [clustertune.check.rule.as_json]}
     }
 
 ``scope``: ``intra`` is a collective of the ranks of each node, all nodes at once, and the figure is that of the slowest node
@@ -53,10 +53,12 @@ NCCL's log was captured with ``NCCL_DEBUG=INFO``: that variable in a log is the 
 
 from __future__ import annotations
 
+from clustertune.check import links
+
 SCHEMA = "clustertune.nccl-check/1"
 """The name and version of the document."""
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
-"""What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
+COLLECTIVES = links.COLLECTIVES
+"""What is measured."""
 SCOPES = ("world", "intra", "inter", "pair")
 """``pair`` has its own list in the document, ``per_pair``."""
 

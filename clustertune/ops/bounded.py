@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clustertune.host.mounts import MountLine, mount_lines
+
 Work = Callable[[], Mapping[str, Any]]
 """What a child does; its answer is sent as JSON. It may raise OSError."""
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20000, 0x4000, 1 << 18, 2  # linux/sched.h, sys/mount.h
@@ -137,38 +139,9 @@ def mount_points() -> list[str]:
     return [entry.point for entry in mounts()]
 
 
-@dataclass(frozen=True)
-class Mounted:
-    """One line of ``/proc/self/mountinfo``."""
-
-    point: str
-    fstype: str
-    source: str
-    root: str
-    """The folder of the file system that is mounted there: more than ``/`` for a bind."""
-    options: tuple[str, ...]
-    """Of the mount and of the file system."""
-    device: str
-    """``major:minor``."""
-
-
-def mounts(text: str | None = None) -> list[Mounted]:
+def mounts(text: str | None = None) -> list[MountLine]:
     """What is mounted, in the order of mounting; ``text`` is that of mountinfo, proc(5). Reading it asks no file system."""
     if text is None:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
             text = file.read()
-    found = []
-    for line in text.splitlines():
-        first, _, rest = line.partition(" - ")
-        fields, more = first.split(" "), rest.split(" ")
-        if len(fields) < 6 or len(more) < 3:
-            continue
-        options = tuple(dict.fromkeys([*fields[5].split(","), *more[2].split(",")]))
-        found.append(Mounted(_plain(fields[4]), more[0], _plain(more[1]), _plain(fields[3]), options, fields[2]))
-    return found
-
-
-def _plain(field: str) -> str:
-    """Without the octal escapes that blanks and backslashes get."""
-    parts = field.split("\\")
-    return parts[0] + "".join(chr(int(part[:3], 8)) + part[3:] if part[:3].isdigit() else "\\" + part for part in parts[1:])
+    return mount_lines(text)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.adapter.export import ADAPTER_FILES
-from clustertune.config.native_rules import holds_secret
 from clustertune.errors import Problem, UserError
+from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, find_problems, hash_file, list_files, read_manifest
 from clustertune.push.card import build_card
 from clustertune.report import forms
@@ -30,10 +30,6 @@ _ROOTS = (
     "home|root|mnt|media|data\\d*|scratch|lustre|gpfs|beegfs|nfs|work|tmp|var|opt|srv|Users|users|fsx|shared|projects?|raid"
 )
 _PATH = re.compile(rf"(?<![\w.:/~-])/(?:{_ROOTS})(?:/[\w.@+-]+)+")
-_OTHER_SECRETS = re.compile(
-    r"AKIA[0-9A-Z]{16}|github_pat_[A-Za-z0-9_]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
-"""Forms of tokens that no recipe has a use for, beside those that :func:`holds_secret` knows."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[P
     where = str(file.path or file.name)
     problems = []
     known = [value for value in secrets if len(value) >= 8]
-    if any(value in text for value in known) or any(map(holds_secret, text.split())) or _OTHER_SECRETS.search(text):
+    if any(value in text for value in known) or holds_secret(text):
         fix = "take it out where it came from, and make a new token: this one is known to a file now"
         problems.append(Problem("holds what looks like a token (not shown)", file=where, fix=fix))
     found = {match[0] for match in _PATH.finditer(text)}

@@ -18,11 +18,11 @@ from rich.console import Console
 from clustertune.config import cluster as module
 from clustertune.config.cluster import Cluster, load_cluster, same_host
 from clustertune.config.cluster_checks import read_cluster
-from clustertune.config.cluster_cpus import format_cpu_list, parse_cpu_list
 from clustertune.config.cluster_look import Seen
 from clustertune.config.cluster_show import as_json, render
 from clustertune.config.yamlfile import parse_yaml, read_yaml
 from clustertune.errors import Problem, UserError
+from clustertune.host.cpus import format_cpu_list, parse_cpu_list
 from tests.config.conftest import check_form
 
 REFERENCE = Path("ops", "clusters", "rno-rtxpro6000.yaml")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from clustertune.config import cluster_look
 from clustertune.config.cluster_look import Seen, fields, gpus_of, judge
 from clustertune.errors import ExitCode, UserError
+from clustertune.host import system
+from clustertune.host.sight import Sight
 
 RECORDED = Path(__file__).parent / "recorded"
 EIGHT = (RECORDED / "nvidia-smi-8-gpus.txt").read_text()
@@ -190,11 +192,12 @@ def test_a_controller_that_comes_back_is_waited_for_in_a_job(monkeypatch: pytest
 
 def test_the_kernel_is_read(tmp_path: Path) -> None:
     """PCI domains are written with eight digits by the driver and four by the kernel; nodes without CPUs are left out."""
-    for bus, node in (("0000:05:00.0", "0"), ("0000:e6:00.0", "1")):
-        (tmp_path / bus).mkdir()
-        (tmp_path / bus / "numa_node").write_text(node + "\n")
-    assert cluster_look._gpu_numa(EIGHT, tmp_path) == {0: 0, 7: 1}
-    for name, text in (("node0", "0-1\n"), ("node10", "4\n"), ("node2", "\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpulist").write_text(text)
-    assert cluster_look._numa_cpus(tmp_path) == {0: "0-1", 10: "4"}
+    tree = {f"bus/pci/devices/{bus}/numa_node": node for bus, node in (("0000:05:00.0", "0"), ("0000:e6:00.0", "1"))}
+    tree |= {f"devices/system/node/{name}/cpulist": cpus for name, cpus in (("node0", "0-1"), ("node10", "4"), ("node2", ""))}
+    for path, text in tree.items():
+        file = tmp_path / "sys" / path
+        file.parent.mkdir(parents=True)
+        file.write_text(text + "\n")
+    sight = Sight(tmp_path)
+    assert cluster_look._gpu_numa(EIGHT, sight) == {0: 0, 7: 1}
+    assert system.processors(sight)["numa_cpus"] == {"0": "0-1", "10": "4"}

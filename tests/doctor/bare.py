@@ -14,6 +14,7 @@ from tests import tree
 OLD = ("3.8", "3.9")
 LATER = re.compile(
     r"\.remove(prefix|suffix)\(|\bzip\(.*\bstrict=|\bslots=|\bkw_only=|import .*\bcache\b|\bmatch \w+:|\.is_relative_to\("
+    r"|(?m:^\w+ = (?:Callable|Iterable|Iterator|Mapping|Sequence)\[)"
 )
 """What came after 3.8 and is no matter of grammar."""
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clustertune.doctor.machine import Expects, Machine
+from clustertune.check.machine import Expects, Machine
 from clustertune.host.facts import from_dict
 
 GOOD: dict[str, Any] = json.loads(Path(__file__).with_name("good_node.json").read_text())
@@ -162,10 +162,11 @@ _CASES: list[tuple[Any, ...]] = [
     ("shm", "fail", {"shm_bytes": 67108864, "shm_free_bytes": 67108864}),
     ("shm", "fail", {"shm_bytes": 0, "shm_free_bytes": 0}),
     ("shm", "warn", {"shm_bytes": 512 << 20, "shm_free_bytes": 512 << 20}),
-    ("shm", "warn", {"shm_free_bytes": 100 << 20}),
+    ("shm", "fail", {"shm_free_bytes": 100 << 20}),
+    ("shm", "warn", {"shm_free_bytes": 200 << 20}),
     ("memlock", "fail", {"memlock_bytes": 65536}),
     ("memlock", "fail", {"memlock_bytes": 8 << 20}),
-    ("memlock", "warn", {"memlock_bytes": 64 << 30}),
+    ("memlock", "warn", {"memlock_bytes": 1 << 30}),
     ("memlock", "warn", {**LOGIN, "memlock_bytes": 65536, "slurm": {"PropagateResourceLimits": "ALL"}}),
     ("open-files", "warn", {"nofile": 1024}),
     ("open-files", "fail", {"nofile": 128}),
@@ -217,8 +218,10 @@ _CASES: list[tuple[Any, ...]] = [
     ("library-path", "fail", {"libraries": ["/usr/local/cuda/lib64/stubs/libcuda.so"]}),
     ("nccl-twice", "warn", {"packages.+": {"name": "nvidia-nccl-cu12", "version": "2.27.3", "location": "/x"}}),
     ("preload", "warn", {"environment.LD_PRELOAD": "/usr/lib/libjemalloc.so"}),
-    ("nccl-settings", "warn", {"environment.NCCL_ALGO": "Tree"}),
-    ("nccl-settings", "warn", {"nccl_conf.NCCL_P2P_DISABLE": "1 (/etc/nccl.conf)"}),
+    ("nccl-settings", "fail", {"environment.NCCL_ALGO": "Tree"}),
+    ("nccl-settings", "warn", {"environment.NCCL_ALGO": "Ring"}),
+    ("nccl-settings", "fail", {"environment.NCCL_P2P_DISABLE": "1"}),
+    ("nccl-settings", "warn", {"nccl_conf.NCCL_P2P_DISABLE": "1 (/etc/nccl.conf)", "topology": ""}),
     ("debug-settings", "warn", {"environment.CUDA_LAUNCH_BLOCKING": "1"}),
     ("debug-settings", "warn", {"environment.TORCH_DISTRIBUTED_DEBUG": "detail"}),
     ("rank-variables", "warn", {"environment.WORLD_SIZE": "2"}),

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from clustertune import manifest
+from clustertune.check.rule import Finding
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolve import resolve
@@ -27,7 +28,6 @@ from clustertune.doctor import (
     run_space,
     stack_versions,
 )
-from clustertune.health import Finding
 from clustertune.host.facts import HostFacts, Mount, Package
 from clustertune.ifeval import punkt
 from clustertune.tensorfile import Tensor, build_header

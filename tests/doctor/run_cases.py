@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.health import FAIL, WARN
+from clustertune.check.rule import FAIL, WARN
 from clustertune.host.facts import Mount
 from tests.doctor.recipe_case import Case, write_checkpoint, write_run
 

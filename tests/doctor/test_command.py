@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.cli import app
 from clustertune.commands import doctoring
-from clustertune.doctor import frame
+from clustertune.doctor.recipe_findings import all_rules
 from clustertune.host.facts import HostFacts, from_dict
 from tests.command import REPO, run
 from tests.doctor.machine_cases import GOOD, patched
@@ -56,7 +56,7 @@ def test_a_recipe_on_a_cluster() -> None:
 
 def test_the_rules_are_listed(tmp_path: Path) -> None:
     """As lines, as JSON, and as the page of the documents."""
-    rules = [rule.id for rule in frame.all_rules()]
+    rules = [rule.id for rule in all_rules()]
     assert [line.split()[0] for line in run("doctor", "--list").out.splitlines()] == rules
     assert [rule["id"] for rule in run("doctor", "--list", "--json").json["rules"]] == rules
     page = tmp_path / "page.md"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.doctor import compare, frame
-from clustertune.doctor.machine import Machine
-from clustertune.health import FAIL, PASS, WARN, Finding
+from clustertune.check import report
+from clustertune.check.machine import Machine
+from clustertune.check.nodes import Several
+from clustertune.check.rule import FAIL, NODES, PASS, WARN, Finding, checks
 from tests.doctor.machine_cases import GOOD, Patch, machine
 
 BRICKS = [{"node": "gpu02", "path": "/data", "mount": "/bricks/gpu02"}]
 BRICK = {"point": "/bricks/gpu02", "kind": "nfs4", "source": "gpu02:/data", "options": ["rw", "hard"]}
 
 CASES: list[tuple[str, str, Patch, str]] = [
-    ("nodes-driver", FAIL, {"driver": "570.124.06"}, "580.95.05: gpu01, gpu02; 570.124.06: gpu03"),
+    ("nodes-driver", WARN, {"driver": "570.124.06"}, "580.95.05: gpu01, gpu02; 570.124.06: gpu03"),
     ("nodes-driver", FAIL, {"cuda_driver": "12.8"}, "12.8: gpu03"),
     ("nodes-packages", FAIL, {"packages.2.version": "2.27.3"}, "nvidia-nccl-cu13: 2.29.7: gpu01, gpu02; 2.27.3: gpu03"),
     ("nodes-packages", FAIL, {"packages": GOOD["packages"][:-1]}, "trl: 1.16.0: gpu01, gpu02; none: gpu03"),
@@ -28,7 +29,7 @@ CASES: list[tuple[str, str, Patch, str]] = [
     ("nodes-gpus", FAIL, {"gpus": []}, "none: gpu03"),
     ("nodes-system", WARN, {"kernel": "6.8.0-44-generic"}, "kernel: 6.8.0-45-generic: gpu01, gpu02"),
     ("nodes-system", WARN, {"memory_bytes": 1 << 40}, "1024 GiB: gpu03"),
-    ("nodes-limits", WARN, {"memlock_bytes": 65536}, "memlock: unlimited: gpu01, gpu02; 0 MB: gpu03"),
+    ("nodes-limits", WARN, {"memlock_bytes": 65536}, "memlock: unlimited: gpu01, gpu02; 66 kB: gpu03"),
     ("nodes-limits", WARN, {"shm_bytes": 64 << 20}, "shared memory: 1000 GB: gpu01, gpu02; 67 MB: gpu03"),
     ("nodes-limits", WARN, {"affinity": 1}, "cores: 192: gpu01, gpu02; 1: gpu03"),
     ("nodes-network", FAIL, {"nics.0.mtu": 1500}, "MTU: 9000: gpu01, gpu02; 1500: gpu03"),
@@ -54,13 +55,14 @@ def several(odd: Patch) -> list[Machine]:
 
 
 def between(machines: list[Machine]) -> list[Finding]:
-    return list(frame.run(compare.LOOKS, machines))
+    return list(report.run(checks(NODES), Several(machines)))
 
 
 def test_nodes_that_are_alike_pass() -> None:
     """Three of one kind."""
     found = between(several({}))
-    assert {item.status for item in found} == {PASS} and len(found) == len(compare.LOOKS)
+    assert {item.status for item in found} == {PASS}
+    assert {item.rule for item in found} == {one.rule.id for one in checks(NODES)} - {"nodes-clock", "node-silent"}
 
 
 @pytest.mark.parametrize(("rule", "status", "odd", "words"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
@@ -87,7 +89,7 @@ def test_a_brick_is_local_on_its_own_node() -> None:
     """Every other node has it by NFS: that is no difference."""
     cluster: Patch = {"storage.bricks": BRICKS}
     machines = [machine({"hostname": "gpu01", "mounts.+": BRICK}, cluster), machine({"hostname": "gpu02"}, cluster)]
-    assert [item.status for item in compare.mounts(machines)] == [PASS]
+    assert [item.status for item in between(machines) if item.rule == "nodes-mounts"] == [PASS]
 
 
 @pytest.mark.parametrize(
@@ -102,13 +104,15 @@ def test_a_brick_is_local_on_its_own_node() -> None:
 )
 def test_clocks_are_judged_by_the_times_of_asking(told: float, status: str, words: str) -> None:
     """Asked at 1000, answered at 1003: what lies between is no skew that could be known."""
-    found = list(compare.clocks([machine({"time": told})], 1000.0, 1003.0))
+    job = Several([machine({"time": told}), machine({"hostname": "gpu02", "time": 1001.0})], asked=1000.0, answered=1003.0)
+    found = [item for item in report.run(checks(NODES), job) if item.rule == "nodes-clock"]
     assert [(item.status, words in item.found) for item in found] == [(status, True)]
 
 
 def test_a_silent_node_fails() -> None:
     """With the reason that is known."""
-    found = list(compare.missing(["gpu01", "gpu02"], {"gpu02": "no answer within 80 s"}))
+    job = Several([], {"gpu01": "no answer", "gpu02": "no answer within 80 s"})
+    found = list(report.run(checks(NODES), job))
     assert [(item.rule, item.status, item.where) for item in found] == [
         ("node-silent", FAIL, "gpu01"),
         ("node-silent", FAIL, "gpu02"),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.check.rule import FAIL
 from clustertune.doctor import recipe_model
 from clustertune.doctor.recipe_model import ModelFolder, has_generation_marks, snapshot
-from clustertune.health import FAIL
 from clustertune.tensorfile import Tensor, build_header
 from tests.doctor.recipe_case import make, weight_file, write_checkpoint, write_model, write_run
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from clustertune.check import report as reports
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config.cluster import load_cluster
-from clustertune.doctor import frame, page, preflight, wire
+from clustertune.doctor import page, preflight, wire
+from clustertune.doctor.recipe_findings import all_rules
 from clustertune.errors import UserError
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.host.facts import from_dict
 from tests.doctor.machine_cases import GOOD, machine
 
@@ -27,7 +29,7 @@ B = Rule("rule-b", "b", "why b", "https://example.org/b")
 
 def test_every_rule_is_named_once_and_says_why() -> None:
     """People suppress rules by their ids, and follow their links."""
-    rules = frame.all_rules()
+    rules = all_rules()
     assert len(rules) > 140
     assert [name for name, count in Counter(rule.id for rule in rules).items() if count > 1] == []
     for rule in rules:
@@ -51,8 +53,8 @@ def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:
     def whole(_: Any) -> Iterator[Finding]:
         yield finding(B, WARN, "second", "fix")
 
-    found = list(frame.run([broken, whole], None, "node1"))
-    assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), (frame.BROKEN.id, UNKNOWN), ("rule-b", WARN)]
+    found = list(reports.run([broken, whole], None, "node1"))
+    assert [(item.rule, item.status) for item in found] == [("rule-a", PASS), (reports.BROKEN.id, UNKNOWN), ("rule-b", WARN)]
     assert "KeyError: 'x'" in found[1].found and found[1].where == "node1"
 
 
@@ -60,7 +62,7 @@ def test_what_could_not_be_read_is_told() -> None:
     """A reader that failed is no silence."""
     found = [
         item
-        for item in frame.machine_findings(machine({"unread": ["driver: no answer in time"]}))
+        for item in reports.machine_findings(machine({"unread": ["driver: no answer in time"]}))
         if item.rule == "rule-broken"
     ]
     assert [item.found for item in found] == ["driver: no answer in time"]
@@ -69,17 +71,17 @@ def test_what_could_not_be_read_is_told() -> None:
 def test_ignored_rules_do_not_count() -> None:
     """They are told in one line, and spoil no verdict."""
     both = [finding(A, FAIL, "bad", "mend"), finding(B, WARN, "odd", "look")]
-    report = frame.Report(both, ("rule-a",))
+    report = reports.Report(both, ("rule-a",))
     assert [item.rule for item in report.faults] == ["rule-b"] and [item.rule for item in report.dropped] == ["rule-a"]
     assert report.summary() == "1 warnings, 0 passed; ignored: rule-a"
-    assert frame.Report(both).summary() == "1 failed, 1 warnings, 0 passed"
+    assert reports.Report(both).summary() == "1 failed, 1 warnings, 0 passed"
     assert not any("rule-a" in line for line in report.lines())
 
 
 def test_alike_findings_of_several_nodes_are_one() -> None:
     """A rack of nodes with one fault gives one paragraph, worst first."""
     many = [finding(A, WARN, "odd", "look", where=f"node{n:02}") for n in range(12)]
-    lines = frame.Report([*many, finding(B, FAIL, "bad", "mend", where="node03")]).lines()
+    lines = reports.Report([*many, finding(B, FAIL, "bad", "mend", where="node03")]).lines()
     assert lines[0] == "FAIL    rule-b: node03: bad" and lines[4].startswith("WARN    rule-a: node00, node01")
     assert lines[4].endswith("node07 and 4 more: odd") and len(lines) == 8
     assert lines[5:] == ["        why: why a", "        fix: look", "        see: https://example.org/a"]
@@ -87,7 +89,7 @@ def test_alike_findings_of_several_nodes_are_one() -> None:
 
 def test_what_a_machine_says_cannot_steer_the_terminal() -> None:
     """Names of devices and files stand in findings."""
-    lines = frame.Report([finding(A, WARN, "name \x1b[2J\x07\x9b31m", "look")]).lines()
+    lines = reports.Report([finding(A, WARN, "name \x1b[2J\x07\x9b31m", "look")]).lines()
     assert not set("".join(lines)) & set("\x1b\x07\x9b")
 
 
@@ -156,5 +158,5 @@ def test_one_fact_is_told_once() -> None:
         one("hub-cache", "nfs"),
     ]
     recipe = [one("env-file", "others can read it", "/x/.env"), one("weights-on-network", "nfs4")]
-    assert [item.found for item in frame.once(machine, recipe)] == ["/x/.netrc has mode 0644", "others can read it", "nfs4"]
-    assert frame.once(machine, []) == machine
+    assert [item.found for item in reports.once(machine, recipe)] == ["/x/.netrc has mode 0644", "others can read it", "nfs4"]
+    assert reports.once(machine, []) == machine

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from clustertune.doctor import compare, frame
-from clustertune.doctor.machine_cuda import INIT_CODES, MINIMUM_DRIVER
-from clustertune.doctor.machine_gpu import XIDS, read_xid
-from clustertune.doctor.machine_network import matches
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding
+from clustertune.check import report
+from clustertune.check.machine_cuda import INIT_CODES, MINIMUM_DRIVER
+from clustertune.check.machine_gpu import XIDS, read_xid
+from clustertune.check.machine_network import matches
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Finding, checks
 from clustertune.host.facts import from_dict
-from tests.doctor.machine_cases import CASES, CLUSTER, GOOD, LOGIN, TWO_PCIE_GPUS, Patch, machine
+from tests.doctor.machine_cases import CASES, GOOD, LOGIN, TWO_PCIE_GPUS, Patch, machine
 from tests.doctor.machine_edges import EDGES
 
-RULES = [rule for module in frame.modules([frame.MACHINE]) for rule in module.RULES]
+RULES = [one.rule for one in checks(MACHINE)]
 
 
 def faults(found: list[Finding]) -> set[tuple[str, str]]:
@@ -25,8 +25,8 @@ def faults(found: list[Finding]) -> set[tuple[str, str]]:
 
 def test_nothing_is_wrong_with_a_good_node() -> None:
     """A doctor that cries wolf is switched off. Most rules look at something here: they say so."""
-    found = frame.machine_findings(machine())
-    assert faults(found) == set() and frame.BROKEN.id not in {item.rule for item in found}
+    found = report.machine_findings(machine())
+    assert faults(found) == set() and report.BROKEN.id not in {item.rule for item in found}
     passed = {item.rule for item in found if item.status == PASS}
     assert len(passed) > 45, sorted({rule.id for rule in RULES} - passed)
 
@@ -37,12 +37,12 @@ def test_nothing_is_wrong_with_a_good_node() -> None:
 def test_a_bad_one_is_found(rule: str, status: str, facts: Patch, cluster: Patch, expects: dict[str, Any], also: str) -> None:
     """One fact that differs gives one rule's fault, with a remedy, and no other's."""
     m = machine(facts, cluster, **expects)
-    found = frame.machine_findings(m)
+    found = report.machine_findings(m)
     mine = [item for item in found if item.rule == rule and item.status == status]
     assert mine, [item for item in found if item.status != PASS]
     assert all(item.fix and item.found and item.where == m.facts.hostname for item in mine)
     assert {name for name, _ in faults(found)} - {also} == {rule}
-    assert frame.BROKEN.id not in {item.rule for item in found}
+    assert report.BROKEN.id not in {item.rule for item in found}
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_a_bad_one_is_found(rule: str, status: str, facts: Patch, cluster: Patch
 )
 def test_where_a_rule_keeps_silent(rule: str, status: str, facts: Patch, cluster: Patch, expects: dict[str, Any]) -> None:
     """Next to each bad machine one that is well, or on which the same is worse, or less bad."""
-    found = frame.machine_findings(machine(facts, cluster, **expects))
+    found = report.machine_findings(machine(facts, cluster, **expects))
     worst = {item.status for item in found if item.rule == rule}
     assert (FAIL if FAIL in worst else WARN if WARN in worst else "") == status, [i for i in found if i.rule == rule]
-    assert frame.BROKEN.id not in {item.rule for item in found}
+    assert report.BROKEN.id not in {item.rule for item in found}
 
 
 def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
@@ -70,7 +70,7 @@ def test_every_rule_has_a_bad_case_and_a_good_one() -> None:
                 {"storage.pool": {"mount": "/pool"}}),
         machine({}, {"network": {"interface": "bond0", "kind": "roce", "gbit": 200}}),
     ]  # fmt: skip
-    found = [item for one in good for item in frame.machine_findings(one)]
+    found = [item for one in good for item in report.machine_findings(one)]
     passed = {item.rule for item in found if item.status == PASS}
     silent_when_good = {"pool-mmap", "nfs-over-fuse", "inodes"}
     assert {rule.id for rule in RULES} - passed == silent_when_good
@@ -84,8 +84,8 @@ def test_any_fact_may_be_missing(key: str) -> None:
         return
     empty: dict[type, Any] = {list: [], dict: {}, str: ""}
     m = machine({key: empty.get(type(GOOD[key]))})
-    found = frame.machine_findings(m)
-    assert frame.BROKEN.id not in {item.rule for item in found}
+    found = report.machine_findings(m)
+    assert report.BROKEN.id not in {item.rule for item in found}
     allowed = {"rdma": {"rdma-port"}, "rdma_devices": {"rdma-verbs"}, "verbs_providers": {"rdma-verbs"}, "gpus": {"gpu-driver"},
                "own_addresses": {"hostname-loopback"}, "nics": set()}  # fmt: skip
     bad = {name for name, _ in faults(found)} - allowed.get(key, set())
@@ -97,9 +97,9 @@ def test_facts_without_anything_are_no_fault() -> None:
     m = machine()
     m.facts = from_dict({"hostname": "x", "place": "here"})
     expected = {("gpu-count", FAIL), ("hostname-loopback", WARN)}
-    assert faults(frame.machine_findings(m)) == expected, "what the job counts on is not to be seen"
+    assert faults(report.machine_findings(m)) == expected, "what the job counts on is not to be seen"
     m.cluster, m.expects.gpus, m.expects.nodes = {}, None, 1
-    assert faults(frame.machine_findings(m)) == set()
+    assert faults(report.machine_findings(m)) == set()
 
 
 def test_a_login_node_is_no_compute_node() -> None:
@@ -109,8 +109,8 @@ def test_a_login_node_is_no_compute_node() -> None:
         "memory_available_bytes": 10**9, "own_addresses": ["127.0.1.1"], "nics": [], "rdma_devices": [], "cuda_init": None,
         "glibc": "2.17", "kernel": "3.10.0", "driver": "", "environment.HF_HOME": "/shared/hf",
     }  # fmt: skip
-    assert faults(frame.machine_findings(machine({**LOGIN, **poor}))) == set()
-    assert len(faults(frame.machine_findings(machine({**poor, "place": "step"})))) > 8
+    assert faults(report.machine_findings(machine({**LOGIN, **poor}))) == set()
+    assert len(faults(report.machine_findings(machine({**poor, "place": "step"})))) > 8
 
 
 def test_a_rehearsal_claims_more_than_there_is() -> None:
@@ -120,7 +120,7 @@ def test_a_rehearsal_claims_more_than_there_is() -> None:
         "cuda_init": None, "gpu_files": [], "rdma": [], "rdma_devices": [], "cpus": 2, "affinity": 2, "affinity_list": "0-1",
         "shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20, "memlock_bytes": 65536,
     }  # fmt: skip
-    found = frame.machine_findings(machine(patch, {"network": {"kind": "unknown"}}))
+    found = report.machine_findings(machine(patch, {"network": {"kind": "unknown"}}))
     assert {name for name, _ in faults(found)} == {"shm"} and ("shm", WARN) in faults(found)
     assert ("gpu-count", UNKNOWN) in {(item.rule, item.status) for item in found}
 
@@ -128,8 +128,8 @@ def test_a_rehearsal_claims_more_than_there_is() -> None:
 def test_harmless_xids_and_other_lines_are_passed_over() -> None:
     """A program's own fault (13, 31, 43, 45) is not the GPU's."""
     for line in ("[1.0] NVRM: Xid (PCI:0000:18:00): 31, pid=1", "NVRM: Xid (0000:03:00): 14, Channel 1", "nonsense"):
-        found = frame.machine_findings(machine({"xids.+": line}))
-        assert faults(found) == set() and frame.BROKEN.id not in {item.rule for item in found}
+        found = report.machine_findings(machine({"xids.+": line}))
+        assert faults(found) == set() and report.BROKEN.id not in {item.rule for item in found}
     assert read_xid("kernel: NVRM: Xid (PCI:0002:00:00): 79, GPU has fallen") == ("0002:00:00", 79, None)
     assert read_xid("[ 12.5] NVRM: Xid (PCI:0000:01:00): 48, pid") == ("0000:01:00", 48, 12.5)
     assert read_xid("NVRM: GPU at PCI:0000:01:00") is None
@@ -157,4 +157,3 @@ def test_tables_are_whole() -> None:
 def test_the_recorded_node_is_whole() -> None:
     """Facts survive JSON: what a node prints is what is judged."""
     assert json.loads(json.dumps(from_dict(GOOD).as_dict())) == from_dict(GOOD).as_dict()
-    assert CLUSTER["nodes"] and compare.RULES

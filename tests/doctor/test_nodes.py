@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from clustertune.check.rule import FAIL, Finding
 from clustertune.cluster.cluster import Cluster
 from clustertune.config.cluster import load_cluster
-from clustertune.doctor import compare, nodes, preflight, wire
+from clustertune.doctor import nodes, preflight, wire
 from clustertune.errors import ExitCode, UserError
-from clustertune.health import FAIL, Rule, finding
 from clustertune.host.facts import from_dict
 from clustertune.launch.allocation import Allocation
 from tests.command import REPO, events, run
@@ -214,17 +214,19 @@ def test_the_command_of_a_job_is_shown(cluster_file: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "code"),
     [
-        ([compare.ANSWERED], ExitCode.AGAIN),
-        ([compare.ANSWERED, compare.STACK], ExitCode.CONFIG),
-        ([compare.STACK], ExitCode.CONFIG),
+        (["node-silent"], ExitCode.AGAIN),
+        (["node-silent", "nodes-packages"], ExitCode.CONFIG),
+        (["nodes-packages"], ExitCode.CONFIG),
     ],
 )
 def test_a_node_that_is_gone_may_come_back(
-    monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[Rule], code: ExitCode
+    monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[str], code: ExitCode
 ) -> None:
     """A lost node sends the job back into the queue, as everywhere; what a person has to mend does not."""
     monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.Looked())
-    monkeypatch.setattr(nodes, "findings", lambda *_: [finding(rule, FAIL, "bad", "mend", where="node2") for rule in rules])
+    monkeypatch.setattr(
+        nodes, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]
+    )
     said: list[str] = []
     with pytest.raises(UserError) as caught:
         preflight.check(

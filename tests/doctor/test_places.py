@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
+from clustertune.check.report import machine_rules
 from clustertune.doctor import __main__ as bare_doctor
-from clustertune.doctor import frame, wire
+from clustertune.doctor import wire
 from clustertune.host.facts import HostFacts, from_dict
 from tests import tree
 from tests.doctor import bare
 from tests.doctor.machine_cases import GOOD, patched
 
 REPO = Path(__file__).resolve().parents[2]
-PROGRAM = ["clustertune/doctor/__main__.py", *(path for path in tree.sources("clustertune/doctor/") if "/machine_" in path)]
+PROGRAM = ["clustertune/doctor/__main__.py", *tree.sources("clustertune/check/")]
 
 
 def run(*words: str, python: str = sys.executable, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -32,7 +33,7 @@ def run(*words: str, python: str = sys.executable, environ: dict[str, str] | Non
 def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
     """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
     sources = bare.closure(*PROGRAM)
-    assert {"clustertune/host/collect.py", "clustertune/health.py", "clustertune/doctor/compare.py"} <= set(sources)
+    assert {"clustertune/host/collect.py", "clustertune/check/machine_gpu.py", "clustertune/doctor/wire.py"} <= set(sources)
     assert bare.faults(sources) == []
 
 
@@ -136,7 +137,7 @@ def test_the_lines_of_srun() -> None:
 def test_the_list_of_rules() -> None:
     """Every rule that it may name."""
     listed = [line.partition(":")[0] for line in run("--list").stdout.splitlines()]
-    assert listed == [rule.id for rule in frame.machine_rules()]
+    assert listed == [rule.id for rule in machine_rules()]
 
 
 def test_place_of_facts_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

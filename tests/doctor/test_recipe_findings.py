@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.check.rule import FAIL, WARN
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.doctor import recipe_context
 from clustertune.doctor.recipe_findings import recipe_findings
-from clustertune.health import FAIL, WARN
 from tests.doctor.recipe_case import Case, make, write_run
 
 REPO = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.config.resolved import Resolved
 from clustertune.doctor import recipe_context, recipe_plan, recipe_refused, recipe_training
 from clustertune.errors import Problem, UserError
-from clustertune.health import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.host.facts import Mount
 from tests.doctor.recipe_case import ACCELERATE, MODULES, Case, make, write_checkpoint, write_model, write_run
 from tests.doctor.run_cases import RUN_CASES, checkpoint, env

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.doctor.finding import RULES
+from clustertune.check.rule import SCRIPT, checks
 from clustertune.doctor.sbatch import lint
 
 GOOD = """#!/usr/bin/env bash
@@ -64,20 +64,20 @@ def test_a_rule_finds_its_mistake_and_nothing_else(rule: str, bad: str, good: st
     """At its line, with a remedy and a link; and a script without it gives no finding of any rule."""
     line = next(number for number, row in enumerate(bad.split("\n"), 1) if "<here>" in row)
     found = lint(bad, "job.sbatch", place)
-    assert [(f.rule, f.line) for f in found if f.rule == rule] == [(rule, line)]
-    assert all(f.message and f.remedy and f.link.startswith("https://") for f in found)
-    assert [(f.rule, f.line, f.message) for f in lint(good, "job.sbatch", place)] == []
+    assert [(f.rule, int(f.where)) for f in found if f.rule == rule] == [(rule, line)]
+    assert all(f.found and f.fix and f.link.startswith("https://") for f in found)
+    assert [(f.rule, int(f.where), f.found) for f in lint(good, "job.sbatch", place)] == []
 
 
 def test_every_rule_has_a_case() -> None:
     """A rule without one may never find anything, or everything."""
-    assert {case[0] for case in CASES} | {"crlf", "bom"} == set(RULES)
+    assert {case[0] for case in CASES} | {"crlf", "bom"} == {one.rule.id for one in checks(SCRIPT)}
 
 
 def test_line_ends_and_marks_of_windows(place: Path) -> None:
     """They are found, and hide nothing else in the file."""
     found = lint("\ufeff" + GOOD.replace("\n", "\r\n"), "job.sbatch", place)
-    assert [(f.rule, f.line) for f in found] == [("bom", 1), ("crlf", 1)]
+    assert [(f.rule, int(f.where)) for f in found] == [("bom", 1), ("crlf", 1)]
     assert lint(GOOD, "job.sbatch", place) == []
 
 
@@ -86,5 +86,5 @@ def test_a_key_is_never_repeated(place: Path) -> None:
     key = "hf_" + "Zk9" * 10
     script = GOOD + f"export HF_TOKEN={key}\nsrun a --hub_token={key}\necho {key}\n#SBATCH --comment={key}\n"
     found = lint(script, "job.sbatch", place)
-    assert {f.line for f in found if f.rule == "secret-in-file"} == {11, 12, 13, 14}
-    assert key not in "".join(f.message + f.remedy for f in found)
+    assert {int(f.where) for f in found if f.rule == "secret-in-file"} == {11, 12, 13, 14}
+    assert key not in "".join(f.found + f.fix for f in found)

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from clustertune.chain import default_run_dir
+from clustertune.check.rule import FAIL, WARN
 from clustertune.config.resolve import resolve
 from clustertune.doctor import run_space
 from clustertune.doctor.run_folder import bad_shapes
 from clustertune.doctor.run_space import existing, needed
-from clustertune.health import FAIL, WARN
 from clustertune.tensorfile import Tensor
 from tests.command import run
 from tests.doctor.recipe_case import make, write_checkpoint, write_run

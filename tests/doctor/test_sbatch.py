@@ -15,11 +15,12 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clustertune.check.rule import SCRIPT, checks
+from clustertune.check.script_directives import read_header
 from clustertune.commands import doctor
-from clustertune.doctor.directives import read_header
-from clustertune.doctor.finding import RULES
 from clustertune.doctor.sbatch import lint
 from clustertune.front import run_command
+from tests import tree
 from tests.doctor import bare
 from tests.doctor.test_rules import CASES
 
@@ -55,7 +56,7 @@ PIECES = ["\0", "\r\n", "\r", "\ufeff", "\u2028", *(piece.replace("_", " ").repl
 def test_any_text_is_taken(text: str) -> None:
     """Half a script, another language or a binary: findings or none, in lines that exist, and no exception."""
     rows = text.count("\n") + 1
-    assert all(1 <= f.line <= rows and f.rule in RULES and f.message and f.remedy for f in lint(text, "x.sbatch"))
+    assert all(1 <= int(f.where) <= rows and f.found and f.fix for f in lint(text, "x.sbatch"))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_case_scripts_cut_anywhere_are_taken() -> None:
 
 def test_the_lint_needs_only_the_standard_library_of_python_3_8() -> None:
     """Login nodes have the system's Python and nothing else: by grammar, imports and names, whatever is installed here."""
-    sources = bare.closure("clustertune/doctor/sbatch.py")
+    sources = bare.closure("clustertune/doctor/sbatch.py", *tree.sources("clustertune/check/"))
     assert len(sources) > 8
     assert bare.faults(sources) == []
 
@@ -175,4 +176,4 @@ def test_the_page_lists_every_rule() -> None:
     """With the same words as the findings' own table."""
     text = (REPO / "docs" / "sbatch-lint.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", text, re.MULTILINE))
-    assert rows == {name: rule.why for name, rule in RULES.items()}
+    assert rows == {one.rule.id: one.rule.why for one in checks(SCRIPT)}

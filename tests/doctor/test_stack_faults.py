@@ -8,7 +8,7 @@ import pytest
 
 from clustertune.doctor import stack_versions
 from clustertune.doctor.recipe_context import read_pins
-from clustertune.doctor.stack_faults import FAULTS, holds, release
+from clustertune.doctor.stack_faults import FAULTS, holds
 from tests.doctor.recipe_case import make
 
 
@@ -38,11 +38,6 @@ from tests.doctor.recipe_case import make
 def test_versions_are_compared_as_pip_does(version: str, ranges: str, inside: bool) -> None:
     """1.9 is before 1.15, a release candidate before its release, a local part counts for nothing."""
     assert holds(version, ranges) is inside
-
-
-def test_a_release_is_a_tuple_without_trailing_zeros() -> None:
-    """Else 1.15 would come before 1.15.0."""
-    assert release("1.15.0") == release("1.15") == ((1, 15), 0)
 
 
 def test_the_pins_themselves_have_no_known_fault(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from clustertune.host import gpus, mounts, network, pci, surroundings, system, touch
 from clustertune.host.collect import collect
+from clustertune.host.cpus import format_cpu_list, readable_cpus
 from clustertune.host.facts import from_dict
 from clustertune.host.packages import parse_torch_version
 from clustertune.host.sight import ABSENT, Answer, Sight, ask
@@ -242,7 +243,8 @@ def test_limits_of_either_cgroup(tmp_path: Path) -> None:
 
 def test_small_texts() -> None:
     """CPU lists, versions, chrony, Slurm's words, torch's version file."""
-    assert system.cpu_list([3, 1, 2, 8]) == "1-3,8" and system.cpu_set("1-3,8, x,") == {1, 2, 3, 8}
+    assert format_cpu_list([3, 1, 2, 8]) == "1-3,8"
+    assert readable_cpus("1-3,8") == {1, 2, 3, 8} and readable_cpus("8, x") == set()
     assert system.version("6.8.0-45-generic") == (6, 8, 0) and system.version("x") == ()
     assert system.parse_chrony("7F7F0101,,10,0,1.5,0,0,0,0,0,0,0,0,Not synchronised") == (False, 1.5)
     assert system.parse_chrony("506 Cannot talk to daemon") is None

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, worst
-from clustertune.nccl_check.judge import RULES, headline, judge
-from clustertune.nccl_check.log_read import read
+from clustertune.check.log_read import read
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, exit_code, ranked, worst
+from clustertune.nccl_check.judge import headline, judge
 from tests.nccl_check.healthy import (
     ETHERNET,
     ETHERNET_JOB,
@@ -30,6 +30,7 @@ from tests.nccl_check.healthy import (
 from tests.nccl_check.log_maker import Job, text
 from tests.nccl_check.test_log_read import FAULTS, VERSIONS
 
+RULES = [one.rule for one in ranked()]
 Document = dict[str, Any]
 Change = Callable[[Document], Job | str | None]
 """Makes a healthy document ill; what it returns is the job whose log goes with it, or lines at the end of the healthy log."""
@@ -156,22 +157,27 @@ IB: dict[str, tuple[str, str, str, Change]] = {
         job(SOCKETS, lambda d: d.update(facts=[])),
     ),
     "disabled though there": ("ib-disabled", FAIL, "NCCL_IB_DISABLE", does(put("1", "environment", "NCCL_IB_DISABLE"))),
-    "no libibverbs": ("no-verbs", FAIL, "libibverbs cannot be loaded", does(lambda d: facts(d, verbs=False))),
-    "no provider": ("no-verbs", FAIL, "no provider", does(lambda d: facts(d, verbs_providers=[]))),
-    "no device files": ("no-verbs", FAIL, "no file of /dev/infiniband", does(lambda d: facts(d, rdma_devices=[]))),
-    "port down": ("rdma-port-down", FAIL, "no RDMA port is active", does(lambda d: ports(d, active=False, state="DOWN"))),
-    "named adapter down": (
-        "rdma-port-down",
+    "no libibverbs": ("rdma-verbs", FAIL, "libibverbs.so.1 cannot be loaded", does(lambda d: facts(d, verbs=False))),
+    "no provider": ("rdma-verbs", WARN, "no provider", does(lambda d: facts(d, verbs_providers=[]))),
+    "no device files": (
+        "rdma-verbs",
         FAIL,
-        "mlx5_3 is DOWN",
+        "/dev/infiniband/uverbs* cannot be",
+        does(lambda d: facts(d, rdma_devices=[])),
+    ),
+    "port down": ("rdma-port", FAIL, "no port is active: mlx5_0:1 DOWN", does(lambda d: ports(d, active=False, state="DOWN"))),
+    "named adapter down": (
+        "rdma-port",
+        FAIL,
+        "mlx5_3 (DOWN)",
         does(
             put(["mlx5_3"], "expected", "network", "hca"), lambda d: d["facts"][0]["rdma"][3].update(active=False, state="DOWN")
         ),
     ),
     "named adapter missing": (
-        "rdma-port-down",
+        "rdma-port",
         FAIL,
-        "mlx5_9:1 of the cluster file is not there",
+        "mlx5_9:1 (not there)",
         does(put(["mlx5_9:1"], "expected", "network", "hca")),
     ),
     "plugin missing": (
@@ -183,7 +189,7 @@ IB: dict[str, tuple[str, str, str, Change]] = {
     "plugin fails": ("net-plugin", WARN, "any NET plugin", warn("net-plugin")),
     "two networks": ("mixed-plugins", FAIL, "node2: IB, IBext_v8", lambda d: "node2:1:2 [0] NCCL INFO Using network IBext_v8"),
     "no GPUDirect": (
-        "gdr-off",
+        "gpudirect-rdma",
         WARN,
         "nvidia_peermem is not loaded",
         job(replace(INFINIBAND_JOB, gdr=False), put("NET/IB", "transport"), lambda d: facts(d, peermem=False)),
@@ -204,10 +210,10 @@ IB: dict[str, tuple[str, str, str, Change]] = {
         job(replace(INFINIBAND_JOB, adapters=("mlx5_0",))),
     ),
     "adapters listed, one used": ("adapters-unused", WARN, "1 of 8 adapters", lambda d: _one_adapter()),
-    "interface down": ("interface-down", FAIL, "eth0 is down", does(lambda d: nic(d, "eth0", node=0, up=False))),
-    "no carrier": ("interface-down", FAIL, "eth0 is down", does(lambda d: nic(d, "eth0", node=0, carrier=False))),
-    "no address": ("interface-down", FAIL, "eth0 has no address", does(lambda d: nic(d, "eth0", node=0, addresses=[]))),
-    "no such interface": ("interface-down", FAIL, "there is no interface ib7", does(put("ib7", "interface"))),
+    "interface down": ("interface", FAIL, "eth0 is down", does(lambda d: nic(d, "eth0", node=0, up=False))),
+    "no carrier": ("interface", FAIL, "eth0 is down", does(lambda d: nic(d, "eth0", node=0, carrier=False))),
+    "no address": ("interface", FAIL, "eth0 has no address", does(lambda d: nic(d, "eth0", node=0, addresses=[]))),
+    "no such interface": ("interface", FAIL, "there is no ib7", does(put("ib7", "interface"))),
     "link-local": (
         "link-local",
         FAIL,
@@ -215,11 +221,11 @@ IB: dict[str, tuple[str, str, str, Change]] = {
         lambda d: text(INFINIBAND_JOB).replace("10.0.0.1<", "fe80::1%eth0<").replace("10.0.0.2<", "fe80::2%eth0<"),
     ),
     "other subnets": ("several-subnets", WARN, "node2 in 10.0.7.0/24", does(lambda d: (_subnet(d), _no_subnet(d)))),
-    "not the subnet of the file": ("several-subnets", FAIL, "10.0.7.0/24 is not in 10.0.0.0/24", does(_subnet)),
-    "MTUs differ": ("mtu", FAIL, "node1 1500; node2 9000", does(lambda d: nic(d, "eth0", node=0, mtu=1500))),
+    "not the subnet of the file": ("interface-subnet", FAIL, "10.0.7.2/24, not in 10.0.0.0/24", does(_subnet)),
+    "MTUs differ": ("nodes-network", FAIL, "1500: node1; 9000: node2", does(lambda d: nic(d, "eth0", node=0, mtu=1500))),
     "versions of NCCL": ("mixed-nccl", FAIL, "2.27.5 on node2", does(put("2.27.5", "software", 1, "nccl"))),
     "versions of torch": ("mixed-torch", FAIL, "2.12.0 on node1", does(put("2.12.0", "software", 0, "torch"))),
-    "versions of the driver": ("mixed-driver", WARN, "570.1 on node1", does(lambda d: facts(d, driver="570.1"))),
+    "versions of the driver": ("nodes-driver", WARN, "570.1: node1", does(lambda d: facts(d, driver="570.1"))),
     "driver too old": (
         "driver",
         FAIL,
@@ -264,12 +270,12 @@ IB: dict[str, tuple[str, str, str, Change]] = {
     "P2P off with NVLink": ("p2p-disabled", FAIL, "NCCL_P2P_DISABLE", does(put("1", "environment", "NCCL_P2P_DISABLE"))),
     "SHM off": ("shm-disabled", WARN, "NCCL_SHM_DISABLE", does(put("1", "environment", "NCCL_SHM_DISABLE"))),
     "network inside a node": ("shm-disabled", WARN, "NET/IB", job(replace(INFINIBAND_JOB, inside="NET/IB/0"))),
-    "lanes": ("pcie-degraded", WARN, "GPU 0 x8 of x16", does(lambda d: gpus(d, pcie_width=8))),
-    "generation": ("pcie-degraded", WARN, "generation 4 of 5", does(lambda d: gpus(d, pcie_gen=4))),
-    "little shm": ("small-shm", FAIL, "64 MiB", does(lambda d: facts(d, shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20))),
-    "full shm": ("small-shm", FAIL, "1 MiB free", does(lambda d: facts(d, shm_free_bytes=2**20))),
-    "half a GiB of shm": ("small-shm", WARN, "512 MiB", does(lambda d: facts(d, shm_bytes=GIB // 2, shm_free_bytes=GIB // 2))),
-    "memlock": ("low-memlock", FAIL, "0.0625 MiB", does(lambda d: facts(d, memlock_bytes=65536))),
+    "lanes": ("gpu-pcie", WARN, "x8 of x16", does(lambda d: gpus(d, pcie_width=8))),
+    "generation": ("gpu-pcie", WARN, "PCIe 4 of 5", does(lambda d: gpus(d, pcie_gen=4))),
+    "little shm": ("shm", FAIL, "67 MB", does(lambda d: facts(d, shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20))),
+    "full shm": ("shm", FAIL, "1 MB left", does(lambda d: facts(d, shm_free_bytes=2**20))),
+    "half a GiB of shm": ("shm", WARN, "537 MB", does(lambda d: facts(d, shm_bytes=GIB // 2, shm_free_bytes=GIB // 2))),
+    "memlock": ("memlock", FAIL, "66 kB", does(lambda d: facts(d, memlock_bytes=65536))),
     "slow inside": ("intra-speed", FAIL, "40 GB/s inside a node, 8.9 % of nominal", does(lambda d: measured(d, "intra", 40))),
     "slow between": ("inter-speed", FAIL, "24 GB/s between nodes, 6 % of nominal", does(lambda d: measured(d, "world", 24))),
     "somewhat slow between": ("inter-speed", WARN, "70 % of what", does(lambda d: measured(d, "world", 247))),
@@ -311,6 +317,25 @@ IB: dict[str, tuple[str, str, str, Change]] = {
     "probe hung": ("p2p-hang", FAIL, "GPUs 0 and 1 did not end", does(put("hung", "p2p_probe", 0, "status"))),
     "probe failed": ("p2p-hang", FAIL, "failed", does(put("failed", "p2p_probe", 0, "status"))),
     "gloo": ("gloo-with-gpus", WARN, "although there are 16 GPUs", does(put("gloo", "backend"))),
+    "no libibverbs by the log": (
+        "no-verbs",
+        FAIL,
+        "could not open libibverbs",
+        lambda d: "node1:4000:4100 [0] NCCL INFO Failed to open libibverbs.so[.1]",
+    ),
+    "no adapter by the log": ("rdma-port-down", FAIL, "NCCL found no adapter", job(SOCKETS, lambda d: d.update(facts=[]))),
+    "CUDA of the drivers by the log": (
+        "mixed-driver",
+        FAIL,
+        "13010 on node1",
+        lambda d: d.update(facts=[]) or text(INFINIBAND_JOB).replace("cudaDriverVersion 13000", "cudaDriverVersion 13010", 1),
+    ),
+    "IOMMU by the log": (
+        "acs-redirect",
+        WARN,
+        "iommu=pt",
+        lambda d: 'node1:4000:4100 [0] misc/file.cc:12 NCCL WARN Missing "iommu=pt" from kernel command line',
+    ),
     "no reason": ("unexplained-error", FAIL, "Internal check", warn("failed")),
     "another warning": ("other-warning", WARN, "busid", warn("other")),
 }
@@ -347,18 +372,28 @@ ETH: dict[str, tuple[str, str, str, Change]] = {
         lambda d: "node1:4000:4100 [0] NCCL INFO NET/Socket : Using [0]bond0:10.0.0.1<0> [1]br-0a1b:172.18.0.1<0>",
     ),
     "a prefix": (
-        "ifname-prefix",
+        "interface",
         WARN,
-        "NCCL_SOCKET_IFNAME=bond0 matches bond0, bond0.2093",
+        "NCCL_SOCKET_IFNAME=bond0 means bond0, bond0.2093",
         does(put("bond0", "environment", "NCCL_SOCKET_IFNAME"), lambda d: d["facts"][0]["nics"].append({"name": "bond0.2093"})),
     ),
     "a name that is not there": (
-        "ifname-prefix",
+        "interface",
         FAIL,
-        "matches none of",
+        "means none of",
         does(put("=ens9", "environment", "NCCL_SOCKET_IFNAME")),
     ),
-    "layer2": ("bond-hash", WARN, "hashes by layer2", does(lambda d: nic(d, "bond0", node=0, bond_hash="layer2"))),
+    "a prefix by the log": (
+        "ifname-prefix",
+        WARN,
+        "NCCL_SOCKET_IFNAME=bond0 took bond0.2093",
+        lambda d: (
+            d.update(facts=[])
+            or put("bond0", "environment", "NCCL_SOCKET_IFNAME")(d)
+            or "node1:4000:4100 [0] NCCL INFO Bootstrap : Using bond0.2093:10.1.0.1<0>"
+        ),
+    ),
+    "layer2": ("bond", WARN, "hash layer2", does(lambda d: nic(d, "bond0", node=0, bond_hash="layer2"))),
     "layer2 at the speed of one link": (
         "bond-hash",
         FAIL,
@@ -366,12 +401,12 @@ ETH: dict[str, tuple[str, str, str, Change]] = {
         does(lambda d: nic(d, "bond0", node=0, bond_hash="layer2+3", mbit=50_000), lambda d: measured(d, "world", 2.9)),
     ),
     "a link of the bond is down": (
-        "bond-link-down",
+        "bond",
         WARN,
-        "ens2 of 2 links is down",
+        "ens2 of ens1, ens2 down",
         does(lambda d: nic(d, "bond0", node=1, bond_links_up=["ens1"])),
     ),
-    "small frames": ("mtu", WARN, "MTU 1500 on 100 Gbit/s", does(lambda d: nic(d, "bond0", mtu=1500))),
+    "small frames": ("mtu", WARN, "1500 bytes at 100 Gbit/s", does(lambda d: nic(d, "bond0", mtu=1500))),
     "one socket": (
         "one-socket",
         WARN,
@@ -394,9 +429,9 @@ ETH: dict[str, tuple[str, str, str, Change]] = {
             lambda d: facts(d, topology=SWITCH),
         ),
     ),
-    "ACS": ("acs-redirect", WARN, "0000:00:03.1", does(lambda d: facts(d, acs_redirect=["0000:00:03.1"]))),
+    "ACS": ("pcie-p2p", WARN, "0000:00:03.1", does(lambda d: facts(d, acs_redirect=["0000:00:03.1"]))),
     "IOMMU and a hang": (
-        "acs-redirect",
+        "pcie-p2p",
         FAIL,
         "IOMMU",
         does(lambda d: facts(d, iommu=True), put("hung", "p2p_probe", 0, "status")),
@@ -408,6 +443,7 @@ NAMED = {
     "no-algorithm": "forced-algorithm",
     "nccl-versions": "mixed-nccl",
     "no-interface": "interface-down",
+    "memlock": "low-memlock",
 }
 SAID = {
     kind: NAMED.get(kind, kind)

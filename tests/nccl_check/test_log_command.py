@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
@@ -12,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.check.rule import LINKS, checks
 from clustertune.nccl_check import log
-from clustertune.nccl_check.judge import CHECKS
-from clustertune.nccl_check.rules import page
+from clustertune.nccl_check.judge import page
 from tests import tree
+from tests.doctor import bare
 from tests.nccl_check.log_maker import Job, text
 
 REPO = Path(__file__).resolve().parents[2]
 LOGS = Path(__file__).with_name("logs")
-SOURCES = ("log", "rules", "judge", "result")
 OLDEST = ("3.8", "3.9")
 
 RECORDED = {
@@ -85,20 +84,9 @@ def test_it_runs_without_any_package() -> None:
 
 def test_it_needs_only_the_standard_library_of_python_3_8() -> None:
     """Checked by grammar and imports as well: an old interpreter is not everywhere at hand."""
-    shared = {f"clustertune/{name}.py" for name in ("__init__", "health", "host/__init__", "host/facts", "nccl_check/__init__")}
-    own = tuple(f"clustertune/nccl_check/{name}" for name in SOURCES)
-    sources = tree.sources("clustertune/")
-    needed = {path: source for path, source in sources.items() if path in shared or path.startswith(own)}
-    assert len(needed) > 12
-    allowed = {path[:-3].replace("/", ".") for path in needed}
-    for path, source in needed.items():
-        for node in ast.walk(ast.parse(source, path, feature_version=(3, 8))):
-            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                module = node.module or ""
-                names = [f"{module}.{name.name}" if f"{module}.{name.name}" in allowed else module for name in node.names]
-            for name in names:
-                assert name in allowed or name.split(".")[0] in sys.stdlib_module_names - {"clustertune"}, f"{path}: {name}"
+    sources = bare.closure("clustertune/nccl_check/log.py", *tree.sources("clustertune/check/"))
+    assert {"clustertune/check/links_net.py", "clustertune/check/log_read.py", "clustertune/host/facts.py"} <= set(sources)
+    assert bare.faults(sources) == []
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -151,13 +139,13 @@ def test_the_page_of_the_rules_is_current() -> None:
     """``python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`` writes it."""
     command = [sys.executable, "-S", "-E", "-m", "clustertune.nccl_check.judge"]
     written = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert written == page(CHECKS) == (REPO / "docs" / "nccl-verdicts.md").read_text(encoding="utf-8")
+    assert written == page() == (REPO / "docs" / "nccl-verdicts.md").read_text(encoding="utf-8")
 
 
 def test_rules_are_told_in_full_sentences() -> None:
     """The page is what people find who search for a rule."""
-    for one in CHECKS:
+    for one in checks(LINKS):
         assert one.rule.why.endswith(".") and one.rule.why[0].isupper(), one.rule.id
         assert one.rule.title[0].isupper() and not one.rule.title.endswith("."), one.rule.id
-        assert len(one.fix) > 10 and not one.fix.endswith("."), one.rule.id
+        assert len(one.rule.fix) > 10 and not one.rule.fix.endswith("."), one.rule.id
         assert one.rule.link.startswith("https://"), one.rule.id

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding
+from clustertune.check.log_found import Log
+from clustertune.check.log_lines import records
+from clustertune.check.log_read import read
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.nccl_check.judge import headline, judge, judge_log
-from clustertune.nccl_check.log_found import Log
-from clustertune.nccl_check.log_lines import records
-from clustertune.nccl_check.log_read import read
 
 VERSION = "n1:7:7 [0] NCCL INFO NCCL version 2.27.5+cuda12.9\n"
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustertune.nccl_check import log_faults
+from clustertune.check import log_faults
+from clustertune.check.log_found import Device, Log
+from clustertune.check.log_lines import Record, records
+from clustertune.check.log_read import read
 from clustertune.nccl_check.judge import headline, judge, judge_log
-from clustertune.nccl_check.log_found import Device, Log
-from clustertune.nccl_check.log_lines import Record, records
-from clustertune.nccl_check.log_read import read
 from tests.nccl_check.log_maker import PREFIXES, Job, lines, text
 
 VERSIONS = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clustertune import health
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Rule, finding
 from clustertune.cluster.cluster import Cluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
@@ -25,12 +25,12 @@ from tests.nccl_check.test_submit import cluster_file
 from tests.slurm import slurm, slurm_session  # noqa: F401 - fixtures
 from tests.slurm_job import Job
 
-RULE = health.Rule("a-rule", "something", "it hurts", "https://example.org")
-FAILED = health.finding(RULE, health.FAIL, "eth0 is down", "plug it in", where="n2")
+RULE = Rule("a-rule", "something", "it hurts", "https://example.org")
+FAILED = finding(RULE, FAIL, "eth0 is down", "plug it in", where="n2")
 
 
 def verdict(status: str) -> prolog.Verdict:
-    return prolog.Verdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == health.FAIL else ())
+    return prolog.Verdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
 
 
 def options(seconds: float, **changes: Any) -> check.Options:
@@ -39,19 +39,19 @@ def options(seconds: float, **changes: Any) -> check.Options:
 
 def test_only_a_failure_stops_and_only_where_it_is_to() -> None:
     """Exit 93 is what no launcher starts again."""
-    for status in (health.PASS, health.WARN, health.UNKNOWN, health.FAIL):
+    for status in (PASS, WARN, UNKNOWN, FAIL):
         prolog.decide(verdict(status), "warn")
-    for status in (health.PASS, health.WARN, health.UNKNOWN):
+    for status in (PASS, WARN, UNKNOWN):
         prolog.decide(verdict(status), "stop")
     with pytest.raises(UserError) as error:
-        prolog.decide(verdict(health.FAIL), "stop")
+        prolog.decide(verdict(FAIL), "stop")
     assert error.value.code is ExitCode.STOP
     assert "n2: eth0 is down" in str(error.value) and "plug it in" in str(error.value)
 
 
 def test_the_event_names_the_faults() -> None:
     """``metrics.jsonl`` is the truth of a run, and one line."""
-    event = verdict(health.FAIL).event()
+    event = verdict(FAIL).event()
     assert event == {
         "status": "fail", "headline": "the headline", "seconds": 3.0, "file": "x/result.json", "faults": ["a-rule n2"],
     }  # fmt: skip
@@ -65,7 +65,7 @@ def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
     found = prolog.run(place, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
     assert time.monotonic() - began < 60 + 20
-    assert found.status == health.UNKNOWN and "NCCL was not touched" in found.headline, found
+    assert found.status == UNKNOWN and "NCCL was not touched" in found.headline, found
     assert found.file == tmp_path / "1-0-2" / "result.json"
 
 
@@ -87,7 +87,7 @@ def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch
     began = time.monotonic()
     found = prolog.run(Nodes(given, machine(gpus=0), False, os.environ), options(10.0), tmp_path / "run", lambda _text: None)
     assert time.monotonic() - began < 10 + 12
-    assert found.status == health.UNKNOWN, found
+    assert found.status == UNKNOWN, found
     assert "could not be measured: no rank began on n1, n2" in found.headline
     assert found.file is not None
     document = json.loads(found.file.read_text())
@@ -102,7 +102,7 @@ def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
     found = prolog.run(place, options(10.0), tmp_path / "file" / "x", lambda _text: None)  # type: ignore[arg-type]
-    assert found.status == health.UNKNOWN
+    assert found.status == UNKNOWN
     assert "could not be made" in found.headline
     prolog.decide(found, "stop")
 
@@ -146,7 +146,7 @@ def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(tmp_path: Path, mon
     monkeypatch.setattr(check.judging, "judge_log", lambda *_: [FAILED])
     given = Allocation("7", 0, ("n1", "n2"), 0, 2, 1, None)
     found = prolog.run(Nodes(given, machine(gpus=0), False, os.environ), options(10.0), tmp_path / "run", lambda _text: None)
-    assert found.status == health.FAIL
+    assert found.status == FAIL
     with pytest.raises(UserError):
         prolog.decide(found, "stop")
 

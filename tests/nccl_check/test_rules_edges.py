@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN
+from clustertune.check.report import machine_findings
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN
 from clustertune.nccl_check.judge import judge
-from tests.nccl_check.healthy import ETHERNET, ETHERNET_JOB, INFINIBAND, INFINIBAND_JOB, logs, results
+from tests.doctor.machine_cases import machine
+from tests.nccl_check.healthy import ETHERNET, ETHERNET_JOB, INFINIBAND, INFINIBAND_JOB, copied, logs, results
 from tests.nccl_check.log_maker import Job, text
 from tests.nccl_check.test_judge import (
     HEALTHY,
@@ -86,27 +88,27 @@ IB: dict[str, tuple[str, list[str], Change]] = {
     # name: rule, the statuses of its findings, what is different from a healthy InfiniBand cluster
     "one node needs no interface": ("wrong-interface", [], job(replace(ONE_NODE, interface="docker0"), single)),
     "one node needs no subnet": ("several-subnets", [], job(ONE_NODE, single)),
-    "one node needs no MTU": ("mtu", [], job(ONE_NODE, single)),
+    "one node needs no MTU": ("nodes-network", [], job(ONE_NODE, single)),
     "one node needs no address": ("link-local", [], lambda d: single(d) or text(ONE_NODE).replace("10.0.0.1<", "fe80::1<")),
     "RDMA may start over another interface": ("wrong-interface", [PASS], does(put("ib0", "interface"))),
     "a slow interface starts RDMA": ("wrong-interface", [PASS], does(lambda d: nic(d, "eth0", mbit=1000))),
-    "no interfaces were told": ("interface-down", [], does(lambda d: all_facts(d, nics=[]))),
-    "not known whether it is up": ("interface-down", [], does(lambda d: nic(d, "eth0", up=None, carrier=None))),
-    "an excluding name": ("ifname-prefix", [], does(environment(NCCL_SOCKET_IFNAME="^docker"))),
-    "a name without facts": ("ifname-prefix", [], does(environment(NCCL_SOCKET_IFNAME="eth"), no_facts)),
+    "no interfaces were told": ("interface", [], does(lambda d: all_facts(d, nics=[]))),
+    "not known whether it is up": ("interface", [PASS, PASS], does(lambda d: nic(d, "eth0", up=None, carrier=None))),
+    "an excluding name": ("interface", [PASS, PASS], does(environment(NCCL_SOCKET_IFNAME="^docker"))),
+    "a name without facts": ("interface", [], does(environment(NCCL_SOCKET_IFNAME="eth"), no_facts)),
     "a name without interfaces": (
-        "ifname-prefix",
+        "interface",
         [],
         does(environment(NCCL_SOCKET_IFNAME="eth"), lambda d: all_facts(d, nics=[])),
     ),
-    "a prefix that matches once": ("ifname-prefix", [PASS], does(environment(NCCL_SOCKET_IFNAME="eth"))),
+    "a prefix that matches once": ("interface", [PASS, PASS], does(environment(NCCL_SOCKET_IFNAME="eth"))),
     "a bridge does not matter to RDMA": (
         "extra-interfaces",
         [],
         lines("NET/Socket : Using [0]eth0:10.0.0.1<0> [1]br-1:172.1.0.1<0>"),
     ),
     "no MTU was told": ("mtu", [], does(lambda d: nic(d, "eth0", mtu=None))),
-    "small frames beside RDMA": ("mtu", [PASS], does(lambda d: nic(d, "eth0", mtu=1500))),
+    "small frames beside RDMA": ("mtu", [], does(lambda d: nic(d, "eth0", mtu=1500))),
     "small frames under RoCE": ("mtu", [WARN], does(lambda d: nic(d, "eth0", mtu=1500), kind("roce"))),
     "a switched-off adapter of NCCL": (
         "socket-fallback",
@@ -114,8 +116,8 @@ IB: dict[str, tuple[str, list[str], Change]] = {
         lambda d: no_facts(d) or kind("unknown")(d) or text(SOCKETS).replace(NO_DEVICE, LISTED),
     ),
     "libibverbs not looked for": (
-        "no-verbs",
-        [PASS],
+        "rdma-verbs",
+        [FAIL],
         does(lambda d: all_facts(d, verbs=None, rdma_devices=[], verbs_providers=[])),
     ),
     "libibverbs by the log": (
@@ -123,9 +125,9 @@ IB: dict[str, tuple[str, list[str], Change]] = {
         [FAIL],
         lambda d: no_facts(d) or "n1:1:1 [0] NCCL INFO Failed to open libibverbs.so[.1]",
     ),
-    "a port of many is down": ("rdma-port-down", [], does(lambda d: d["facts"][0]["rdma"][7].update(active=False))),
-    "a good port by name": ("rdma-port-down", [PASS], does(put(["mlx5_3"], "expected", "network", "hca"))),
-    "a node without adapters": ("rdma-port-down", [], does(lambda d: facts(d, rdma=[]))),
+    "a port of many is down": ("rdma-port", [WARN, PASS], does(lambda d: d["facts"][0]["rdma"][7].update(active=False))),
+    "a good port by name": ("rdma-port", [PASS], does(put(["mlx5_3"], "expected", "network", "hca"))),
+    "a node without adapters": ("rdma-port", [FAIL, PASS], does(lambda d: facts(d, rdma=[]))),
     "no adapter by the log": ("rdma-port-down", [FAIL], job(SOCKETS, no_facts)),
     "no adapter on one node": ("rdma-port-down", [], lambda d: single(d) or text(replace(ONE_NODE, net="Socket"))),
     "a plugin that nobody needs": ("net-plugin", [], lines("NET/Plugin : No plugin found (libnccl-net.so)")),
@@ -185,7 +187,7 @@ IB: dict[str, tuple[str, list[str], Change]] = {
     "no versions were told": ("mixed-torch", [], does(put([{"node": "node1", "torch": ""}], "software"))),
     "drivers by the log": (
         "mixed-driver",
-        [WARN],
+        [FAIL],
         lambda d: (
             all_facts(d, driver="") or text(INFINIBAND_JOB).replace("cudaDriverVersion 13000", "cudaDriverVersion 13010", 1)
         ),
@@ -216,19 +218,19 @@ IB: dict[str, tuple[str, list[str], Change]] = {
         [],
         job(ONE_GPU, environment(NCCL_P2P_DISABLE="1"), ONE_RANK),
     ),
-    "ACS behind NVLink": ("acs-redirect", [], does(lambda d: all_facts(d, acs_redirect=["0000:00:03.1"], iommu=True))),
-    "no PCIe was told": ("pcie-degraded", [PASS], does(lambda d: gpus(d, pcie_width=None, pcie_gen=None))),
-    "no PCIe maximum was told": ("pcie-degraded", [PASS], does(lambda d: gpus(d, pcie_width_max=None, pcie_gen_max=None))),
-    "no PCIe at all": ("pcie-degraded", [], does(lambda d: all_facts(d, gpus=[{"index": 0}]))),
-    "no shm was told": ("small-shm", [], does(lambda d: all_facts(d, shm_bytes=None))),
+    "ACS behind NVLink": ("pcie-p2p", [], does(lambda d: all_facts(d, acs_redirect=["0000:00:03.1"], iommu=True))),
+    "no PCIe was told": ("gpu-pcie", [PASS], does(lambda d: gpus(d, pcie_width=None, pcie_gen=None))),
+    "no PCIe maximum was told": ("gpu-pcie", [PASS], does(lambda d: gpus(d, pcie_width_max=None, pcie_gen_max=None))),
+    "no PCIe at all": ("gpu-pcie", [], does(lambda d: all_facts(d, gpus=[{"index": 0}]))),
+    "no shm was told": ("shm", [], does(lambda d: all_facts(d, shm_bytes=None))),
     "one rank needs no shm": (
-        "small-shm",
-        [],
+        "shm",
+        [WARN],
         job(ONE_GPU, ONE_RANK, lambda d: all_facts(d, shm_bytes=1)),
     ),
-    "no memlock was told": ("low-memlock", [], does(lambda d: all_facts(d, memlock_bytes=None))),
-    "memlock without adapters": ("low-memlock", [], does(lambda d: all_facts(d, rdma=[], memlock_bytes=65536))),
-    "memlock on one node": ("low-memlock", [], job(ONE_NODE, single, lambda d: all_facts(d, memlock_bytes=65536))),
+    "no memlock was told": ("memlock", [], does(lambda d: all_facts(d, memlock_bytes=None))),
+    "memlock without adapters": ("memlock", [FAIL], does(lambda d: all_facts(d, rdma=[], memlock_bytes=65536))),
+    "memlock on one node": ("memlock", [WARN], job(ONE_NODE, single, lambda d: all_facts(d, memlock_bytes=65536))),
     "a probe that was skipped": ("p2p-hang", [], does(put([{"node": "node1", "status": "skipped"}], "p2p_probe"))),
     "nothing was measured": ("collective-hung", [], does(put([], "results"))),
     "a start without an end": (
@@ -333,12 +335,12 @@ ETH: dict[str, tuple[str, list[str], Change]] = {
     "disabled, as the cluster file says": ("ib-disabled", [], does(lambda d: facts(d, rdma=ROCE))),
     "disabled, and RoCE is there": ("ib-disabled", [WARN], does(lambda d: facts(d, rdma=ROCE), kind("unknown"))),
     "disabled, and nothing is there": ("ib-disabled", [], does(kind("unknown"))),
-    "verbs that TCP does not need": ("no-verbs", [], does(lambda d: facts(d, rdma=ROCE, verbs=False))),
+    "verbs that TCP does not need": ("rdma-verbs", [], does(lambda d: facts(d, rdma=ROCE, verbs=False))),
     "no libibverbs, and no adapter": ("no-verbs", [UNKNOWN], lines("Failed to open libibverbs.so[.1]")),
     "an adapter that cannot be opened": ("no-verbs", [FAIL], warn("no-verbs")),
     "an exact name": (
-        "ifname-prefix",
-        [PASS],
+        "interface",
+        [PASS, PASS],
         does(
             lambda d: [one["nics"].append({"name": "bond0.2093"}) for one in d["facts"]],
             environment(NCCL_SOCKET_IFNAME="==bond0"),
@@ -349,15 +351,15 @@ ETH: dict[str, tuple[str, list[str], Change]] = {
         [PASS],
         lines("NET/Socket : Using [0]bond0:10.0.0.1<0> [1]br-1:172.1.0.1<0>"),
     ),
-    "no IOMMU, and no probe": ("acs-redirect", [PASS], does(put([], "p2p_probe"))),
+    "no IOMMU, and no probe": ("pcie-p2p", [PASS], does(put([], "p2p_probe"))),
     "a bridge alone": ("extra-interfaces", [], job(replace(ETHERNET_JOB, interface="docker0"))),
     "the default of an idle link": (
-        "bond-hash",
-        [],
+        "bond",
+        [PASS],
         does(lambda d: nic(d, "bond0", bond_mode="active-backup", bond_hash="layer2")),
     ),
-    "round robin": ("bond-hash", [PASS], does(lambda d: nic(d, "bond0", bond_mode="balance-rr", bond_hash="layer2"))),
-    "a bond of one link": ("bond-hash", [], does(lambda d: nic(d, "bond0", bond_links=["ens1"], bond_hash="layer2"))),
+    "round robin": ("bond", [PASS], does(lambda d: nic(d, "bond0", bond_mode="balance-rr", bond_hash="layer2"))),
+    "a bond of one link": ("bond", [PASS], does(lambda d: nic(d, "bond0", bond_links=["ens1"], bond_hash="layer2"))),
     "a bond under RDMA": (
         "bond-hash",
         [],
@@ -366,9 +368,9 @@ ETH: dict[str, tuple[str, list[str], Change]] = {
             lambda d: nic(d, "bond0", bond_hash="layer2"),
         ),
     ),
-    "a spare link": ("bond-link-down", [], does(lambda d: nic(d, "bond0", bond_mode="active-backup", bond_links_up=["ens1"]))),
-    "a bond that is down": ("bond-link-down", [], does(lambda d: nic(d, "bond0", up=False, bond_links_up=[]))),
-    "links of no bond": ("bond-link-down", [], does(lambda d: nic(d, "bond0", bond_mode="", bond_links_up=[]))),
+    "a spare link": ("bond", [WARN], does(lambda d: nic(d, "bond0", bond_mode="active-backup", bond_links_up=["ens1"]))),
+    "a bond that is down": ("bond", [WARN], does(lambda d: nic(d, "bond0", up=False, bond_links_up=[]))),
+    "links of no bond": ("bond", [], does(lambda d: nic(d, "bond0", bond_mode="", bond_links_up=[]))),
     "sockets that NCCL chose": (
         "one-socket",
         [PASS],
@@ -382,16 +384,16 @@ ETH: dict[str, tuple[str, list[str], Change]] = {
         [],
         does(environment(NCCL_SOCKET_NTHREADS="", NCCL_NSOCKS_PERTHREAD=""), put(25, "expected", "network", "gbit")),
     ),
-    "memory for RDMA that TCP does not need": ("low-memlock", [], does(lambda d: all_facts(d, rdma=ROCE, memlock_bytes=65536))),
+    "memory for RDMA that TCP does not need": ("memlock", [], does(lambda d: all_facts(d, rdma=ROCE, memlock_bytes=65536))),
     "ACS that nobody could read": (
-        "acs-redirect",
-        [UNKNOWN, UNKNOWN],
+        "pcie-p2p",
+        [UNKNOWN],
         does(lambda d: all_facts(d, acs_redirect=None, iommu=None)),
     ),
-    "ACS read, IOMMU not": ("acs-redirect", [PASS], does(lambda d: all_facts(d, iommu=None))),
-    "an IOMMU that does no harm": ("acs-redirect", [PASS], does(lambda d: all_facts(d, iommu=True))),
-    "an IOMMU, and no probe": ("acs-redirect", [WARN, WARN], does(lambda d: all_facts(d, iommu=True), put([], "p2p_probe"))),
-    "one GPU behind ACS": ("acs-redirect", [], does(lambda d: all_facts(d, gpus=[{"index": 0}], acs_redirect=["x"]))),
+    "ACS read, IOMMU not": ("pcie-p2p", [PASS], does(lambda d: all_facts(d, iommu=None))),
+    "an IOMMU that does no harm": ("pcie-p2p", [PASS], does(lambda d: all_facts(d, iommu=True))),
+    "an IOMMU, and no probe": ("pcie-p2p", [WARN], does(lambda d: all_facts(d, iommu=True), put([], "p2p_probe"))),
+    "one GPU behind ACS": ("pcie-p2p", [], does(lambda d: all_facts(d, gpus=[{"index": 0}], acs_redirect=["x"]))),
     "shared memory over the CPU": ("p2p-disabled", [], job(replace(ETHERNET_JOB, inside="SHM/direct/direct"))),
     "a network inside a node of one": ("shm-disabled", [], job(replace(ETHERNET_JOB, gpus=1), ONE_RANK)),
     "one GPU is measured with gloo": (
@@ -425,24 +427,19 @@ def test_a_rule_keeps_to_its_edge(name: str) -> None:
 
 TOLD = {
     "infiniband": """
-        socket-fallback driver p2p-hang small-shm low-memlock
-        interface-down wrong-interface several-subnets mtu no-verbs mixed-plugins
-        gdr-off
-        adapters-unused mixed-nccl mixed-torch small-world nccl-fault mixed-driver debug-left-on nvlink-unused
-        p2p-disabled
-        pcie-degraded slow-node asymmetric intra-speed inter-speed jitter wrong-result collective-hung
-        other-warning
+        socket-fallback driver p2p-hang shm memlock wrong-interface several-subnets interface interface
+        interface-subnet nodes-network mixed-plugins gdr-off adapters-unused gpudirect-rdma rdma-port rdma-verbs
+        mixed-nccl mixed-torch nccl-fault small-world debug-left-on nodes-driver nvlink-unused p2p-disabled gpu-pcie
+        slow-node asymmetric intra-speed inter-speed jitter wrong-result collective-hung other-warning
     """,
     "ethernet": """
-        socket-fallback driver p2p-hang small-shm interface-down
-        wrong-interface several-subnets ifname-prefix bond-hash bond-link-down
-        mtu
-        one-socket mixed-plugins mixed-nccl mixed-torch small-world nccl-fault mixed-driver debug-left-on p2p-disabled
-        acs-redirect pcie-degraded slow-node asymmetric intra-speed inter-speed jitter wrong-result collective-hung
-        other-warning
+        socket-fallback driver p2p-hang shm wrong-interface several-subnets one-socket interface interface
+        interface-subnet bond mtu nodes-network mixed-plugins mixed-nccl mixed-torch nccl-fault small-world
+        debug-left-on nodes-driver p2p-disabled gpu-pcie pcie-p2p slow-node asymmetric intra-speed inter-speed jitter
+        wrong-result collective-hung other-warning
     """,
     "laptop": "mixed-torch gloo-with-gpus wrong-result collective-hung",
-    "log of one GPU": "driver mixed-nccl small-world nccl-fault mixed-driver other-warning",
+    "log of one GPU": "driver mixed-nccl mixed-driver nccl-fault small-world other-warning",
     "nothing": "",
 }
 
@@ -458,3 +455,34 @@ def test_a_log_alone_says_what_it_cannot_know() -> None:
     """TCP is right or wrong: that depends on the adapters, which a log does not show."""
     findings = judge({}, logs(ETHERNET_JOB))
     assert [item.rule for item in findings if item.status == UNKNOWN] == ["socket-fallback"]
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("rule", "status", "values"),
+    [
+        ("shm", FAIL, {"shm_bytes": 64 * MIB, "shm_free_bytes": 64 * MIB}),
+        ("shm", FAIL, {"shm_bytes": 100 * MIB, "shm_free_bytes": 100 * MIB}),
+        ("shm", WARN, {"shm_bytes": 128 * MIB, "shm_free_bytes": 128 * MIB}),
+        ("shm", WARN, {"shm_bytes": 1023 * MIB, "shm_free_bytes": 1023 * MIB}),
+        ("shm", PASS, {"shm_bytes": 1024 * MIB, "shm_free_bytes": 1024 * MIB}),
+        ("shm", FAIL, {"shm_free_bytes": 100 * MIB}),
+        ("shm", WARN, {"shm_free_bytes": 200 * MIB}),
+        ("memlock", FAIL, {"memlock_bytes": 65536}),
+        ("memlock", FAIL, {"memlock_bytes": 64 * MIB}),
+        ("memlock", WARN, {"memlock_bytes": 64 * MIB + 1}),
+        ("memlock", WARN, {"memlock_bytes": 4096 * MIB - 1}),
+        ("memlock", PASS, {"memlock_bytes": 4096 * MIB}),
+        ("memlock", PASS, {"memlock_bytes": 8192 * MIB}),
+        ("memlock", PASS, {"memlock_bytes": -1}),
+    ],
+)
+def test_nccl_check_and_doctor_agree(rule: str, status: str, values: dict[str, object]) -> None:
+    """One machine cannot be well for one command and broken for the other."""
+    document = copied(INFINIBAND)
+    all_facts(document, **values)
+    said = {item.status for item in judge(document, logs(INFINIBAND_JOB)) if item.rule == rule}
+    doctor = {item.status for item in machine_findings(machine(values)) if item.rule == rule}
+    assert said == doctor == {status}

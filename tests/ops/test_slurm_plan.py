@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN
 from clustertune.config.cluster import Cluster, load_cluster
 from clustertune.errors import ExitCode, UserError
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN
 from clustertune.lock import held
 from clustertune.ops import files as files_room
 from clustertune.ops.slurm import applying

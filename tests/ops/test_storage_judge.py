@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, exit_code
 from clustertune.config.cluster import load_cluster
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, exit_code
 from clustertune.ops.storage import judge
 from clustertune.ops.storage.layout import Layout, layout
 from clustertune.ops.storage.look import Facts, Place

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from clustertune.config.cluster_cpus import format_cpu_list, parse_cpu_list
 from clustertune.config.cluster_schema import Cluster, Compute
+from clustertune.host.cpus import format_cpu_list, parse_cpu_list
 
 _AUTODETECT = (
     "# AutoDetect is left out: nvml needs a Slurm that was built with NVIDIA's library, which the packages of Debian and",

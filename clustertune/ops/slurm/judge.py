@@ -6,8 +6,8 @@ import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.health import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.ops.slurm.conf import USER, real_memory
 from clustertune.ops.slurm.node import NodeFacts
 from clustertune.ops.slurm.texts import HOSTS, MUNGE_KEY, SLURM_ROLES

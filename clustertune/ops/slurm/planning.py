@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clustertune.check.rule import FAIL, WARN, Finding, as_json, finding, in_order
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.errors import Problem, UserError
-from clustertune.health import FAIL, WARN, Finding, as_json, finding, in_order
 from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
 from clustertune.ops.slurm import judge as rules
 from clustertune.ops.slurm import node as node_room

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from clustertune.check.rule import FAIL, UNKNOWN, Finding, finding, in_order
 from clustertune.config.cluster_schema import Cluster
-from clustertune.health import FAIL, UNKNOWN, Finding, finding, in_order
 from clustertune.ops.slurm.elsewhere import move_conf, move_gres
 from clustertune.ops.slurm.judge import PARSER
 from clustertune.ops.slurm.node import ask, search_path

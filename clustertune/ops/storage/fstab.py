@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Brick
 from clustertune.errors import Problem
-from clustertune.ops.bounded import Mounted
+from clustertune.host.mounts import MountLine
 
 FSTAB = "/etc/fstab"
 _BLANKS = re.compile(r"[ \t]+")
@@ -58,7 +58,7 @@ def taken(found: Iterable[Entry], targets: Iterable[str]) -> Iterator[Problem]:
             )
 
 
-def elsewhere(found: Iterable[Entry], mounted: Iterable[Mounted], bricks: Iterable[Brick], *, live: bool) -> dict[str, str]:
+def elsewhere(found: Iterable[Entry], mounted: Iterable[MountLine], bricks: Iterable[Brick], *, live: bool) -> dict[str, str]:
     """Devices of bricks that are mounted above the exported folder by other means, and where.
 
     ``live``: the lines are this machine's own, so a device's other names (``UUID=``, links of ``/dev``) can be followed.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding, in_order
 from clustertune.config.cluster_schema import Brick
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding, in_order
 from clustertune.ops.storage import etab
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, Layout, mode_of, words
 from clustertune.ops.storage.look import Facts, Place

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import UserError
-from clustertune.ops.bounded import Answer, Mounted, Work, ask_all, mounts
+from clustertune.host.mounts import MountLine
+from clustertune.ops.bounded import Answer, Work, ask_all, mounts
 from clustertune.ops.files import NODE, inside, read, with_block
 from clustertune.ops.storage import etab, points, probe
 from clustertune.ops.storage.fstab import FSTAB
@@ -121,7 +122,7 @@ def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Fac
     return facts
 
 
-def _reals(paths: Iterable[str], root: Path, now: Mapping[str, Mounted], seconds: float) -> dict[str, str]:
+def _reals(paths: Iterable[str], root: Path, now: Mapping[str, MountLine], seconds: float) -> dict[str, str]:
     """Where each path leads. One that is a mount point as it stands is not looked at: what is mounted there may hang."""
     known = now if root == NODE else {}
     answers = ask_all({path: partial(_real, root, path) for path in paths if path not in known}, seconds)
@@ -132,7 +133,7 @@ def _real(root: Path, path: str) -> dict[str, str]:
     return {"path": str(inside(root, path))}
 
 
-def _place(path: str, entry: Mounted | None) -> Place:
+def _place(path: str, entry: MountLine | None) -> Place:
     return Place(path, entry.fstype, entry.source, options=list(entry.options)) if entry else Place(path)
 
 
@@ -140,7 +141,7 @@ def _same_device(one: str, other: str) -> bool:
     return one == other or (one.startswith("/dev/") and os.path.realpath(one) == os.path.realpath(other))
 
 
-def _is_bind(now: Mapping[str, Mounted], path: str, mount: str) -> bool | None:
+def _is_bind(now: Mapping[str, MountLine], path: str, mount: str) -> bool | None:
     """Whether ``mount`` shows the folder ``path``, by the file system and its folder that are mounted; None: not mounted."""
     bind, above = now.get(mount), next((str(p) for p in (Path(path), *Path(path).parents) if str(p) in now), None)
     if bind is None or above is None:

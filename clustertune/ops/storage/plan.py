@@ -15,7 +15,8 @@ from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError
-from clustertune.ops.bounded import Answer, Mounted, Work, ask_all, mounts
+from clustertune.host.mounts import MountLine
+from clustertune.ops.bounded import Answer, Work, ask_all, mounts
 from clustertune.ops.files import NODE, Change, diff, foreign, inside, read, with_block
 from clustertune.ops.storage import devices, etab, points, verify
 from clustertune.ops.storage.fstab import FSTAB, elsewhere, entries, exported, other_exports, taken
@@ -234,7 +235,7 @@ def lacking(wanted: Layout) -> list[str]:
     return sorted(package for kind, (program, package) in TOOLS.items() if kind in kinds and not tool(program))
 
 
-def _steps(wanted: Layout, mounted: list[Mounted], changes: list[Change]) -> Iterator[Step]:
+def _steps(wanted: Layout, mounted: list[MountLine], changes: list[Change]) -> Iterator[Step]:
     if packages := lacking(wanted):
         yield Step(("apt-get", "install", *packages), "what fstab and exports name is not installed", by_hand=True)
     where = {entry.point for entry in mounted}
@@ -279,7 +280,7 @@ def serves(proc: Path = Path("/proc")) -> bool:
     return False
 
 
-def _other_mount(mount: Mount, mounted: list[Mounted]) -> Iterator[str]:
+def _other_mount(mount: Mount, mounted: list[MountLine]) -> Iterator[str]:
     """Something else than meant is mounted: it stays, since jobs may use it."""
     entry = next((entry for entry in reversed(mounted) if entry.point == mount.target), None)
     if entry and not _as_meant(mount, entry):
@@ -289,7 +290,7 @@ def _other_mount(mount: Mount, mounted: list[Mounted]) -> Iterator[str]:
         )
 
 
-def _as_meant(mount: Mount, entry: Mounted) -> bool:
+def _as_meant(mount: Mount, entry: MountLine) -> bool:
     if mount.kind == "pool":
         return entry.fstype == "fuse.mergerfs"
     if mount.kind == "nfs":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustertune.health import Rule
+from clustertune.check.rule import Rule
 from clustertune.ops.storage.layout import CLONING
 
 MERGERFS = "https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html"

@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from clustertune.doctor.batch import Batch
-from clustertune.doctor.directives import MAGIC, Option, read_header
-from clustertune.doctor.finding import Finding, finding
-from clustertune.doctor.options import nearest
-from clustertune.doctor.script import walk
+from clustertune.check.script_batch import Batch, Mistake, scanned
+from clustertune.check.script_directives import MAGIC, Option, nearest, read_header
+from clustertune.check.script_shell import walk
 
 _NEAR = re.compile(r"(?P<lead>\s*)#(?P<gap>[ \t]*)(?P<word>[A-Za-z]{5,8})(?P<rest>[ \t]+-.*)")
 _UNEXPANDED = re.compile(r"\$[\w{(]|`")
@@ -20,21 +18,22 @@ _KNOWN_BEFORE = "xu"
 """File name patterns whose value is known when the job is submitted: the job's and the user's name."""
 
 
-def check_file(batch: Batch, raw: str) -> Iterator[Finding]:
-    """Line ends, byte order mark and the first line; ``raw`` is the text with its own line ends."""
+def check_file(batch: Batch) -> Iterator[Mistake]:
+    """Line ends, byte order mark and the first line."""
+    raw = batch.raw
     if raw.startswith("\ufeff"):
-        yield finding(1, "bom", "the file begins with a byte order mark", f"sed -i '1s/^\\xef\\xbb\\xbf//' {batch.path}")
+        yield Mistake(1, "bom", "the file begins with a byte order mark", f"sed -i '1s/^\\xef\\xbb\\xbf//' {batch.path}")
     if "\r\n" in raw:
         line = raw[: raw.index("\r\n")].count("\n") + 1
-        yield finding(line, "crlf", "DOS line ends (\\r\\n)", f"sed -i 's/\\r$//' {batch.path}")
+        yield Mistake(line, "crlf", "DOS line ends (\\r\\n)", f"sed -i 's/\\r$//' {batch.path}")
     first = batch.lines[0]
     if not first.startswith("#!"):
-        yield finding(1, "shebang", "the first line is not #! and an interpreter", "make the first line: #!/usr/bin/env bash")
+        yield Mistake(1, "shebang", "the first line is not #! and an interpreter", "make the first line: #!/usr/bin/env bash")
     elif not re.match(r"#![ \t]*/", first):
-        yield finding(1, "shebang", f"{first.split()[0]!r} names no path of an interpreter", "#!/usr/bin/env bash")
+        yield Mistake(1, "shebang", f"{first.split()[0]!r} names no path of an interpreter", "#!/usr/bin/env bash")
 
 
-def check_places(batch: Batch) -> Iterator[Finding]:
+def check_places(batch: Batch) -> Iterator[Mistake]:
     """Lines that look like directives and are none."""
     inside = {line for command in walk(batch.commands) for text in command.texts() for line in text.lines}
     inside |= {h.end for command in walk(batch.commands) for h in command.heredocs}
@@ -44,11 +43,11 @@ def check_places(batch: Batch) -> Iterator[Finding]:
         if line.startswith(MAGIC):
             if batch.header.end and number > batch.header.end:
                 message = f"stands behind the first command (line {batch.header.end}): sbatch does not read it"
-                yield finding(number, "late-directive", message, f"move it up, in front of line {batch.header.end}")
+                yield Mistake(number, "late-directive", message, f"move it up, in front of line {batch.header.end}")
         elif (found := _NEAR.fullmatch(line)) and _is_near(found):
             wanted = f"{MAGIC}{found.group('rest')}"
             message = "is a comment for sbatch: a directive begins with #SBATCH at the start of the line"
-            yield finding(number, "not-a-directive", message, f"write {wanted.rstrip()!r}; to switch it off: ##SBATCH")
+            yield Mistake(number, "not-a-directive", message, f"write {wanted.rstrip()!r}; to switch it off: ##SBATCH")
 
 
 def _is_near(found: re.Match[str]) -> bool:
@@ -74,24 +73,24 @@ def _distance(one: str, other: str) -> int:
     return rows[-1][-1]
 
 
-def check_options(batch: Batch) -> Iterator[Finding]:
+def check_options(batch: Batch) -> Iterator[Mistake]:
     """What the directives say."""
     header = batch.header
     for number, text in header.lines.items():
         written = text.split("#")[0]
         if _UNEXPANDED.search(written) or re.search(r"[=\s]~/", written):
             remedy = f"write the value, or give it when you submit: sbatch{_options_only(written)} {batch.path}"
-            yield finding(number, "variable-in-directive", f"sbatch does not expand this:{written.rstrip()}", remedy)
+            yield Mistake(number, "variable-in-directive", f"sbatch does not expand this:{written.rstrip()}", remedy)
     for word, number in header.cut:
-        yield finding(number, "cut-value", f"the # ends the value: it is {word!r}", "put the value in quotes")
+        yield Mistake(number, "cut-value", f"the # ends the value: it is {word!r}", "put the value in quotes")
     for word, number in header.loose:
-        yield finding(number, "loose-word", f"{word!r} is no option", "write --name=value, and quote values that hold blanks")
+        yield Mistake(number, "loose-word", f"{word!r} is no option", "write --name=value, and quote values that hold blanks")
     for option in header.options:
         if option.name is None:
             close = nearest(option.written.lstrip("-"))
             if close:
                 message = f"sbatch has no option {option.written}"
-                yield finding(option.line, "unknown-option", message, f"#SBATCH --{close}=...")
+                yield Mistake(option.line, "unknown-option", message, f"#SBATCH --{close}=...")
     seen: dict[tuple[int, str], Option] = {}
     for option in header.options:
         if option.name is None:
@@ -99,14 +98,14 @@ def check_options(batch: Batch) -> Iterator[Finding]:
         before = seen.setdefault((option.part, option.name), option)
         if before.value != option.value:
             message = f"--{option.name} is {option.value} here and {before.value} in line {before.line}"
-            yield finding(option.line, "repeated-option", message, "keep one of the two")
+            yield Mistake(option.line, "repeated-option", message, "keep one of the two")
 
 
 def _options_only(text: str) -> str:
     return " " + " ".join(text.split()) if text.strip() else ""
 
 
-def check_log_folder(batch: Batch) -> Iterator[Finding]:
+def check_log_folder(batch: Batch) -> Iterator[Mistake]:
     """The folders of ``--output`` and ``--error``."""
     seen = set()
     for name in ("output", "error"):
@@ -123,10 +122,10 @@ def check_log_folder(batch: Batch) -> Iterator[Finding]:
         if late:
             message = f"--{name}: the folder {folder} has a name that is known only when the job runs ({late.group()})"
             remedy = f"#SBATCH --{name}=logs/%x-%j.log, and: mkdir -p logs"
-            yield finding(option.line, "log-folder", message, remedy)
+            yield Mistake(option.line, "log-folder", message, remedy)
         elif not _is_folder(batch, shown):
             message = f"--{name}: there is no folder {shown} here; the job would fail at once, without a log"
-            yield finding(option.line, "log-folder", message, f"mkdir -p {shown}")
+            yield Mistake(option.line, "log-folder", message, f"mkdir -p {shown}")
 
 
 def _known(batch: Batch, match: re.Match[str]) -> str:
@@ -149,11 +148,11 @@ def _is_folder(batch: Batch, folder: str) -> bool:
         return False
 
 
-def check_limits(batch: Batch) -> Iterator[Finding]:
+def check_limits(batch: Batch) -> Iterator[Mistake]:
     """Time limit, requeue and the log that it must not empty."""
     header = batch.header
     if header.options and not (header.last("time") or header.last("time-min")):
-        yield finding(max(header.lines), "no-time", "no --time", "#SBATCH --time=24:00:00")
+        yield Mistake(max(header.lines), "no-time", "no --time", "#SBATCH --time=24:00:00")
     requeue, refused = header.last("requeue"), header.last("no-requeue")
     calls = [
         command.line
@@ -162,7 +161,133 @@ def check_limits(batch: Batch) -> Iterator[Finding]:
     ]
     if calls and refused:
         message = f"the job asks for a requeue, line {refused.line} refuses it"
-        yield finding(calls[0], "requeue-refused", message, "#SBATCH --requeue in the place of --no-requeue")
+        yield Mistake(calls[0], "requeue-refused", message, "#SBATCH --requeue in the place of --no-requeue")
     if (requeue or calls) and not refused and not (header.value("open-mode") or "").startswith("a"):
         line = requeue.line if requeue else calls[0]
-        yield finding(line, "log-truncated", "requeue without --open-mode=append", "#SBATCH --open-mode=append")
+        yield Mistake(line, "log-truncated", "requeue without --open-mode=append", "#SBATCH --open-mode=append")
+
+
+@scanned("crlf", check_file)
+def crlf() -> None:
+    r"""Lines end as on Linux.
+
+    Why: sbatch refuses a script with DOS line ends, and bash reads the \r as part of the last word
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("bom", check_file)
+def bom() -> None:
+    """The file begins with its first character.
+
+    Why: a byte order mark in front of #! hides it: sbatch refuses the script
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("shebang", check_file)
+def shebang() -> None:
+    """The first line names an interpreter.
+
+    Why: the first line must be #! and the path of an interpreter, else sbatch refuses the script
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("not-a-directive", check_places)
+def not_a_directive() -> None:
+    """What looks like a directive is one.
+
+    Why: only a line that begins with #SBATCH is one; anything else with a # is a comment, passed over in silence
+    See: https://github.com/LambdaLabsML/distributed-training-guide/blob/main/03-job-launchers/job.sbatch
+    """
+
+
+@scanned("late-directive", check_places)
+def late_directive() -> None:
+    """Directives stand in front of the first command.
+
+    Why: sbatch stops reading at the first command: what follows is passed over in silence
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("variable-in-directive", check_options)
+def variable_in_directive() -> None:
+    """Directives hold values, not variables.
+
+    Why: sbatch reads directives without a shell: $NAME, $(...) and ~ stay as they are
+    See: https://github.com/axolotl-ai-cloud/axolotl/pull/3038
+    """
+
+
+@scanned("unknown-option", check_options)
+def unknown_option() -> None:
+    """sbatch knows every option.
+
+    Why: sbatch refuses a script with an option that it does not know
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("loose-word", check_options)
+def loose_word() -> None:
+    """Every word of a directive belongs to an option.
+
+    Why: a word without -- in a directive: sbatch refuses the script
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("cut-value", check_options)
+def cut_value() -> None:
+    """No value holds a #.
+
+    Why: in a directive # ends the line, also inside of a value
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("repeated-option", check_options)
+def repeated_option() -> None:
+    """Each option is given once.
+
+    Why: of two directives for one option the last counts, in silence
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("log-folder", check_log_folder)
+def log_folder() -> None:
+    """The folders of --output and --error are there.
+
+    Why: Slurm makes no folder for --output: the job fails at once, without a log that says so
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("no-time", check_limits)
+def no_time() -> None:
+    """The job has a time limit.
+
+    Why: without --time the partition's limit holds: a long wait in the queue, or an end in the middle without warning
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("log-truncated", check_limits)
+def log_truncated() -> None:
+    """A requeue keeps the log.
+
+    Why: a requeued job opens its log anew: what led to the requeue is gone
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("requeue-refused", check_limits)
+def requeue_refused() -> None:
+    """A job that asks for a requeue allows it.
+
+    Why: --no-requeue and scontrol requeue exclude each other
+    See: https://slurm.schedmd.com/sbatch.html
+    """

@@ -1,26 +1,28 @@
-"""The registry of rules: which there are, how they are run, and how what they find is told. Python 3.8, standard library.
-
-A module of rules has ``RULES``, a tuple of :class:`clustertune.health.Rule`, and ``check(context)``, which yields findings.
-``LOOKS``, where it has them, are the parts of ``check``: what goes wrong in one of them does not keep the others from speaking.
-Modules whose name begins with ``machine_`` take a :class:`clustertune.doctor.machine.Machine`; they run on a bare Python.
-"""
+"""How rules are run, and what is made of their findings for people. Python 3.8, standard library."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import clustertune.doctor
-from clustertune.doctor import compare
-from clustertune.doctor.machine import Machine
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding, in_order
-
-MACHINE = "machine_"
-OTHERS = ("recipe_", "stack_", "run_", "data_")
-"""How the modules of rules begin that need the recipe, and with it the packages of the environment."""
+from clustertune.check.machine import Machine
+from clustertune.check.nodes import Several
+from clustertune.check.rule import (
+    FAIL,
+    MACHINE,
+    NODES,
+    PASS,
+    UNKNOWN,
+    WARN,
+    Check,
+    Finding,
+    Rule,
+    checks,
+    finding,
+    in_order,
+    printable,
+)  # fmt: skip
 
 BROKEN = Rule(
     "rule-broken",
@@ -31,21 +33,9 @@ BROKEN = Rule(
 """What stands for a rule that raised: facts that nobody foresaw must not keep a job from its other rules."""
 
 
-def modules(prefixes: Sequence[str]) -> list[Any]:
-    """The modules of this room whose name begins so and that hold rules, in the order of their names."""
-    found = sorted(info.name for info in pkgutil.iter_modules(clustertune.doctor.__path__))
-    loaded = [importlib.import_module(f"clustertune.doctor.{name}") for name in found if name.startswith(tuple(prefixes))]
-    return [module for module in loaded if hasattr(module, "RULES")]
-
-
 def machine_rules() -> tuple[Rule, ...]:
     """The rules that need nothing but the machine, and those over several machines."""
-    return (*(rule for module in modules([MACHINE]) for rule in module.RULES), *compare.RULES, BROKEN)
-
-
-def all_rules() -> tuple[Rule, ...]:
-    """Every rule; imports what the recipe's rules need."""
-    return (*machine_rules(), *(rule for module in modules(OTHERS) for rule in module.RULES))
+    return (*(one.rule for one in checks(MACHINE)), *(one.rule for one in checks(NODES)), BROKEN)
 
 
 def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where: str = "") -> Iterator[Finding]:
@@ -54,26 +44,21 @@ def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where
         try:
             yield from look(context)
         except Exception as error:
-            words = f"{look.__module__}.{look.__name__}: {type(error).__name__}: {error}"
+            name = look.name if isinstance(look, Check) else f"{look.__module__}.{look.__name__}"
+            words = f"{name}: {type(error).__name__}: {error}"
             yield finding(BROKEN, UNKNOWN, words[:300], where=where)
-
-
-def looks_of(module: Any) -> Sequence[Callable[[Any], Iterable[Finding]]]:
-    """The parts of a module's check, or the whole."""
-    return tuple(getattr(module, "LOOKS", ())) or (module.check,)
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """What all machine rules find on one machine."""
-    looks = [look for module in modules([MACHINE]) for look in looks_of(module)]
     unread = [finding(BROKEN, UNKNOWN, words, where=machine.where) for words in machine.facts.unread]
-    return [*run(looks, machine, machine.where), *unread]
+    return [*run(checks(MACHINE), machine, machine.where), *unread]
 
 
-def cluster_findings(machines: Sequence[Machine]) -> list[Finding]:
+def cluster_findings(several: Several) -> list[Finding]:
     """What the rules find on each of several machines, and between them."""
-    found = [item for machine in machines for item in machine_findings(machine)]
-    return found + list(run(compare.LOOKS, machines))
+    found = [item for machine in several.machines for item in machine_findings(machine)]
+    return found + list(run(checks(NODES), several))
 
 
 @dataclass
@@ -154,9 +139,4 @@ def describe(item: Finding, places: Sequence[str]) -> list[str]:
     lines = [f"{item.status.upper():<7} {item.rule}: {where}{item.found}"]
     if item.fix:
         lines += [f"        why: {item.why}", f"        fix: {item.fix}", f"        see: {item.link}"]
-    return [plain(line) for line in lines]
-
-
-def plain(text: str) -> str:
-    """Without what steers a terminal: names of files and devices stand in findings."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return [printable(line) for line in lines]

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.nccl_check.rules import (
-    ENV,
-    FAIL,
-    ISSUES,
-    PASS,
-    PLUGIN_KINDS,
-    RDMA_KINDS,
-    TROUBLE,
-    UNKNOWN,
-    WARN,
-    Context,
-    Seen,
-    check,
-    gbit,
-    names,
-    number,
-    short,
-)
+from clustertune.check.links import PLUGIN_KINDS, Context, gbit, names, number, short
+from clustertune.check.machine import RDMA_KINDS
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.system import version
 
 IPOIB = ("ib", "ibp", "ibs", "hsn")
 """How interfaces of InfiniBand adapters (IP over IB) and of Slingshot are called: ib0, ibp12s0, ibs85f0, hsn0."""
@@ -45,15 +31,15 @@ def _ipoib(name: str) -> bool:
     return name.rstrip("0123456789").startswith(IPOIB) and any(letter.isdigit() for letter in name)
 
 
-@check(
-    "socket-fallback",
-    "TCP between nodes although there is a faster way",
-    "NCCL falls back to TCP without a word: a tenth of the bandwidth, and CPU time for every byte.",
-    f"{ISSUES}/451",
-    "find out why NCCL refused the adapter (NCCL_DEBUG=INFO, lines NET/IB): libibverbs and its providers in the container, "
-    "/dev/infiniband bound into it, NCCL_IB_DISABLE and NCCL_NET unset, NCCL_IB_HCA naming adapters that are there",
-)
+@rule("socket-fallback", LINKS, rank=0)
 def socket_fallback(context: Context) -> Iterator[Seen]:
+    """TCP between nodes although there is a faster way.
+
+    Why: NCCL falls back to TCP without a word: a tenth of the bandwidth, and CPU time for every byte.
+    Fix: find out why NCCL refused the adapter (NCCL_DEBUG=INFO, lines NET/IB): libibverbs and its providers in the container,
+      /dev/infiniband bound into it, NCCL_IB_DISABLE and NCCL_NET unset, NCCL_IB_HCA naming adapters that are there
+    See: https://github.com/NVIDIA/nccl/issues/451
+    """
     if not context.over:
         return
     if not context.by_socket:
@@ -94,15 +80,15 @@ def _wants_rdma(context: Context) -> str:
     return ""
 
 
-@check(
-    "roce-unused",
-    "TCP over adapters that can do RoCE",
-    "TCP passes every byte through the CPU; RoCE on the same port does not.",
-    f"{ISSUES}/209",
-    "have the switches set up for RoCE v2 (lossless queue, MTU 4200 or 9000), then network.kind: roce in the cluster file; "
-    "network.kind: ethernet says that TCP is meant",
-)
+@rule("roce-unused", LINKS, rank=4)
 def roce_unused(context: Context) -> Iterator[Seen]:
+    """TCP over adapters that can do RoCE.
+
+    Why: TCP passes every byte through the CPU; RoCE on the same port does not.
+    Fix: have the switches set up for RoCE v2 (lossless queue, MTU 4200 or 9000), then network.kind: roce in the cluster file;
+      network.kind: ethernet says that TCP is meant
+    See: https://github.com/NVIDIA/nccl/issues/209
+    """
     if not context.by_socket or context.kind in ("infiniband", "omnipath", "roce", *PLUGIN_KINDS):
         return
     ports = [(facts, port) for facts, port in context.rdma_active("Ethernet") if (port.gbit or 0) >= 25]
@@ -118,14 +104,14 @@ def roce_unused(context: Context) -> Iterator[Seen]:
         )
 
 
-@check(
-    "ib-disabled",
-    "NCCL_IB_DISABLE against the adapters",
-    "The variable takes InfiniBand and RoCE away from NCCL; it is often left over from another machine.",
-    ENV,
-    "unset NCCL_IB_DISABLE (look in /etc/nccl.conf and in the job's environment)",
-)
+@rule("ib-disabled", LINKS, rank=4)
 def ib_disabled(context: Context) -> Iterator[Seen]:
+    """NCCL_IB_DISABLE against the adapters.
+
+    Why: The variable takes InfiniBand and RoCE away from NCCL; it is often left over from another machine.
+    Fix: unset NCCL_IB_DISABLE (look in /etc/nccl.conf and in the job's environment)
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
     if not context.is_on("NCCL_IB_DISABLE"):
         return
     if context.rdma_active("InfiniBand") or context.kind in RDMA_KINDS:
@@ -134,30 +120,19 @@ def ib_disabled(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, "NCCL_IB_DISABLE is set although an RDMA port is active")
 
 
-@check(
-    "no-verbs",
-    "What RDMA needs where ranks run: libibverbs, its providers, /dev/infiniband",
-    "NCCL loads libibverbs when it starts; without it, or without the device files, a container has no RDMA.",
-    f"{ISSUES}/451",
-    "install libibverbs1 and ibverbs-providers (rdma-core) in the image, bind /dev/infiniband into the container, and see that "
-    "`ibv_devices` lists the adapters there",
-)
+@rule("no-verbs", LINKS, rank=4)
 def no_verbs(context: Context) -> Iterator[Seen]:
+    """What RDMA needs where ranks run: libibverbs, its providers, /dev/infiniband.
+
+    Why: NCCL loads libibverbs when it starts; without it, or without the device files, a container has no RDMA.
+    Fix: install libibverbs1 and ibverbs-providers (rdma-core) in the image, bind /dev/infiniband into the container, and see
+      that `ibv_devices` lists the adapters there
+    See: https://github.com/NVIDIA/nccl/issues/451
+    """
     wanted = context.kind in RDMA_KINDS
-    looked = False
-    for facts in context.facts:
-        ports = [port for port in facts.rdma if port.active]
-        layers = {port.link_layer for port in ports}
-        # Where TCP is meant nobody misses verbs on an Ethernet adapter that could do RoCE.
-        if not ports or (layers <= {"Ethernet", ""} and context.kind in ("", "ethernet")):
-            continue
-        looked = True
-        if facts.verbs is False:
-            yield Seen(FAIL, f"{ports[0].device} is active, but libibverbs cannot be loaded", where=facts.hostname)
-        elif facts.verbs and not facts.verbs_providers:
-            yield Seen(FAIL, "libibverbs is there, but no provider (ibverbs-providers)", where=facts.hostname)
-        elif facts.verbs is not None and not facts.rdma_devices:
-            yield Seen(FAIL, "no file of /dev/infiniband can be opened", where=facts.hostname)
+    layers = {port.link_layer for _, port in context.rdma_active()}
+    # Where TCP is meant nobody misses verbs on an Ethernet adapter that could do RoCE.
+    looked = bool(layers) and not (layers <= {"Ethernet", ""} and context.kind in ("", "ethernet"))
     told = context.log.no_verbs | {fault.host for fault in context.log.faults if fault.kind == "no-verbs"}
     if told and (wanted or looked):
         yield Seen(FAIL, "NCCL could not open libibverbs, or the adapter with it", where=names(told))
@@ -165,51 +140,30 @@ def no_verbs(context: Context) -> Iterator[Seen]:
         yield Seen(FAIL, "NCCL sees an RDMA adapter and cannot open it", where=names(told))
     elif told and context.several:
         yield Seen(UNKNOWN, "NCCL found no libibverbs: right where there is no RDMA adapter", where=names(told))
-    elif looked:
-        yield Seen(PASS, "libibverbs, its providers and the device files are there")
 
 
-@check(
-    "rdma-port-down",
-    "RDMA ports that should be up",
-    "An adapter whose port is down is left out without a word.",
-    f"{TROUBLE}#infiniband",
-    "look at `ibstat`: cable, switch port, subnet manager (state INIT: none runs); then at network.hca of the cluster file",
-)
+@rule("rdma-port-down", LINKS, rank=4)
 def rdma_port_down(context: Context) -> Iterator[Seen]:
-    wanted = context.section("expected", "network").get("hca")
-    hca = [name for name in wanted if isinstance(name, str)] if isinstance(wanted, (list, tuple)) else []
-    good = []
-    for facts in context.facts:
-        ports = {f"{port.device}:{port.port}": port for port in facts.rdma}
-        for name in hca:
-            mine = [port for key, port in ports.items() if name in (key, key.partition(":")[0])]
-            if not mine:
-                yield Seen(FAIL, f"{name} of the cluster file is not there", where=facts.hostname)
-            elif not any(port.active for port in mine):
-                yield Seen(FAIL, f"{name} is {mine[0].state or 'not active'} ({mine[0].physical})", where=facts.hostname)
-            else:
-                good.append(name)
-        if not hca and context.kind in RDMA_KINDS and facts.rdma and not any(port.active for port in facts.rdma):
-            states = names({f"{port.device} {port.state or 'down'}" for port in facts.rdma})
-            yield Seen(FAIL, f"no RDMA port is active: {states}", where=facts.hostname)
+    """RDMA ports that should be up.
+
+    Why: An adapter whose port is down is left out without a word.
+    Fix: look at `ibstat`: cable, switch port, subnet manager (state INIT: none runs); then at network.hca of the cluster file
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#infiniband
+    """
     missing = context.log.no_adapter - {host for host, devices in context.log.adapters.items() if devices}
     if missing and context.several and context.kind in RDMA_KINDS:
         yield Seen(FAIL, f"NCCL found no adapter, while the cluster file says {context.kind}", where=names(missing))
-    elif good:
-        yield Seen(PASS, f"{names(good)} active")
 
 
-@check(
-    "net-plugin",
-    "NCCL's plugin for the vendor's network",
-    "EFA and Slingshot are reached through a plugin only; without it NCCL uses TCP, or nothing.",
-    "https://github.com/aws/aws-ofi-nccl/issues/1020",
-    "install aws-ofi-nccl and libfabric with the network's provider in the image, put libnccl-net.so on "
-    "LD_LIBRARY_PATH, and bind "
-    "/dev/infiniband (EFA) or /dev/cxi* (Slingshot) into the container",
-)
+@rule("net-plugin", LINKS, rank=4)
 def net_plugin(context: Context) -> Iterator[Seen]:
+    """NCCL's plugin for the vendor's network.
+
+    Why: EFA and Slingshot are reached through a plugin only; without it NCCL uses TCP, or nothing.
+    Fix: install aws-ofi-nccl and libfabric with the network's provider in the image, put libnccl-net.so on LD_LIBRARY_PATH, and
+      bind /dev/infiniband (EFA) or /dev/cxi* (Slingshot) into the container
+    See: https://github.com/aws/aws-ofi-nccl/issues/1020
+    """
     said = [fault for fault in context.log.faults if fault.kind == "net-plugin"]
     wanted = context.kind in PLUGIN_KINDS or bool(context.setting("NCCL_NET_PLUGIN"))
     if said:
@@ -222,14 +176,14 @@ def net_plugin(context: Context) -> Iterator[Seen]:
             yield Seen(PASS, f"traffic goes over {names(context.over)}")
 
 
-@check(
-    "mixed-plugins",
-    "The same network on all nodes",
-    "Nodes that pick different networks or plugins wait for each other for ever.",
-    f"{ISSUES}/1634",
-    "give all nodes the same image: one has a network plugin (libnccl-net.so), or an adapter, that another has not",
-)
+@rule("mixed-plugins", LINKS, rank=4)
 def mixed_plugins(context: Context) -> Iterator[Seen]:
+    """The same network on all nodes.
+
+    Why: Nodes that pick different networks or plugins wait for each other for ever.
+    Fix: give all nodes the same image: one has a network plugin (libnccl-net.so), or an adapter, that another has not
+    See: https://github.com/NVIDIA/nccl/issues/1634
+    """
     by_host: dict[str, set[str]] = {}
     for network, hosts in context.log.networks.items():
         for host in hosts:
@@ -243,15 +197,15 @@ def mixed_plugins(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"all nodes use {names(next(iter(kinds)))}")
 
 
-@check(
-    "gdr-off",
-    "GPUDirect RDMA",
-    "Without it every byte takes a way through the node's memory: half of the bandwidth, or less.",
-    f"{ISSUES}/1537",
-    "load nvidia_peermem (`modprobe nvidia_peermem`) on the nodes, or use a kernel and driver with "
-    "DMA-BUF; with ACS on it is slow",
-)
+@rule("gdr-off", LINKS, rank=4)
 def gdr_off(context: Context) -> Iterator[Seen]:
+    """GPUDirect RDMA.
+
+    Why: Without it every byte takes a way through the node's memory: half of the bandwidth, or less.
+    Fix: load nvidia_peermem (`modprobe nvidia_peermem`) on the nodes, or use a kernel and driver with DMA-BUF; with ACS on it
+      is slow
+    See: https://github.com/NVIDIA/nccl/issues/1537
+    """
     edges = [edge for edge in context.log.edges if edge.plugin.startswith("IB") and context.log.is_between(edge)]
     if not edges and not any(name.startswith("IB") for name in context.over):
         return
@@ -259,31 +213,27 @@ def gdr_off(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "GPUDirect RDMA is in use")
         return
     off = {host for host, adapters in context.log.gdr_off.items() if adapters}
-    absent = [facts.hostname for facts in context.facts if facts.peermem is False]
-    version = min((_version(text) for text in context.log.versions), default=(9,))
+    absent = any(facts.peermem is False for facts in context.facts)  # the rule gpudirect-rdma says so
+    oldest = min((version(text) for text in context.log.versions), default=(9,))
     loaded = any(facts.peermem for facts in context.facts)
-    if off and loaded and version < GDR_BY_OLD_NAME:
+    if off and loaded and oldest < GDR_BY_OLD_NAME:
         fix = "update NCCL: before 2.23 it looks for nv_peer_mem only, and not for the driver's nvidia_peermem"
         yield Seen(WARN, "GPUDirect RDMA is off although nvidia_peermem is loaded", fix, names(off))
-    elif off or absent:
-        why = "nvidia_peermem is not loaded" if absent else "NCCL says that it is disabled"
-        yield Seen(WARN, f"GPUDirect RDMA is off: {why}", where=names(off | set(absent)))
-    elif edges:
+    elif off:
+        yield Seen(WARN, "GPUDirect RDMA is off: NCCL says that it is disabled", where=names(off))
+    elif edges and not absent:
         yield Seen(UNKNOWN, "no connection uses GPUDirect RDMA: GPUs and adapters may be too far apart")
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
-
-
-@check(
-    "adapters-unused",
-    "All adapters of a node carry traffic",
-    "Each adapter that stands idle takes its share of the bandwidth away.",
-    f"{ISSUES}/981",
-    "unset NCCL_IB_HCA, or name all of them (NCCL_IB_HCA==mlx5_0,mlx5_1,...); a job on part of a node's GPUs uses part of them",
-)
+@rule("adapters-unused", LINKS, rank=4)
 def adapters_unused(context: Context) -> Iterator[Seen]:
+    """All adapters of a node carry traffic.
+
+    Why: Each adapter that stands idle takes its share of the bandwidth away.
+    Fix: unset NCCL_IB_HCA, or name all of them (NCCL_IB_HCA==mlx5_0,mlx5_1,...); a job on part of a node's GPUs uses part of
+      them
+    See: https://github.com/NVIDIA/nccl/issues/981
+    """
     log = context.log
     if not context.several or not any(name.startswith("IB") for name in context.over):
         return
@@ -320,16 +270,3 @@ def _fast_ports(context: Context, host: str) -> set[str]:
             same = [port for port in active if port.link_layer == layer and 2 * (port.gbit or 0.0) > best]
             return {f"{port.device}:{port.port}" for port in same}
     return set()
-
-
-CHECKS = (
-    socket_fallback,
-    ib_disabled,
-    no_verbs,
-    rdma_port_down,
-    net_plugin,
-    mixed_plugins,
-    roce_unused,
-    gdr_off,
-    adapters_unused,
-)

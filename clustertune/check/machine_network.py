@@ -6,79 +6,9 @@ import contextlib
 import ipaddress
 from collections.abc import Iterator, Sequence
 
-from clustertune.doctor.machine import Machine
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule
+from clustertune.check.machine import ONE_LINK, RDMA_KINDS, Machine
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.facts import Nic
-
-_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
-
-INTERFACE = Rule(
-    "interface",
-    "the interface that the cluster file and NCCL_SOCKET_IFNAME name",
-    "NCCL takes every interface whose name begins so: the wrong one, or one that is down, hangs at the first collective",
-    "https://github.com/NVIDIA/nccl/issues/286",
-)
-SUBNET = Rule(
-    "interface-subnet",
-    "the interface's address, against the cluster file's subnet",
-    "an address outside of it is not reached by the other nodes: the ranks wait for each other until the time-out",
-    "https://github.com/NVIDIA/nccl/issues/1581",
-)
-SPEED = Rule(
-    "interface-speed",
-    "the interface's speed, against the cluster file",
-    "a link that came up at a tenth of its speed works, and makes the training as much slower; nothing else tells",
-    "https://man7.org/linux/man-pages/man8/ethtool.8.html",
-)
-BOND = Rule(
-    "bond",
-    "all links of a bond are up, and connections are spread over them",
-    "with the hash layer2 all traffic between two nodes takes one link of the bond; a link that is down takes its share away",
-    "https://docs.kernel.org/networking/bonding.html",
-)
-MTU = Rule(
-    "mtu",
-    "frame size of a fast interface",
-    "with frames of 1500 bytes a fast Ethernet link costs whole cores, and often does not reach its speed",
-    "https://github.com/NVIDIA/dgx-spark-playbooks/pull/103",
-)
-PORT = Rule(
-    "rdma-port",
-    "the RDMA ports that the cluster file counts on",
-    "without an active port NCCL falls back to sockets in silence: the same all-reduce takes several times as long",
-    "https://github.com/areal-project/AReaL/issues/639",
-)
-VERBS = Rule(
-    "rdma-verbs",
-    "device files and libraries of active RDMA ports in this place",
-    "a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets in silence",
-    "https://github.com/areal-project/AReaL/issues/639",
-)
-KIND = Rule(
-    "network-kind",
-    "the kind of network in the cluster file, against the adapters",
-    "where the file says ethernet RDMA is switched off: an InfiniBand that is there is not used",
-    _ENV,
-)
-PORTS = Rule(
-    "ephemeral-ports",
-    "the kernel's range of ephemeral ports",
-    "any outgoing connection may take a port of this range: a rendezvous inside of it ends with 'address already in use'",
-    "https://github.com/NVIDIA/enroot/issues/243",
-)
-LOOPBACK = Rule(
-    "hostname-loopback",
-    "what the machine's own name resolves to",
-    "gloo binds to it: where it is loopback the other nodes cannot reach this one, and the job waits until its time-out",
-    "https://github.com/aws-samples/aws-do-eks/pull/69",
-)
-NAMES = Rule(
-    "node-names",
-    "names of the other nodes",
-    "a name that does not resolve on every node keeps the ranks from meeting",
-    "https://github.com/pytorch/pytorch/issues/73656",
-)
-RULES = (INTERFACE, SUBNET, SPEED, BOND, MTU, PORT, VERBS, KIND, PORTS, LOOPBACK, NAMES)
 
 FAST_MBIT = 25_000
 """From here on small frames show; 10 Gbit/s is filled by one core with frames of 1500 bytes."""
@@ -103,15 +33,21 @@ def _named(m: Machine) -> str:
     """The interface of the cluster file; of a machine that is not in it, and has none of that name, none."""
     name = str(m.section("network").get("interface") or "")
     there = any(nic.name == name for nic in m.facts.nics)
-    return name if there or m.is_member or m.in_step else ""
+    return name if there or m.is_member or m.in_step or m.expects.ran else ""
 
 
 def _nic(m: Machine, name: str) -> Nic | None:
     return next((nic for nic in m.facts.nics if nic.name == name), None)
 
 
-def interface(m: Machine) -> Iterator[Finding]:
-    """The interface is there, is up, and has an address; the variable means one interface."""
+@rule("interface", MACHINE, rank=3)
+def interface(m: Machine) -> Iterator[Seen]:
+    """The interface is there, is up, and has an address; the variable means one interface.
+
+    Looks at: the interface that the cluster file and NCCL_SOCKET_IFNAME name
+    Why: NCCL takes every interface whose name begins so: the wrong one, or one that is down, hangs at the first collective
+    See: https://github.com/NVIDIA/nccl/issues/286
+    """
     nics = m.facts.nics
     name, value = _named(m), m.environ("NCCL_SOCKET_IFNAME")
     if not nics or not m.computes:
@@ -122,29 +58,33 @@ def interface(m: Machine) -> Iterator[Finding]:
         status = FAIL if m.several else WARN
         if nic is None:
             fix = "network.interface of the cluster file must be the name on every compute node"
-            yield m.tell(INTERFACE, status, f"there is no {name} (there are {there})", fix)
+            yield Seen(status, f"there is no {name} (there are {there})", fix)
         elif nic.up is False or nic.carrier is False:
             fix = f"look at cable and switch: ip link show {name}; ethtool {name}"
-            yield m.tell(INTERFACE, status, f"{name} is down", fix)
+            yield Seen(status, f"{name} is down", fix)
         elif not nic.addresses:
-            yield m.tell(INTERFACE, status, f"{name} has no address", f"give it one on every node: ip addr show {name}")
+            yield Seen(status, f"{name} has no address", f"give it one on every node: ip addr show {name}")
         else:
-            yield m.tell(INTERFACE, PASS, f"{name}, {nic.addresses[0]}")
+            yield Seen(PASS, f"{name}, {nic.addresses[0]}")
     if value and not (name and m.expects.launched):  # jobs of clustertune replace it by the cluster file's
         found = matches(value, [nic.name for nic in nics])
         if not found:
-            yield m.tell(
-                INTERFACE, FAIL, f"NCCL_SOCKET_IFNAME={value} means none of {there}", "unset it, or name one exactly: =NAME"
-            )
+            yield Seen(FAIL, f"NCCL_SOCKET_IFNAME={value} means none of {there}", "unset it, or name one exactly: =NAME")
         elif len(found) > 1 and not value.startswith(("^", "=")) and len(found) > len(value.split(",")):
             fix = f"name it exactly: NCCL_SOCKET_IFNAME=={found[0]}"
-            yield m.tell(INTERFACE, WARN, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}", fix)
+            yield Seen(WARN, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}", fix)
         elif all(nic.up is False for nic in nics if nic.name in found):
-            yield m.tell(INTERFACE, FAIL, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}, which is down", "unset it")
+            yield Seen(FAIL, f"NCCL_SOCKET_IFNAME={value} means {', '.join(found)}, which is down", "unset it")
 
 
-def subnet(m: Machine) -> Iterator[Finding]:
-    """The interface's address is in the cluster's subnet."""
+@rule("interface-subnet", MACHINE, rank=3)
+def subnet(m: Machine) -> Iterator[Seen]:
+    """The interface's address is in the cluster's subnet.
+
+    Looks at: the interface's address, against the cluster file's subnet
+    Why: an address outside of it is not reached by the other nodes: the ranks wait for each other until the time-out
+    See: https://github.com/NVIDIA/nccl/issues/1581
+    """
     said, nic = m.section("network").get("subnet"), _nic(m, _named(m))
     if not said or nic is None or not nic.addresses:
         return
@@ -157,76 +97,100 @@ def subnet(m: Machine) -> Iterator[Finding]:
         with contextlib.suppress(ValueError):
             own.append(ipaddress.ip_interface(text).ip)
     if any(address in wanted for address in own if address.version == wanted.version):
-        yield m.tell(SUBNET, PASS, f"{nic.name} is in {wanted}")
+        yield Seen(PASS, f"{nic.name} is in {wanted}")
     else:
         fix = "correct the address of the interface, or network.subnet or network.interface of the cluster file"
-        yield m.tell(SUBNET, FAIL if m.several else WARN, f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}", fix)
+        yield Seen(FAIL if m.several else WARN, f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}", fix)
 
 
-def speed(m: Machine) -> Iterator[Finding]:
-    """The interface has the speed of the cluster file."""
+@rule("interface-speed", MACHINE)
+def speed(m: Machine) -> Iterator[Seen]:
+    """The interface has the speed of the cluster file.
+
+    Looks at: the interface's speed, against the cluster file
+    Why: a link that came up at a tenth of its speed works, and makes the training as much slower; nothing else tells
+    See: https://man7.org/linux/man-pages/man8/ethtool.8.html
+    """
     said, nic = m.section("network").get("gbit"), _nic(m, _named(m))
     if not said or nic is None or m.section("network").get("kind") not in ("ethernet", "roce"):
         return
     if nic.mbit is None:
         if not m.rehearsal and not nic.virtual:
-            yield m.tell(SPEED, UNKNOWN, f"{nic.name} does not tell its speed")
+            yield Seen(UNKNOWN, f"{nic.name} does not tell its speed")
     elif nic.mbit < float(said) * 1000 * WHOLE:
         fix = f"look at cable, transceiver and switch port: ethtool {nic.name}; or correct network.gbit of the cluster file"
-        yield m.tell(SPEED, WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {said:g}", fix)
+        yield Seen(WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {said:g}", fix)
     else:
-        yield m.tell(SPEED, PASS, f"{nic.name}: {nic.mbit / 1000:g} Gbit/s")
+        yield Seen(PASS, f"{nic.name}: {nic.mbit / 1000:g} Gbit/s")
 
 
-def bond(m: Machine) -> Iterator[Finding]:
-    """Links of bonds are up; of the one that carries the ranks, connections are spread."""
+@rule("bond", MACHINE, rank=3)
+def bond(m: Machine) -> Iterator[Seen]:
+    """Links of bonds are up; of the one that carries the ranks, connections are spread.
+
+    Looks at: all links of a bond are up, and connections are spread over them
+    Why: with the hash layer2 all traffic between two nodes takes one link of the bond; a link that is down takes its share away
+    See: https://docs.kernel.org/networking/bonding.html
+    """
     for nic in m.facts.nics:
-        if not nic.bond_mode:
+        if not nic.bond_mode or (nic.up is False and nic.name != _named(m)):
             continue
         down = [link for link in nic.bond_links if link not in nic.bond_links_up]
         if down:
             fix = f"look at cable and switch port: cat /proc/net/bonding/{nic.name}"
-            yield m.tell(BOND, WARN, f"{nic.name}: {', '.join(down)} of {', '.join(nic.bond_links)} down", fix)
+            yield Seen(WARN, f"{nic.name}: {', '.join(down)} of {', '.join(nic.bond_links)} down", fix)
         elif (
             nic.name == (_named(m) or nic.name)  # one for management, or for storage, may be as it is
             and m.section("network").get("kind") != "infiniband"
             and nic.bond_mode in ("802.3ad", "balance-xor")
-            and nic.bond_hash in ("layer2", "layer2+3")
+            and nic.bond_hash in ONE_LINK
             and len(nic.bond_links) > 1
         ):
             fix = f"ip link set {nic.name} type bond xmit_hash_policy layer3+4, and the like on the switch; keep it in its file"
-            yield m.tell(BOND, WARN, f"{nic.name}: {nic.bond_mode} with hash {nic.bond_hash}", fix)
+            yield Seen(WARN, f"{nic.name}: {nic.bond_mode} with hash {nic.bond_hash}", fix)
         else:
-            yield m.tell(BOND, PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
+            yield Seen(PASS, f"{nic.name}: {nic.bond_mode}, {len(nic.bond_links)} links up")
 
 
-def mtu(m: Machine) -> Iterator[Finding]:
-    """A fast interface between nodes has large frames."""
+@rule("mtu", MACHINE, rank=3)
+def mtu(m: Machine) -> Iterator[Seen]:
+    """A fast interface between nodes has large frames.
+
+    Looks at: frame size of a fast interface
+    Why: with frames of 1500 bytes a fast Ethernet link costs whole cores, and often does not reach its speed
+    See: https://github.com/NVIDIA/dgx-spark-playbooks/pull/103
+    """
     nic = _nic(m, _named(m))
     if m.section("network").get("kind") == "infiniband":
         return  # the ranks only meet there: what they send takes InfiniBand
-    if nic is None or nic.kind != "ethernet" or not nic.mtu or (nic.mbit or 0) < FAST_MBIT:
+    if nic is None or nic.kind not in ("ethernet", "") or not nic.mtu or (nic.mbit or 0) < FAST_MBIT:
         return
     if nic.mtu <= 1500:
         fix = f"set 9000 on every node and on the switch: ip link set {nic.name} mtu 9000"
-        yield m.tell(MTU, WARN, f"{nic.name}: {nic.mtu} bytes at {(nic.mbit or 0) / 1000:g} Gbit/s", fix)
+        yield Seen(WARN, f"{nic.name}: {nic.mtu} bytes at {(nic.mbit or 0) / 1000:g} Gbit/s", fix)
     else:
-        yield m.tell(MTU, PASS, f"{nic.name}: {nic.mtu} bytes")
+        yield Seen(PASS, f"{nic.name}: {nic.mtu} bytes")
 
 
-def rdma_port(m: Machine) -> Iterator[Finding]:
-    """The ports that the cluster file names are active; where it names none, one is."""
+@rule("rdma-port", MACHINE, rank=4)
+def rdma_port(m: Machine) -> Iterator[Seen]:
+    """The ports that the cluster file names are active; where it names none, one is.
+
+    Looks at: the RDMA ports that the cluster file counts on
+    Why: without an active port NCCL falls back to sockets in silence: the same all-reduce takes several times as long
+    See: https://github.com/areal-project/AReaL/issues/639
+    """
     network = m.section("network")
-    if network.get("kind") not in ("infiniband", "roce") or not m.computes:
+    if network.get("kind") not in RDMA_KINDS or not m.computes:
         return
     ports = m.facts.rdma
     status = FAIL if m.several else WARN
     fix = "look at cable, switch and subnet manager: ibstat; in a container bind /dev/infiniband and mount /sys"
     if not ports and not m.facts.nics:
-        yield m.tell(PORT, UNKNOWN, "/sys is not to be seen here")
+        yield Seen(UNKNOWN, "/sys is not to be seen here")
         return
     if not ports:
-        yield m.tell(PORT, status, "there is no RDMA adapter", fix)
+        yield Seen(status, "there is no RDMA adapter", fix)
         return
     missing = []
     for said in network.get("hca") or ():
@@ -237,18 +201,24 @@ def rdma_port(m: Machine) -> Iterator[Finding]:
     active = [f"{port.device}:{port.port}" for port in ports if port.active]
     if missing:
         whole = status if len(missing) == len(network.get("hca") or ()) else WARN  # with some NCCL goes on, slower
-        yield m.tell(PORT, whole, f"not active: {', '.join(missing)}", fix)
+        yield Seen(whole, f"not active: {', '.join(missing)}", fix)
     elif not active:
         states = ", ".join(f"{port.device}:{port.port} {port.state or '?'} {port.physical}".strip() for port in ports)
-        yield m.tell(PORT, status, f"no port is active: {states}", fix)
+        yield Seen(status, f"no port is active: {states}", fix)
     elif len(active) < int(network.get("ports") or 1):
-        yield m.tell(PORT, WARN, f"{len(active)} ports active, the cluster file says {network.get('ports')}", fix)
+        yield Seen(WARN, f"{len(active)} ports active, the cluster file says {network.get('ports')}", fix)
     else:
-        yield m.tell(PORT, PASS, f"active: {', '.join(active)}")
+        yield Seen(PASS, f"active: {', '.join(active)}")
 
 
-def verbs(m: Machine) -> Iterator[Finding]:
-    """What uses an active port is in this place."""
+@rule("rdma-verbs", MACHINE, rank=4)
+def verbs(m: Machine) -> Iterator[Seen]:
+    """What uses an active port is in this place.
+
+    Looks at: device files and libraries of active RDMA ports in this place
+    Why: a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets in silence
+    See: https://github.com/areal-project/AReaL/issues/639
+    """
     f = m.facts
     active = [port for port in f.rdma if port.active]
     kind = m.section("network").get("kind")
@@ -263,7 +233,7 @@ def verbs(m: Machine) -> Iterator[Finding]:
     without = sorted(
         name for name in drivers if f.verbs_providers and not any(p in name or name in p for p in f.verbs_providers)
     )
-    hard = bool(lacking) and kind in ("infiniband", "roce")  # providers may lie where nobody looks
+    hard = bool(lacking) and kind in RDMA_KINDS  # providers may lie where nobody looks
     if f.verbs and not f.verbs_providers:
         lacking.append("no provider library is installed")
     elif without and "mlx5" in without:
@@ -274,28 +244,38 @@ def verbs(m: Machine) -> Iterator[Finding]:
             if m.in_container
             else ("install rdma-core; let users open /dev/infiniband/uverbs* (udev rules, Slurm's ConstrainDevices)")
         )
-        yield m.tell(VERBS, FAIL if hard else WARN, "; ".join(lacking), fix)
+        yield Seen(FAIL if hard else WARN, "; ".join(lacking), fix)
     else:
-        yield m.tell(VERBS, PASS, f"{len(f.rdma_devices)} device files, {', '.join(f.verbs_providers) or 'library'}")
+        yield Seen(PASS, f"{len(f.rdma_devices)} device files, {', '.join(f.verbs_providers) or 'library'}")
 
 
-def network_kind(m: Machine) -> Iterator[Finding]:
-    """What the cluster file says is what there is; a variable does not switch off what the file counts on."""
+@rule("network-kind", MACHINE)
+def network_kind(m: Machine) -> Iterator[Seen]:
+    """What the cluster file says is what there is; a variable does not switch off what the file counts on.
+
+    Looks at: the kind of network in the cluster file, against the adapters
+    Why: where the file says ethernet RDMA is switched off: an InfiniBand that is there is not used
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
     kind = m.section("network").get("kind")
     fabric = [f"{port.device}:{port.port}" for port in m.facts.rdma if port.active and port.link_layer == "InfiniBand"]
     if kind == "ethernet" and fabric:
         fix = "network: {kind: infiniband} in the cluster file, unless it is kept for storage"
-        yield m.tell(KIND, WARN, f"the cluster file says ethernet, {', '.join(fabric)} is InfiniBand and active", fix)
-    elif kind in ("infiniband", "roce") and m.environ("NCCL_IB_DISABLE") == "1":
-        yield m.tell(
-            KIND, FAIL if m.several else WARN, f"NCCL_IB_DISABLE=1, the cluster file says {kind}", "unset NCCL_IB_DISABLE"
-        )
+        yield Seen(WARN, f"the cluster file says ethernet, {', '.join(fabric)} is InfiniBand and active", fix)
+    elif kind in RDMA_KINDS and m.environ("NCCL_IB_DISABLE") == "1":
+        yield Seen(FAIL if m.several else WARN, f"NCCL_IB_DISABLE=1, the cluster file says {kind}", "unset NCCL_IB_DISABLE")
     elif kind and m.facts.nics and m.computes:
-        yield m.tell(KIND, PASS, str(kind))
+        yield Seen(PASS, str(kind))
 
 
-def ports(m: Machine) -> Iterator[Finding]:
-    """Jobs meet outside of the ephemeral ports; a port in the environment does too."""
+@rule("ephemeral-ports", MACHINE)
+def ports(m: Machine) -> Iterator[Seen]:
+    """Jobs meet outside of the ephemeral ports; a port in the environment does too.
+
+    Looks at: the kernel's range of ephemeral ports
+    Why: any outgoing connection may take a port of this range: a rendezvous inside of it ends with 'address already in use'
+    See: https://github.com/NVIDIA/enroot/issues/243
+    """
     range_ = m.facts.port_range
     if not range_ or len(range_) != 2:
         return
@@ -304,11 +284,11 @@ def ports(m: Machine) -> Iterator[Finding]:
     fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
     if said.isdigit() and low <= int(said) <= high:
         told = f"MASTER_PORT={said} is among {low} to {high}"
-        yield m.tell(PORTS, WARN, told, f"choose one below {low}, another one for each job")
+        yield Seen(WARN, told, f"choose one below {low}, another one for each job")
     elif low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]:
-        yield m.tell(PORTS, WARN, f"{low} to {high}: hardly a port is left for jobs to meet", fix)
+        yield Seen(WARN, f"{low} to {high}: hardly a port is left for jobs to meet", fix)
     else:
-        yield m.tell(PORTS, PASS, f"{low} to {high}")
+        yield Seen(PASS, f"{low} to {high}")
 
 
 def _is_loopback(text: str) -> bool:
@@ -318,23 +298,35 @@ def _is_loopback(text: str) -> bool:
         return False
 
 
-def loopback(m: Machine) -> Iterator[Finding]:
-    """The own name is an address that others reach, where gloo is not told an interface."""
+@rule("hostname-loopback", MACHINE)
+def loopback(m: Machine) -> Iterator[Seen]:
+    """The own name is an address that others reach, where gloo is not told an interface.
+
+    Looks at: what the machine's own name resolves to
+    Why: gloo binds to it: where it is loopback the other nodes cannot reach this one, and the job waits until its time-out
+    See: https://github.com/aws-samples/aws-do-eks/pull/69
+    """
     own = m.facts.own_addresses
     if not m.computes or not m.several:
         return
     fix = "give the node's own name its address in /etc/hosts (not 127.0.1.1), or set network.interface in the cluster file"
     held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
     if not own:
-        yield m.tell(LOOPBACK, WARN, f"{m.facts.hostname} does not resolve", fix)
+        yield Seen(WARN, f"{m.facts.hostname} does not resolve", fix)
     elif all(map(_is_loopback, own)) and not held:
-        yield m.tell(LOOPBACK, WARN, f"{m.facts.hostname} is {', '.join(own)}", fix)
+        yield Seen(WARN, f"{m.facts.hostname} is {', '.join(own)}", fix)
     else:
-        yield m.tell(LOOPBACK, PASS, ", ".join(own))
+        yield Seen(PASS, ", ".join(own))
 
 
-def node_names(m: Machine) -> Iterator[Finding]:
-    """The other nodes' names resolve, to none of this machine's own addresses of loopback."""
+@rule("node-names", MACHINE)
+def node_names(m: Machine) -> Iterator[Seen]:
+    """The other nodes' names resolve, to none of this machine's own addresses of loopback.
+
+    Looks at: names of the other nodes
+    Why: a name that does not resolve on every node keeps the ranks from meeting
+    See: https://github.com/pytorch/pytorch/issues/73656
+    """
     asked = m.facts.names
     if not asked or not (m.is_member or m.in_step or not m.cluster):
         return
@@ -345,17 +337,8 @@ def node_names(m: Machine) -> Iterator[Finding]:
     )
     fix = "put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)"
     if unknown:
-        yield m.tell(NAMES, FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}", fix)
+        yield Seen(FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}", fix)
     if wrong:
-        yield m.tell(NAMES, FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}", fix)
+        yield Seen(FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}", fix)
     if not unknown and not wrong:
-        yield m.tell(NAMES, PASS, f"{len(asked)} names resolve")
-
-
-LOOKS = (interface, subnet, speed, bond, mtu, rdma_port, verbs, network_kind, ports, loopback, node_names)
-
-
-def check(m: Machine) -> Iterator[Finding]:
-    """All of them."""
-    for look in LOOKS:
-        yield from look(m)
+        yield Seen(PASS, f"{len(asked)} names resolve")

@@ -1,64 +1,30 @@
-"""What the rules of ``nccl-check`` share: how one is written, and what it may look at.
+"""What the rules of the links between GPUs look at: a result of ``nccl-check`` and NCCL's logs. Python 3.8, standard library.
 
-Standard library only, Python 3.8 or later. A rule looks at a :class:`Context` and yields what it saw: nothing where it does not
-apply, ``pass`` where it looked and found nothing, ``unknown`` where it could not look.
+Of findings that are alike bad the one whose rule has the lowest ``rank`` is the headline: what is closest to a cause comes
+first, what is often the echo of another fault last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.log_found import Device, Log
+from clustertune.check.machine import Expects, Machine
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
-from clustertune.nccl_check.log_found import Device, Log
 
-__all__ = ["FAIL", "PASS", "UNKNOWN", "WARN", "Check", "Context", "Seen", "check", "names"]
-
-GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs"
-ENV, TROUBLE = f"{GUIDE}/env.html", f"{GUIDE}/troubleshooting.html"
-ISSUES = "https://github.com/NVIDIA/nccl/issues"
-TESTS = "https://github.com/NVIDIA/nccl-tests/issues"
-
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
+"""What is measured, in the order of what training needs most: sharded data parallelism gathers and scatters."""
+INTERFACES = 3
+"""The rank of the rules of interfaces, which gloo uses too."""
 ENOUGH = 0.8
 """Share of the expected bandwidth below which a rule warns: published figures of healthy clusters spread by a fifth
 (ops/hardware.yaml)."""
-RDMA_KINDS = ("infiniband", "roce", "omnipath")
 PLUGIN_KINDS = ("efa", "slingshot")
 """Networks that NCCL reaches through a plugin only."""
-
-
-class Seen(NamedTuple):
-    """What a rule saw at one place."""
-
-    status: str
-    found: str
-    fix: str = ""
-    """Empty: the rule's own."""
-    where: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A rule with its remedy and the function that looks."""
-
-    rule: Rule
-    fix: str
-    look: Callable[[Context], Iterator[Seen]]
-
-    def findings(self, context: Context) -> Iterator[Finding]:
-        """What it sees in one document and its logs."""
-        for seen in self.look(context):
-            fix = "" if seen.status in (PASS, UNKNOWN) else seen.fix or self.fix
-            yield finding(self.rule, seen.status, seen.found, fix, seen.where)
-
-
-def check(name: str, title: str, why: str, link: str, fix: str) -> Callable[[Callable[[Context], Iterator[Seen]]], Check]:
-    """Makes a rule of a function; ``fix`` is what to do where the function does not say it better."""
-    return lambda look: Check(Rule(name, title, why, link), fix, look)
 
 
 def names(items: Iterable[str], most: int = 4) -> str:
@@ -198,6 +164,35 @@ class Context:
             if port.active and (not layer or port.link_layer == layer)
         ]
 
+    @cached_property
+    def machines(self) -> list[Machine]:
+        """The nodes as the rules of a machine see them, with the interface and the variables that ranks had."""
+        network, compute = self.section("expected", "network"), self.section("expected", "compute")
+        hca = network.get("hca")
+        tried = [(str(item.get("node")), item.get("status")) for item in self.entries("p2p_probe")]
+        variables = {name: value for name, value in self.section("environment").items() if isinstance(value, str)}
+        found = []
+        for facts in self.facts:
+            used = [device.name for device in self.used_interfaces(facts.hostname)]
+            said = {
+                "kind": self.kind,
+                "interface": self.told_interface or (used[0] if len(used) == 1 else ""),
+                "subnet": network.get("subnet") if isinstance(network.get("subnet"), str) else None,
+                "hca": [name for name in hca if isinstance(name, str)] if isinstance(hca, (list, tuple)) else [],
+                "ports": int(number(network.get("ports"))),
+            }
+            interconnect = compute.get("interconnect")
+            cluster = {"network": said, "compute": {"interconnect": interconnect if isinstance(interconnect, str) else None}}
+            mine = {status for node, status in tried if node == facts.hostname}
+            expects = Expects(
+                gpus=(self.ranks or None) if self.backend == "nccl" else None,
+                nodes=self.nodes,
+                ran=True,
+                p2p=False if "hung" in mine else True if "ok" in mine else None,
+            )
+            found.append(Machine(replace(facts, environment={**facts.environment, **variables}), cluster, expects))
+        return found
+
     # --- settings ------------------------------------------------------------------------------------------------------
 
     def settings(self, name: str) -> dict[str, set[str]]:
@@ -277,26 +272,3 @@ def _typed(item: Any) -> Any:
                 if is_dataclass(inner):
                     _typed(inner)
     return item
-
-
-def page(checks: Sequence[Check]) -> str:
-    """The rules as a page of the docs."""
-    lines = [
-        "# What nccl-check judges",
-        "",
-        "Written from the rules by `python3 -m clustertune.nccl_check.judge`. Each rule says `pass`, `warn` "
-        "or `fail`, `unknown`",
-        "where what it looks at could not be seen, and nothing where it does not apply. The verdict is the worst of them; the",
-        "exit code is 0, 1 (warnings) or 2 (failures). The same rules judge a log alone, on a bare login node:",
-        "",
-        "```sh",
-        "python3 -m clustertune.nccl_check.log nccl.log",
-        "```",
-        "",
-        f"There are {len(checks)} rules, what is closest to a cause first.",
-        "",
-    ]
-    for one in checks:
-        lines += [f"## {one.rule.id}", "", f"{one.rule.title}. {one.rule.why}", "", f"What to do: {one.fix}.", ""]
-        lines += [f"<{one.rule.link}>", ""]
-    return "\n".join(lines)

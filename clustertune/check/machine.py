@@ -5,50 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clustertune.health import Finding, Rule, finding
+from clustertune.check.rule import Finding, Rule, finding
 from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.mounts import lies_elsewhere
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
 PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
 """Where a machine is looked at. ``here``: a machine of its own; ``step``: an srun step; ``container``: not in a step."""
 
-NETWORK_KINDS = (
-    "nfs",
-    "nfs4",
-    "nfs3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "wekafs",
-    "glusterfs",
-    "cifs",
-    "smb3",
-    "9p",
-    "panfs",
-    "virtiofs",
-    "orangefs",
-    "pvfs2",
-    "afs",
-)
-"""Kinds of file system that lie on other machines."""
-
-
-LOCAL_FUSE = frozenset(
-    f"fuse.{name}"
-    for name in (
-        "squashfuse",
-        "squashfuse_ll",
-        "fuse-overlayfs",
-        "fuse2fs",
-        "ext2fuse",
-        "snapfuse",
-        "bindfs",
-        "gocryptfs",
-        "encfs",
-    )
-)
-"""Kinds of FUSE that lie on this machine: images of containers, and what stands in front of a local folder."""
+ONE_LINK = ("layer2", "layer2+3", "vlan+srcmac", "encap2+3")
+"""Hashes of a bond that put all traffic between two nodes on one link (docs.kernel.org/networking/bonding.html)."""
+RDMA_KINDS = ("infiniband", "roce", "omnipath")
+"""Networks that NCCL reaches over libibverbs."""
 
 
 @dataclass
@@ -63,6 +31,10 @@ class Expects:
     """Nodes of the job."""
     launched: bool = False
     """Whether ranks get the environment that clustertune derives (caches of their own, no packages of the user's)."""
+    ran: bool = False
+    """Whether ranks have run here: it is one of the job's machines, whatever the cluster file says."""
+    p2p: bool | None = None
+    """Whether its GPUs were seen to exchange data; False: an exchange did not end."""
 
 
 @dataclass
@@ -157,9 +129,9 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
 
 def on_network(mount: Mount) -> bool:
     """Whether a file system lies on other machines, or is a pool of file systems."""
-    return mount.kind in NETWORK_KINDS or (mount.kind.startswith("fuse.") and mount.kind not in LOCAL_FUSE)
+    return lies_elsewhere(mount.kind)
 
 
 def gigabytes(count: float) -> str:
-    """Bytes for people: ``1.5 GB``, ``64 MB``."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    """Bytes for people: ``1.5 GB``, ``64 MB``, ``66 kB``."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e3:.0f} kB" if 0 < count < 1e6 else f"{count / 1e6:.0f} MB"

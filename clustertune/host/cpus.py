@@ -37,3 +37,11 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def readable_cpus(text: str) -> frozenset[int]:
+    """The CPUs of a list that a machine tells; empty where it is none."""
+    try:
+        return parse_cpu_list(text)
+    except ValueError:
+        return frozenset()

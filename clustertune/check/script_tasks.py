@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from clustertune.doctor.batch import Batch, Srun, Token, is_light, options_in, whole
-from clustertune.doctor.finding import Finding, finding
-from clustertune.doctor.script import Command, Reference, Text, walk
+from clustertune.check.script_batch import Batch, Mistake, Srun, Token, is_light, options_in, scanned, whole
+from clustertune.check.script_shell import Command, Reference, Text, walk
 
 _TASK = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 
-def check_expansion(batch: Batch) -> Iterator[Finding]:
+def check_expansion(batch: Batch) -> Iterator[Mistake]:
     """``$SLURM_NODEID`` and its like, put in by the batch shell and not by the task."""
     names = _telling(batch)
     if not names:
@@ -36,7 +35,7 @@ def check_expansion(batch: Batch) -> Iterator[Finding]:
     for (line, name), where in sorted(reaching.items()):
         message = f"the batch shell puts ${name} in, once, for {where}: every task gets the value of task 0"
         remedy = f"srun bash -c '... \"${name}\" ...' with single quotes, in which the task's own shell puts it in"
-        yield finding(line, "expanded-too-early", message, remedy)
+        yield Mistake(line, "expanded-too-early", message, remedy)
 
 
 def _telling(batch: Batch) -> tuple[str, ...]:
@@ -92,7 +91,7 @@ def _reaches_tasks(batch: Batch, command: Command) -> bool:
     return command.name.rsplit("/", 1)[-1] in _LAUNCHERS
 
 
-def check_processes(batch: Batch) -> Iterator[Finding]:
+def check_processes(batch: Batch) -> Iterator[Mistake]:
     """A launcher in several tasks of a node, each starting all ranks."""
     for srun in batch.sruns:
         tasks = tasks_per_node(batch, srun)
@@ -106,7 +105,7 @@ def check_processes(batch: Batch) -> Iterator[Finding]:
             message = f"{tasks} tasks a node, and in each {srun.launcher} --{name}={value.text}: {started} processes a node"
             line = _task_line(batch)
             remedy = "#SBATCH --ntasks-per-node=1" if line else "srun --ntasks-per-node=1 ..."
-            yield finding(line or srun.line, "tasks-times-processes", message, remedy)
+            yield Mistake(line or srun.line, "tasks-times-processes", message, remedy)
             break
 
 
@@ -127,7 +126,7 @@ def tasks_per_node(batch: Batch, srun: Srun) -> int | None:
     return batch.tasks_per_node
 
 
-def check_gpus(batch: Batch) -> Iterator[Finding]:
+def check_gpus(batch: Batch) -> Iterator[Mistake]:
     """``--gpus-per-task`` with several tasks on a node."""
     option = batch.header.last("gpus-per-task")
     places = [(option.line, batch.tasks_per_node)] if option and not batch.header.last("gpu-bind") else []
@@ -137,10 +136,10 @@ def check_gpus(batch: Batch) -> Iterator[Finding]:
     for line, tasks in places:
         if tasks is not None and tasks > 1:
             message = f"--gpus-per-task with {tasks} tasks a node: each task sees only its own GPU"
-            yield finding(line, "gpus-per-task", message, "#SBATCH --gpus-per-node=8, and srun --gpu-bind=none")
+            yield Mistake(line, "gpus-per-task", message, "#SBATCH --gpus-per-node=8, and srun --gpu-bind=none")
 
 
-def check_cpus(batch: Batch) -> Iterator[Finding]:
+def check_cpus(batch: Batch) -> Iterator[Mistake]:
     """sbatch's ``--cpus-per-task``, which does not reach srun."""
     asked = batch.count("cpus-per-task")
     if asked is None or asked < 2 or "SRUN_CPUS_PER_TASK" in batch.assigned:
@@ -150,7 +149,7 @@ def check_cpus(batch: Batch) -> Iterator[Finding]:
         given = {"cpus-per-task", "cpus-per-gpu", "exact"} & set(srun.options)
         if not given and "none" not in bound and not srun.opaque and not is_light(srun):
             message = f"srun does not take --cpus-per-task={asked} from sbatch (Slurm 22.05 and later)"
-            yield finding(srun.line, "cpus-lost-in-srun", message, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
+            yield Mistake(srun.line, "cpus-lost-in-srun", message, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
             return
 
 
@@ -174,7 +173,7 @@ def _assignments(batch: Batch, name: re.Pattern[str]) -> Iterator[Token]:
                 yield Token(assignment.value.text, assignment.line)
 
 
-def check_host(batch: Batch) -> Iterator[Finding]:
+def check_host(batch: Batch) -> Iterator[Mistake]:
     """The node list in the place of a host, and the fall-back to localhost."""
     if batch.nodes == 1:
         return
@@ -184,7 +183,7 @@ def check_host(batch: Batch) -> Iterator[Finding]:
         if _NODELIST.fullmatch(batch.resolve(value.text, value.line)) and value.line not in lines:
             lines.add(value.line)
             remedy = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-            yield finding(value.line, "nodelist-as-host", f"{value.text} is a list such as node[1-4], no host", remedy)
+            yield Mistake(value.line, "nodelist-as-host", f"{value.text} is a list such as node[1-4], no host", remedy)
     fallen = {
         command.line
         for command in batch.everything()
@@ -194,10 +193,10 @@ def check_host(batch: Batch) -> Iterator[Finding]:
     for line in sorted(fallen):
         message = "falls back to localhost: without the first node's name each node would train alone"
         remedy = "end the job instead: ... || exit 1"
-        yield finding(line, "localhost-fallback", message, remedy)
+        yield Mistake(line, "localhost-fallback", message, remedy)
 
 
-def check_port(batch: Batch) -> Iterator[Finding]:
+def check_port(batch: Batch) -> Iterator[Mistake]:
     """A port that another job, or another program, may hold."""
     values = [value for _, value in batch.given(*_PORT_OPTIONS)] + list(_assignments(batch, _PORT_NAME))
     lines = set()
@@ -209,17 +208,17 @@ def check_port(batch: Batch) -> Iterator[Finding]:
         number = whole(resolved)
         if number:
             lines.add(line)
-            yield finding(line, "fixed-port", f"the port is always {number}", _PORT)
+            yield Mistake(line, "fixed-port", f"the port is always {number}", _PORT)
         elif number is None and (between := _port_range(batch, resolved, line)):
             low, high = between
             if high >= _EPHEMERAL[0] and low <= _EPHEMERAL[1]:
                 lines.add(line)
                 message = f"ports from {low} to {high} lie in the range that the kernel gives to any connection"
-                yield finding(line, "port-range", f"{message} (32768 to 60999)", _PORT)
+                yield Mistake(line, "port-range", f"{message} (32768 to 60999)", _PORT)
             elif low < 1024:
                 lines.add(line)
                 message = f"ports from {low} to {high}: those below 1024 are root's"
-                yield finding(line, "port-range", message, _PORT)
+                yield Mistake(line, "port-range", message, _PORT)
 
 
 def _port_text(batch: Batch, value: Token) -> tuple[str | None, int]:
@@ -259,3 +258,75 @@ def _port_range(batch: Batch, text: str, line: int) -> tuple[int, int] | None:
         else:
             return None
     return low, high
+
+
+@scanned("expanded-too-early", check_expansion)
+def expanded_too_early() -> None:
+    """A task's number is put in by the task.
+
+    Why: the batch shell, itself task 0 on the first node, puts the value in: every task gets the same one
+    See: https://github.com/huggingface/alignment-handbook/blob/main/recipes/launch.slurm
+    """
+
+
+@scanned("tasks-times-processes", check_processes)
+def tasks_times_processes() -> None:
+    """One launcher runs on each node.
+
+    Why: each task starts a launcher of its own, and each of these all ranks of the node
+    See: https://github.com/pytorch/pytorch/issues/137402
+    """
+
+
+@scanned("gpus-per-task", check_gpus)
+def gpus_per_task() -> None:
+    """Every rank sees all GPUs of its node.
+
+    Why: each task sees only its own GPU: NCCL finds no peer to peer transport, cuda:1 is an invalid device
+    See: https://github.com/NVIDIA/nccl/issues/1066
+    """
+
+
+@scanned("cpus-lost-in-srun", check_cpus)
+def cpus_lost_in_srun() -> None:
+    """Steps have the cores that the job asked for.
+
+    Why: since Slurm 22.05 srun does not take sbatch's --cpus-per-task: the task is bound to one core
+    See: https://github.com/Lightning-AI/pytorch-lightning/issues/18650
+    """
+
+
+@scanned("nodelist-as-host", check_host)
+def nodelist_as_host() -> None:
+    """The rendezvous is at one host.
+
+    Why: the node list is written node[1-4], which is the name of no host
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("localhost-fallback", check_host)
+def localhost_fallback() -> None:
+    """A job without its first node ends.
+
+    Why: where the name of the first node is not found each node trains alone, in silence
+    See: https://github.com/pytorch/pytorch/issues/73656
+    """
+
+
+@scanned("fixed-port", check_port)
+def fixed_port() -> None:
+    """Each job has a port of its own.
+
+    Why: two jobs on a node, or a process left over from the last one, take the same port: address already in use
+    See: https://github.com/NVIDIA-NeMo/DataDesigner/issues/929
+    """
+
+
+@scanned("port-range", check_port)
+def port_range() -> None:
+    """The port is one that nobody else takes.
+
+    Why: the kernel hands out ports from 32768 on to any connection, and ports below 1024 are root's
+    See: https://github.com/NVIDIA/enroot/issues/243
+    """

@@ -6,80 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from clustertune.doctor.machine import Machine
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule
+from clustertune.check.machine import Machine
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
 from clustertune.host.facts import Gpu
-
-_SMI = "https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html"
-_XID = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
-
-DRIVER = Rule(
-    "gpu-driver",
-    "whether the driver answers",
-    "nothing runs on a GPU whose driver does not answer; one that hangs takes the job's processes with it",
-    "https://github.com/NVIDIA/ubuntu-packaging-nvidia-driver/issues/3",
-)
-COUNT = Rule(
-    "gpu-count",
-    "GPUs that this place sees, against those that the job has",
-    "ranks without a GPU of their own end with an invalid device, or share one and run out of memory",
-    "https://github.com/NVIDIA/nccl/issues/1066",
-)
-MIXED = Rule(
-    "gpu-mixed",
-    "one model of GPU",
-    "all ranks wait for the slowest card, and the smallest memory decides what fits",
-    "https://slurm.schedmd.com/gres.html",
-)
-IN_USE = Rule(
-    "gpu-in-use",
-    "memory and processes of others on the GPUs",
-    "a process that was left over, or somebody else's, takes memory that the training counts on",
-    _SMI,
-)
-MODE = Rule(
-    "gpu-compute-mode",
-    "compute mode",
-    "in exclusive mode a second process, such as an evaluation, gets no context; prohibited means none at all",
-    _SMI,
-)
-MIG = Rule(
-    "gpu-mig",
-    "MIG is off",
-    "a process sees one slice of a GPU, and NCCL has no path between slices",
-    _SMI,
-)
-PERSISTENCE = Rule(
-    "gpu-persistence",
-    "persistence mode",
-    "without it the driver unloads after the last process: each start wakes every GPU again, for seconds; counters are lost",
-    "https://manpages.ubuntu.com/manpages/focal/man1/nvidia-persistenced.1.html",
-)
-THROTTLED = Rule(
-    "gpu-throttled",
-    "reasons why clocks are held down",
-    "one GPU that is held back by heat or power slows every rank of the job",
-    _SMI,
-)
-ECC = Rule(
-    "gpu-ecc",
-    "uncorrected memory errors",
-    "a GPU with uncorrected errors ends processes, or computes with wrong values where ECC is off",
-    "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html",
-)
-REMAP = Rule(
-    "gpu-row-remap",
-    "rows of GPU memory that are to be replaced",
-    "a row with errors stays in use until the GPU is reset; where no spare row is left the card is to be replaced",
-    "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html",
-)
-XID = Rule(
-    "gpu-xid",
-    "errors of GPUs in the kernel's log",
-    "a GPU that has reported one of these is often lost, or gives wrong results, until it is reset",
-    _XID,
-)
-RULES = (DRIVER, COUNT, MIXED, IN_USE, MODE, MIG, PERSISTENCE, THROTTLED, ECC, REMAP, XID)
 
 BUSY_MIB = 1024
 """Memory in use above which a GPU is not idle: without reserved memory a driver shows below 100 MiB, older ones some 600."""
@@ -111,46 +40,57 @@ XIDS: dict[int, tuple[str, str, str]] = {
 """What an Xid means and asks for, by the vendor's catalogue. Others are mostly a program's own faults (13, 31, 43, 45)."""
 
 
-def driver(m: Machine) -> Iterator[Finding]:
-    """The driver answers, for every GPU that is on the bus."""
+@rule("gpu-driver", MACHINE)
+def driver(m: Machine) -> Iterator[Seen]:
+    """The driver answers, for every GPU that is on the bus.
+
+    Looks at: whether the driver answers
+    Why: nothing runs on a GPU whose driver does not answer; one that hangs takes the job's processes with it
+    See: https://github.com/NVIDIA/ubuntu-packaging-nvidia-driver/issues/3
+    """
     f = m.facts
     devices = f.nvidia_devices or 0
     if not m.computes or (not devices and not f.gpus and not f.nvidia_smi):
         return
     if "mismatch" in f.nvidia_smi.lower():
         fix = "the driver was updated while the old one is loaded: reboot the node, and pin the driver's packages"
-        yield m.tell(DRIVER, FAIL, f"nvidia-smi: {f.nvidia_smi}", fix)
+        yield Seen(FAIL, f"nvidia-smi: {f.nvidia_smi}", fix)
     elif (waited := re.search(r"no answer within (\d+) s", f.nvidia_smi)) and int(waited[1]) < SURE_S:
         fix = "look longer (--seconds=60): without persistence mode the driver wakes each GPU anew; else a GPU hangs"
-        yield m.tell(DRIVER, WARN, f"nvidia-smi gave {f.nvidia_smi}", fix)
+        yield Seen(WARN, f"nvidia-smi gave {f.nvidia_smi}", fix)
     elif "no answer" in f.nvidia_smi:
         fix = "a GPU hangs: look for Xid in dmesg, drain the node, power it off and on"
-        yield m.tell(DRIVER, FAIL, f"nvidia-smi gave {f.nvidia_smi}", fix)
+        yield Seen(FAIL, f"nvidia-smi gave {f.nvidia_smi}", fix)
     elif f.nvidia_smi:
-        yield m.tell(DRIVER, FAIL, f"nvidia-smi: {f.nvidia_smi}", "drain the node; look for Xid in dmesg; reset or reboot")
+        yield Seen(FAIL, f"nvidia-smi: {f.nvidia_smi}", "drain the node; look for Xid in dmesg; reset or reboot")
     elif f.gpus:
-        yield m.tell(DRIVER, PASS, f"driver {f.driver or '?'} answers for {len(f.gpus)} GPUs")
+        yield Seen(PASS, f"driver {f.driver or '?'} answers for {len(f.gpus)} GPUs")
     elif m.in_container:
         fix = "give the container the driver: apptainer exec --nv, docker run --gpus all"
-        yield m.tell(DRIVER, FAIL, f"{devices} NVIDIA GPUs on the bus, and no driver in the container", fix)
+        yield Seen(FAIL, f"{devices} NVIDIA GPUs on the bus, and no driver in the container", fix)
     else:
-        yield m.tell(
-            DRIVER,
+        yield Seen(
             FAIL,
             f"{devices} NVIDIA GPUs on the bus, and no nvidia-smi",
             "install the driver, or load it: modprobe nvidia",
         )
 
 
-def count(m: Machine) -> Iterator[Finding]:
-    """As many GPUs as the job has; CUDA's own count where it was asked."""
+@rule("gpu-count", MACHINE)
+def count(m: Machine) -> Iterator[Seen]:
+    """As many GPUs as the job has; CUDA's own count where it was asked.
+
+    Looks at: GPUs that this place sees, against those that the job has
+    Why: ranks without a GPU of their own end with an invalid device, or share one and run out of memory
+    See: https://github.com/NVIDIA/nccl/issues/1066
+    """
     f, expected = m.facts, m.expects.gpus
     if not m.computes or not expected or f.nvidia_smi:
         return
     seen = f.cuda_devices if f.cuda_devices is not None else len(f.gpus)
     limited = m.environ("CUDA_VISIBLE_DEVICES")
     if not seen and not f.nvidia_devices and m.rehearsal:
-        yield m.tell(COUNT, UNKNOWN, f"{expected} GPUs by Slurm's word only: a rehearsal")
+        yield Seen(UNKNOWN, f"{expected} GPUs by Slurm's word only: a rehearsal")
     elif seen < expected:
         fix = "ask with --gpus-per-node and --gpu-bind=none, not --gpus-per-task"
         fix += f"; CUDA_VISIBLE_DEVICES is {limited}" if limited else ""
@@ -158,37 +98,49 @@ def count(m: Machine) -> Iterator[Finding]:
             fix = "no NVIDIA GPU is on this machine's bus: look at it (lspci), and at what gres.conf says of it"
         elif f.nvidia_devices and len(f.gpus) < expected <= f.nvidia_devices:
             fix += "; the driver serves fewer than are on the bus: look for Xid in dmesg"
-        yield m.tell(COUNT, FAIL, f"{seen} GPUs to be seen, the job has {expected}", fix)
+        yield Seen(FAIL, f"{seen} GPUs to be seen, the job has {expected}", fix)
     elif seen > expected and m.in_step:
         fix = "set ConstrainDevices=yes in cgroup.conf, else two jobs use the same GPUs"
-        yield m.tell(COUNT, WARN, f"{seen} GPUs to be seen, the job has {expected}", fix)
+        yield Seen(WARN, f"{seen} GPUs to be seen, the job has {expected}", fix)
     else:
-        yield m.tell(COUNT, PASS, f"{seen} GPUs")
+        yield Seen(PASS, f"{seen} GPUs")
 
 
-def mixed(m: Machine) -> Iterator[Finding]:
-    """All GPUs are of one model and size."""
+@rule("gpu-mixed", MACHINE)
+def mixed(m: Machine) -> Iterator[Seen]:
+    """All GPUs are of one model and size.
+
+    Looks at: one model of GPU
+    Why: all ranks wait for the slowest card, and the smallest memory decides what fits
+    See: https://slurm.schedmd.com/gres.html
+    """
     kinds = Counter((gpu.name, gpu.memory_mib) for gpu in m.facts.gpus if gpu.name)
     if len(kinds) > 1:
         told = ", ".join(f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str))
         fix = "ask for one kind (--gres=gpu:TYPE:N, or --constraint), or set CUDA_VISIBLE_DEVICES to it"
-        yield m.tell(MIXED, WARN, told, fix)
+        yield Seen(WARN, told, fix)
     elif kinds:
-        yield m.tell(MIXED, PASS, f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}")
+        yield Seen(PASS, f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}")
 
 
-def in_use(m: Machine) -> Iterator[Finding]:
-    """Nobody is on the GPUs yet."""
+@rule("gpu-in-use", MACHINE)
+def in_use(m: Machine) -> Iterator[Seen]:
+    """Nobody is on the GPUs yet.
+
+    Looks at: memory and processes of others on the GPUs
+    Why: a process that was left over, or somebody else's, takes memory that the training counts on
+    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
+    """
     busy = [gpu for gpu in m.facts.gpus if gpu.pids or (gpu.used_mib or 0) > BUSY_MIB]
     if not m.facts.gpus or not m.computes:
         return
     if not busy:
-        yield m.tell(IN_USE, PASS, "no process and no memory in use")
+        yield Seen(PASS, "no process and no memory in use")
         return
     told = "; ".join(_use(gpu) for gpu in busy)
     hard = m.in_step and any((gpu.used_mib or 0) * 10 > (gpu.memory_mib or 0) for gpu in busy)
     fix = "find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if nobody's job owns it"
-    yield m.tell(IN_USE, FAIL if hard else WARN, told, fix)
+    yield Seen(FAIL if hard else WARN, told, fix)
 
 
 def _use(gpu: Gpu) -> str:
@@ -196,35 +148,67 @@ def _use(gpu: Gpu) -> str:
     return f"GPU {gpu.index}: {gpu.used_mib if gpu.used_mib is not None else '?'} MiB used{pids}"
 
 
-def modes(m: Machine) -> Iterator[Finding]:
-    """Compute mode, MIG and persistence of each GPU."""
-    gpus = m.facts.gpus
-    if not gpus or not m.computes:
-        return
+@rule("gpu-compute-mode", MACHINE)
+def compute_mode(m: Machine) -> Iterator[Seen]:
+    """Several processes may use each GPU.
+
+    Looks at: compute mode
+    Why: in exclusive mode a second process, such as an evaluation, gets no context; prohibited means none at all
+    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
+    """
+    gpus = m.facts.gpus if m.computes else []
     prohibited = [gpu.index for gpu in gpus if gpu.compute_mode == "Prohibited"]
     exclusive = [gpu.index for gpu in gpus if gpu.compute_mode.startswith("Exclusive")]
     if prohibited:
-        yield m.tell(MODE, FAIL, f"{_gpus(prohibited)}: Prohibited", "as root: nvidia-smi -c 0")
+        yield Seen(FAIL, f"{_gpus(prohibited)}: Prohibited", "as root: nvidia-smi -c 0")
     elif exclusive:
-        yield m.tell(MODE, WARN, f"{_gpus(exclusive)}: Exclusive_Process", "as root: nvidia-smi -c 0")
+        yield Seen(WARN, f"{_gpus(exclusive)}: Exclusive_Process", "as root: nvidia-smi -c 0")
     elif any(gpu.compute_mode for gpu in gpus):
-        yield m.tell(MODE, PASS, "Default")
+        yield Seen(PASS, "Default")
+
+
+@rule("gpu-mig", MACHINE)
+def mig(m: Machine) -> Iterator[Seen]:
+    """No GPU is split by MIG.
+
+    Looks at: MIG is off
+    Why: a process sees one slice of a GPU, and NCCL has no path between slices
+    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
+    """
+    gpus = m.facts.gpus if m.computes else []
     sliced = [gpu.index for gpu in gpus if gpu.mig]
     if sliced:
         fix = "as root, with nothing running: nvidia-smi -mig 0, then reset the GPU; or ask for whole GPUs"
-        yield m.tell(MIG, FAIL, f"{_gpus(sliced)}: MIG is on", fix)
+        yield Seen(FAIL, f"{_gpus(sliced)}: MIG is on", fix)
     elif any(gpu.mig is False for gpu in gpus):
-        yield m.tell(MIG, PASS, "off")
+        yield Seen(PASS, "off")
+
+
+@rule("gpu-persistence", MACHINE)
+def persistence(m: Machine) -> Iterator[Seen]:
+    """The driver stays loaded between processes.
+
+    Looks at: persistence mode
+    Why: without it the driver unloads after the last process: each start wakes every GPU again, for seconds; counters are lost
+    See: https://manpages.ubuntu.com/manpages/focal/man1/nvidia-persistenced.1.html
+    """
+    gpus = m.facts.gpus if m.computes else []
     unkept = [gpu.index for gpu in gpus if gpu.persistence is False]
     if unkept:
         fix = "as root: systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1 after each boot)"
-        yield m.tell(PERSISTENCE, WARN, f"{_gpus(unkept)}: off", fix)
+        yield Seen(WARN, f"{_gpus(unkept)}: off", fix)
     elif any(gpu.persistence for gpu in gpus):
-        yield m.tell(PERSISTENCE, PASS, "on")
+        yield Seen(PASS, "on")
 
 
-def throttled(m: Machine) -> Iterator[Finding]:
-    """No GPU is held back. The power cap of one that computes is as it should be."""
+@rule("gpu-throttled", MACHINE)
+def throttled(m: Machine) -> Iterator[Seen]:
+    """No GPU is held back. The power cap of one that computes is as it should be.
+
+    Looks at: reasons why clocks are held down
+    Why: one GPU that is held back by heat or power slows every rank of the job
+    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
+    """
     held = {gpu.index: [word for word in gpu.throttle if word != "sw_power_cap" or not gpu.pids] for gpu in m.facts.gpus}
     bad = {index: words for index, words in held.items() if words}
     if bad:
@@ -232,32 +216,49 @@ def throttled(m: Machine) -> Iterator[Finding]:
         fix = (
             "look at heat and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER): fans, inlet, power supplies, power limit"
         )
-        yield m.tell(THROTTLED, WARN, told, fix)
+        yield Seen(WARN, told, fix)
     elif held and m.computes:
-        yield m.tell(THROTTLED, PASS, "no GPU is held back")
+        yield Seen(PASS, "no GPU is held back")
 
 
-def memory_errors(m: Machine) -> Iterator[Finding]:
-    """ECC counts nothing that it could not correct, and no row waits to be replaced."""
+@rule("gpu-ecc", MACHINE)
+def ecc(m: Machine) -> Iterator[Seen]:
+    """ECC counts nothing that it could not correct.
+
+    Looks at: uncorrected memory errors
+    Why: a GPU with uncorrected errors ends processes, or computes with wrong values where ECC is off
+    See: https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
+    """
     gpus = m.facts.gpus
     bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
     off = [gpu.index for gpu in gpus if gpu.ecc is False]
     if bad:
         told = "; ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected errors" for gpu in bad)
-        yield m.tell(ECC, FAIL, told, "drain the node and reset the GPU (nvidia-smi -r); replace it if they come again")
+        yield Seen(FAIL, told, "drain the node and reset the GPU (nvidia-smi -r); replace it if they come again")
     elif off and len(off) < len(gpus):
-        yield m.tell(ECC, WARN, f"{_gpus(off)}: ECC is off, on the others it is on", "as root: nvidia-smi -e 1, then reboot")
+        yield Seen(WARN, f"{_gpus(off)}: ECC is off, on the others it is on", "as root: nvidia-smi -e 1, then reboot")
     elif any(gpu.ecc for gpu in gpus):
-        yield m.tell(ECC, PASS, "on, and nothing uncorrected")
+        yield Seen(PASS, "on, and nothing uncorrected")
+
+
+@rule("gpu-row-remap", MACHINE)
+def row_remap(m: Machine) -> Iterator[Seen]:
+    """No row waits to be replaced.
+
+    Looks at: rows of GPU memory that are to be replaced
+    Why: a row with errors stays in use until the GPU is reset; where no spare row is left the card is to be replaced
+    See: https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
+    """
+    gpus = m.facts.gpus
     failed = [gpu.index for gpu in gpus if gpu.remap_failed]
     pending = [gpu.index for gpu in gpus if gpu.remap_pending]
     if failed:
-        yield m.tell(REMAP, FAIL, f"{_gpus(failed)}: remapping failed", "drain the node and have the card replaced")
+        yield Seen(FAIL, f"{_gpus(failed)}: remapping failed", "drain the node and have the card replaced")
     elif pending:
         fix = "drain the node and reset the GPU (nvidia-smi -r), or reboot: rows are remapped then"
-        yield m.tell(REMAP, WARN, f"{_gpus(pending)}: rows wait to be remapped", fix)
+        yield Seen(WARN, f"{_gpus(pending)}: rows wait to be remapped", fix)
     elif any(gpu.remap_pending is False for gpu in gpus):
-        yield m.tell(REMAP, PASS, "no row waits")
+        yield Seen(PASS, "no row waits")
 
 
 def _gpus(indices: list[int]) -> str:
@@ -273,14 +274,20 @@ def read_xid(line: str) -> tuple[str, int, float | None] | None:
     return found[1].lower(), int(found[2]), float(second[1]) if second else None
 
 
-def xids(m: Machine) -> Iterator[Finding]:
-    """The kernel's log holds no serious error of a GPU of the last day; an older one is a warning."""
+@rule("gpu-xid", MACHINE)
+def xids(m: Machine) -> Iterator[Seen]:
+    """The kernel's log holds no serious error of a GPU of the last day; an older one is a warning.
+
+    Looks at: errors of GPUs in the kernel's log
+    Why: a GPU that has reported one of these is often lost, or gives wrong results, until it is reset
+    See: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
+    """
     f = m.facts
     if not f.gpus and not f.nvidia_devices:
         return
     if not f.kernel_log_read:
         if m.computes:
-            yield m.tell(XID, UNKNOWN, "the kernel's log cannot be read here (kernel.dmesg_restrict)")
+            yield Seen(UNKNOWN, "the kernel's log cannot be read here (kernel.dmesg_restrict)")
         return
     seen: dict[tuple[int, str], list[float]] = {}
     for line in f.xids:
@@ -291,15 +298,6 @@ def xids(m: Machine) -> Iterator[Finding]:
         status, meaning, fix = XIDS[number]
         old = min(ages) > DAY_S
         when = f", the last {min(ages) / DAY_S:.0f} days ago" if old else ""
-        yield m.tell(XID, WARN if old else status, f"Xid {number} of GPU {bus}, {len(ages)} times{when}: {meaning}", fix)
+        yield Seen(WARN if old else status, f"Xid {number} of GPU {bus}, {len(ages)} times{when}: {meaning}", fix)
     if not seen:
-        yield m.tell(XID, PASS, "no serious Xid since boot")
-
-
-LOOKS = (driver, count, mixed, in_use, modes, throttled, memory_errors, xids)
-
-
-def check(m: Machine) -> Iterator[Finding]:
-    """All of them."""
-    for look in LOOKS:
-        yield from look(m)
+        yield Seen(PASS, "no serious Xid since boot")

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from clustertune.doctor.batch import Batch, is_light
-from clustertune.doctor.finding import Finding, finding
-from clustertune.doctor.script import Command
+from clustertune.check.script_batch import Batch, Mistake, is_light, scanned
+from clustertune.check.script_shell import Command
 
 _NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM", "18": "CONT"}
 _SIGNAL = re.compile(r"(?:(?P<who>[RB]+):)?(?P<signal>\w+)(?:@\d+)?")
@@ -37,7 +36,7 @@ def _traps(batch: Batch) -> list[_Trap]:
     return found
 
 
-def check_signals(batch: Batch) -> Iterator[Finding]:
+def check_signals(batch: Batch) -> Iterator[Mistake]:
     """``--signal`` and ``trap`` belong together."""
     traps = _traps(batch)
     trapped = frozenset().union(*(trap.signals for trap in traps)) if traps else frozenset()
@@ -54,25 +53,25 @@ def check_signals(batch: Batch) -> Iterator[Finding]:
         if signal in trapped:
             line = next(trap.line for trap in traps if signal in trap.signals)
             message = f"--signal={option.value} is not sent to the batch shell: its trap in line {line} never runs"
-            yield finding(option.line, "signal-misses-shell", message, f"#SBATCH --signal=B:{option.value}")
+            yield Mistake(option.line, "signal-misses-shell", message, f"#SBATCH --signal=B:{option.value}")
         return
     if signal not in trapped:
         if not _may_trap_elsewhere(batch):
             message = f"{signal} ends the batch shell, and with it the job: there is no trap for it"
             remedy = f"trap 'kill -{signal} \"$child\"' {signal}, or without B: #SBATCH --signal={(option.value or '')[2:]}"
-            yield finding(option.line, "signal-kills-shell", message, remedy)
+            yield Mistake(option.line, "signal-kills-shell", message, remedy)
         return
     first = min(trap.line for trap in traps if signal in trap.signals)
     yield from _waited_for(batch, signal, first)
 
 
-def _unsent(batch: Batch, traps: list[_Trap]) -> Iterator[Finding]:
+def _unsent(batch: Batch, traps: list[_Trap]) -> Iterator[Mistake]:
     calls = {word.text for c in batch.everything() if c.name in ("scancel", "kill") for word in c.words}
     for trap in traps:
         for signal in sorted(trap.signals & frozenset(_WARNINGS)):
             if not any(signal in word for word in calls):
                 message = f"a trap for {signal}, but no --signal that would have it sent"
-                yield finding(trap.line, "trap-without-signal", message, f"#SBATCH --signal=B:{signal}@300")
+                yield Mistake(trap.line, "trap-without-signal", message, f"#SBATCH --signal=B:{signal}@300")
 
 
 def _may_trap_elsewhere(batch: Batch) -> bool:
@@ -80,7 +79,7 @@ def _may_trap_elsewhere(batch: Batch) -> bool:
     return any(command.name in ("source", ".", "exec", "eval") for command in batch.everything())
 
 
-def _waited_for(batch: Batch, signal: str, line: int) -> Iterator[Finding]:
+def _waited_for(batch: Batch, signal: str, line: int) -> Iterator[Mistake]:
     """The first program behind the trap that keeps bash from running it."""
     sruns = {id(srun.command): srun for srun in batch.sruns}
     for command in batch.commands:
@@ -90,7 +89,7 @@ def _waited_for(batch: Batch, signal: str, line: int) -> Iterator[Finding]:
         if (srun is not None and not is_light(srun)) or (srun is None and _is_heavy(command)):
             message = f"{command.name} in the foreground: the trap for {signal} (line {line}) waits until it has ended"
             remedy = f'{_start(command)} ... & child=$!; then: wait "$child" || wait "$child"'
-            yield finding(command.line, "trap-waits", message, remedy)
+            yield Mistake(command.line, "trap-waits", message, remedy)
             return
 
 
@@ -104,3 +103,39 @@ def _is_heavy(command: Command) -> bool:
 
 def _start(command: Command) -> str:
     return " ".join(word.text for word in command.words[:2])[:60]
+
+
+@scanned("signal-misses-shell", check_signals)
+def signal_misses_shell() -> None:
+    """The signal reaches the shell that traps it.
+
+    Why: --signal without B: goes to the steps only, the batch shell's trap never runs
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("signal-kills-shell", check_signals)
+def signal_kills_shell() -> None:
+    """The shell traps the signal that it gets.
+
+    Why: a signal without a trap ends bash, and with it the job, ahead of its time limit
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("trap-without-signal", check_signals)
+def trap_without_signal() -> None:
+    """A trap has a signal.
+
+    Why: nothing sends this signal: Slurm warns only jobs that ask for it
+    See: https://github.com/NVIDIA-NeMo/Automodel/pull/3007
+    """
+
+
+@scanned("trap-waits", check_signals)
+def trap_waits() -> None:
+    """A trap runs while the program does.
+
+    Why: bash runs a trap only after the command in the foreground has ended: that is after the time limit
+    See: https://www.gnu.org/software/bash/manual/bash.html#Signals
+    """

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from clustertune.nccl_check.result import COLLECTIVES
-from clustertune.nccl_check.rules import ENOUGH, FAIL, PASS, TESTS, UNKNOWN, WARN, Context, Seen, check, number
+from clustertune.check.links import COLLECTIVES, ENOUGH, Context, number
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 LARGEST = 3
 """The median of so many largest sizes, as the planner's."""
@@ -79,15 +79,15 @@ def _judged(where: str, gb_s: float, seconds: float, expected: float, nominal: f
         yield Seen(PASS, told)
 
 
-@check(
-    "intra-speed",
-    "Bandwidth inside a node",
-    "FSDP gathers every layer over it, twice in each step.",
-    f"{TESTS}/270",
-    "look at the other findings first (P2P, NVLink, PCIe, ACS); then at `nvidia-smi topo -m` and NUMA binding, and try "
-    "NCCL_MIN_NCHANNELS=8",
-)
+@rule("intra-speed", LINKS, rank=9)
 def intra_speed(context: Context) -> Iterator[Seen]:
+    """Bandwidth inside a node.
+
+    Why: FSDP gathers every layer over it, twice in each step.
+    Fix: look at the other findings first (P2P, NVLink, PCIe, ACS); then at `nvidia-smi topo -m` and NUMA binding, and try
+      NCCL_MIN_NCHANNELS=8
+    See: https://github.com/NVIDIA/nccl-tests/issues/270
+    """
     if context.backend != "nccl":
         return
     gb_s, seconds, _ = speed(_scope(context, "intra"))
@@ -99,15 +99,15 @@ def intra_speed(context: Context) -> Iterator[Seen]:
         yield from _judged("inside a node", gb_s, seconds, expected, nominal, fix)
 
 
-@check(
-    "inter-speed",
-    "Bandwidth between nodes",
-    "It bounds how fast any job on several nodes can be.",
-    f"{TESTS}/182",
-    "look at the other findings first (transport, interface, adapters, GPUDirect, one slow node); then measure the line alone "
-    "(`ib_write_bw`, `iperf3 -P 8`), and try `clustertune nccl-check --tune`",
-)
+@rule("inter-speed", LINKS, rank=9)
 def inter_speed(context: Context) -> Iterator[Seen]:
+    """Bandwidth between nodes.
+
+    Why: It bounds how fast any job on several nodes can be.
+    Fix: look at the other findings first (transport, interface, adapters, GPUDirect, one slow node); then measure the line
+      alone (`ib_write_bw`, `iperf3 -P 8`), and try `clustertune nccl-check --tune`
+    See: https://github.com/NVIDIA/nccl-tests/issues/182
+    """
     compute, network = context.section("expected", "compute"), context.section("expected", "network")
     if context.nodes < 2 or context.nodes * context.ranks <= number(compute.get("nvlink_domain")):
         return
@@ -191,16 +191,15 @@ def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, SlowNode]:
     return slow
 
 
-@check(
-    "slow-node",
-    "All nodes are alike",
-    "A collective runs at the speed of the slowest node: one bad cable slows the whole job.",
-    f"{TESTS}/106",
-    "leave the node out (--exclude) and look at its port's speed and errors (`ethtool`, `ibstat`, "
-    "`perfquery`), its cable, its PCIe "
-    "width, and whether another job uses it",
-)
+@rule("slow-node", LINKS, rank=8)
 def slow_node(context: Context) -> Iterator[Seen]:
+    """All nodes are alike.
+
+    Why: A collective runs at the speed of the slowest node: one bad cable slows the whole job.
+    Fix: leave the node out (--exclude) and look at its port's speed and errors (`ethtool`, `ibstat`, `perfquery`), its cable,
+      its PCIe width, and whether another job uses it
+    See: https://github.com/NVIDIA/nccl-tests/issues/106
+    """
     pairs = _pairs(context)
     slow = _slow_nodes(pairs)
     for node, (gb_s, typical, words) in sorted(slow.items()):
@@ -235,14 +234,14 @@ def _per_node(context: Context) -> dict[str, tuple[float, float]]:
     return {node: (gb_s, typical) for node, gb_s in found.items()}
 
 
-@check(
-    "asymmetric",
-    "Both directions of a pair are alike",
-    "A cable or port that is bad in one direction passes every test of the other.",
-    f"{TESTS}/106",
-    "look at the sending side's port and cable, and at traffic shaping there (`tc qdisc show`)",
-)
+@rule("asymmetric", LINKS, rank=8)
 def asymmetric(context: Context) -> Iterator[Seen]:
+    """Both directions of a pair are alike.
+
+    Why: A cable or port that is bad in one direction passes every test of the other.
+    Fix: look at the sending side's port and cable, and at traffic shaping there (`tc qdisc show`)
+    See: https://github.com/NVIDIA/nccl-tests/issues/106
+    """
     pairs = _pairs(context)
     slow = _slow_nodes(pairs)
     looked = False
@@ -260,14 +259,15 @@ def asymmetric(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "pairs are as fast in both directions")
 
 
-@check(
-    "slow-pair",
-    "No pair of good nodes is slow",
-    "Two nodes that are fast with others and slow with each other share a bad link between switches.",
-    f"{TESTS}/106",
-    "look at the switches between them (links between leaf and spine, adaptive routing), and keep jobs on one side until then",
-)
+@rule("slow-pair", LINKS, rank=8)
 def slow_pair(context: Context) -> Iterator[Seen]:
+    """No pair of good nodes is slow.
+
+    Why: Two nodes that are fast with others and slow with each other share a bad link between switches.
+    Fix: look at the switches between them (links between leaf and spine, adaptive routing), and keep jobs on one side until
+      then
+    See: https://github.com/NVIDIA/nccl-tests/issues/106
+    """
     pairs = _pairs(context)
     nodes = {node for pair in pairs for node in pair}
     slow = _slow_nodes(pairs)
@@ -288,15 +288,15 @@ def slow_pair(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "no pair is slower than the others")
 
 
-@check(
-    "jitter",
-    "Steady times",
-    "A collective that takes twice as long now and then holds up all ranks each time.",
-    f"{TESTS}/106",
-    "look for other jobs on the nodes or the network, for clocks that are throttled, and for "
-    "retransmissions (`nstat`, port counters)",
-)
+@rule("jitter", LINKS, rank=9)
 def jitter(context: Context) -> Iterator[Seen]:
+    """Steady times.
+
+    Why: A collective that takes twice as long now and then holds up all ranks each time.
+    Fix: look for other jobs on the nodes or the network, for clocks that are throttled, and for retransmissions (`nstat`, port
+      counters)
+    See: https://github.com/NVIDIA/nccl-tests/issues/106
+    """
     if context.backend != "nccl":
         return
     found = False
@@ -312,20 +312,17 @@ def jitter(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "times are steady")
 
 
-@check(
-    "not-measured",
-    "What the check had no time for",
-    "A result that is not there cannot be judged.",
-    TESTS.rpartition("/")[0],
-    "give the check more time",
-)
+@rule("not-measured", LINKS, rank=9)
 def not_measured(context: Context) -> Iterator[Seen]:
+    """What the check had no time for.
+
+    Why: A result that is not there cannot be judged.
+    Fix: give the check more time
+    See: https://github.com/NVIDIA/nccl-tests
+    """
     left = context.entries("left_out")
     if left:
         reason = str(left[0].get("reason", ""))[:120]
         yield Seen(UNKNOWN, f"{len(left)} measurements were left out: {reason}")
     for item in context.entries("problems"):
         yield Seen(UNKNOWN, str(item.get("message", ""))[:200], where=str(item.get("node", "")))
-
-
-CHECKS = (slow_node, slow_pair, asymmetric, intra_speed, inter_speed, jitter, not_measured)

@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from clustertune.nccl_check import log_faults
-from clustertune.nccl_check.log_found import Device, Fault, Log, NetEdge
-from clustertune.nccl_check.log_lines import ERROR, INFO, TEXT, TRACE, WARN, Record, records
+from clustertune.check import log_faults
+from clustertune.check.log_found import Device, Fault, Log, NetEdge
+from clustertune.check.log_lines import ERROR, INFO, TEXT, TRACE, WARN, Record, records
 
 MOST_FAULTS = 500
 """Different faults that are kept: a log of gigabytes may hold millions of lines of the same few."""

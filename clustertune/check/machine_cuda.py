@@ -5,62 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from clustertune.doctor.machine import Machine
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule
+from clustertune.check.machine import Machine
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.cpus import readable_cpus
 from clustertune.host.gpu_text import gpu_links
-from clustertune.host.system import cpu_set, version
-
-_COMPATIBILITY = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
-
-INIT = Rule(
-    "cuda-init",
-    "what cuInit returns",
-    "the driver may list GPUs that CUDA cannot use: every rank ends at its first call",
-    "https://github.com/pytorch/pytorch/issues/35710",
-)
-OLD = Rule(
-    "driver-cuda",
-    "the driver, against the CUDA of the installed torch",
-    "a torch that was built for a newer CUDA than the driver serves finds no GPU at all",
-    _COMPATIBILITY,
-)
-COMPAT = Rule(
-    "cuda-compat",
-    "no forward-compatibility library in front of the driver's own",
-    "libcuda of cuda-compat works on data-centre cards only, and not with every driver: CUDA ends with error 803 or 804",
-    "https://github.com/NVIDIA/nvidia-docker/issues/1515",
-)
-VISIBLE = Rule(
-    "cuda-visible-devices",
-    "CUDA_VISIBLE_DEVICES as this place finds it",
-    "a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one",
-    "https://slurm.schedmd.com/gres.html",
-)
-PCIE = Rule(
-    "gpu-pcie",
-    "lanes and generation of the slot",
-    "a card that came up with half of its lanes loads weights and talks to the others at half speed; nothing else tells",
-    "https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html",
-)
-ACS = Rule(
-    "pcie-p2p",
-    "IOMMU and ACS between GPUs without NVLink",
-    "traffic between GPUs goes up to the CPU: slow at best; on some cards the first all-reduce hangs until they are reset",
-    "https://github.com/NVIDIA/nccl/issues/1999",
-)
-RDMA = Rule(
-    "gpudirect-rdma",
-    "whether adapters can reach GPU memory",
-    "without nvidia_peermem or dma-buf every byte between nodes is copied through host memory",
-    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-)
-NUMA = Rule(
-    "gpu-numa",
-    "the cores of this place, against the NUMA nodes of its GPUs",
-    "a rank whose cores are all on the other socket copies every batch and every checkpoint across",
-    "https://github.com/pytorch/pytorch/issues/115305",
-)
-RULES = (INIT, OLD, COMPAT, VISIBLE, PCIE, ACS, RDMA, NUMA)
+from clustertune.host.system import version
 
 MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 """Oldest driver that serves a major version of CUDA on Linux, by minor version compatibility (the link of ``driver-cuda``)."""
@@ -86,24 +35,36 @@ COHERENT = re.compile(r"\bG[HB]\d{2,3}\b")
 """GH200, GB200, GB300, GB10: what goes between CPU and GPU takes NVLink-C2C, not the PCIe link of the driver's list."""
 
 
-def init(m: Machine) -> Iterator[Finding]:
-    """CUDA starts."""
+@rule("cuda-init", MACHINE)
+def init(m: Machine) -> Iterator[Seen]:
+    """CUDA starts.
+
+    Looks at: what cuInit returns
+    Why: the driver may list GPUs that CUDA cannot use: every rank ends at its first call
+    See: https://github.com/pytorch/pytorch/issues/35710
+    """
     f = m.facts
     if not m.computes or not f.gpus:
         return
     if f.cuda_init is None:
-        yield m.tell(INIT, UNKNOWN, "libcuda.so.1 was not found, or cuInit did not return in time")
+        yield Seen(UNKNOWN, "libcuda.so.1 was not found, or cuInit did not return in time")
     elif f.cuda_init == 100 and m.facts.environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return  # that is what the variable asks for: its own rule says so
     elif f.cuda_init:
         meaning, fix = INIT_CODES.get(f.cuda_init, ("see CUresult", "look at dmesg and at the versions of driver and libcuda"))
-        yield m.tell(INIT, FAIL, f"cuInit returned {f.cuda_init}: {meaning}", fix)
+        yield Seen(FAIL, f"cuInit returned {f.cuda_init}: {meaning}", fix)
     else:
-        yield m.tell(INIT, PASS, f"{f.cuda_devices} devices")
+        yield Seen(PASS, f"{f.cuda_devices} devices")
 
 
-def old_driver(m: Machine) -> Iterator[Finding]:
-    """The driver serves the CUDA of torch."""
+@rule("driver-cuda", MACHINE)
+def old_driver(m: Machine) -> Iterator[Seen]:
+    """The driver serves the CUDA of torch.
+
+    Looks at: the driver, against the CUDA of the installed torch
+    Why: a torch that was built for a newer CUDA than the driver serves finds no GPU at all
+    See: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+    """
     f = m.facts
     cuda, driver = version(f.torch_cuda), version(f.driver)
     if not cuda or not driver or not m.computes:
@@ -111,19 +72,25 @@ def old_driver(m: Machine) -> Iterator[Finding]:
     needed = MINIMUM_DRIVER.get(cuda[0])
     told = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
     if needed is None:
-        yield m.tell(OLD, UNKNOWN, f"{told}: not in the table")
+        yield Seen(UNKNOWN, f"{told}: not in the table")
     elif driver < needed and "compat" not in f.cuda_library:
         least = ".".join(map(str, needed))
         served = [major for major, oldest in MINIMUM_DRIVER.items() if driver >= oldest]
         fix = f"update the driver to {least} or newer"
         fix += f", or install a torch for CUDA {max(served)}" if served else ""
-        yield m.tell(OLD, FAIL, f"{told}: that needs {least}", fix)
+        yield Seen(FAIL, f"{told}: that needs {least}", fix)
     else:
-        yield m.tell(OLD, PASS, told)
+        yield Seen(PASS, told)
 
 
-def compat(m: Machine) -> Iterator[Finding]:
-    """The libcuda in use is the driver's."""
+@rule("cuda-compat", MACHINE)
+def compat(m: Machine) -> Iterator[Seen]:
+    """The libcuda in use is the driver's.
+
+    Looks at: no forward-compatibility library in front of the driver's own
+    Why: libcuda of cuda-compat works on data-centre cards only, and not with every driver: CUDA ends with error 803 or 804
+    See: https://github.com/NVIDIA/nvidia-docker/issues/1515
+    """
     f = m.facts
     found = (
         f.cuda_library if "compat" in f.cuda_library else next((path for path in f.libraries if "compat/libcuda" in path), "")
@@ -131,33 +98,45 @@ def compat(m: Machine) -> Iterator[Finding]:
     if found:
         told = f"{found} stands in front of driver {f.driver or '?'}"
         fix = "take its folder out of LD_LIBRARY_PATH, unless the driver is a data-centre one that is too old for the image"
-        yield m.tell(COMPAT, FAIL if f.cuda_init in (803, 804) else WARN, told, fix)
+        yield Seen(FAIL if f.cuda_init in (803, 804) else WARN, told, fix)
     elif f.cuda_library:
-        yield m.tell(COMPAT, PASS, f.cuda_library)
+        yield Seen(PASS, f.cuda_library)
 
 
-def visible(m: Machine) -> Iterator[Finding]:
-    """Nobody but Slurm has chosen GPUs."""
+@rule("cuda-visible-devices", MACHINE)
+def visible(m: Machine) -> Iterator[Seen]:
+    """Nobody but Slurm has chosen GPUs.
+
+    Looks at: CUDA_VISIBLE_DEVICES as this place finds it
+    Why: a value from a login shell or a notebook hides GPUs from every rank, or gives all ranks the same one
+    See: https://slurm.schedmd.com/gres.html
+    """
     value = m.facts.environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or (m.in_step and not m.expects.gpus):
         if value is None and m.facts.gpus:
-            yield m.tell(VISIBLE, PASS, "not set")
+            yield Seen(PASS, "not set")
         return
     named = [part for part in value.split(",") if part.strip()]
     if m.in_step and m.expects.gpus:  # Slurm sets it, by the number of the GPU or by its UUID
         if len(named) != m.expects.gpus:
             fix = "unset it in the job's script: Slurm gives each step its own"
-            yield m.tell(VISIBLE, FAIL, f"{value or 'empty'}: {len(named)} GPUs, the job has {m.expects.gpus}", fix)
+            yield Seen(FAIL, f"{value or 'empty'}: {len(named)} GPUs, the job has {m.expects.gpus}", fix)
         else:
-            yield m.tell(VISIBLE, PASS, value)
+            yield Seen(PASS, value)
     elif not named or value.strip() in ("-1", "NoDevFiles"):
-        yield m.tell(VISIBLE, WARN, f"it is {value!r}: no GPU is to be seen", "unset CUDA_VISIBLE_DEVICES")
+        yield Seen(WARN, f"it is {value!r}: no GPU is to be seen", "unset CUDA_VISIBLE_DEVICES")
     elif not m.environ("SLURM_JOB_ID"):
-        yield m.tell(VISIBLE, WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
+        yield Seen(WARN, f"it is {value!r} outside of a job", "unset CUDA_VISIBLE_DEVICES, unless it is meant")
 
 
-def pcie(m: Machine) -> Iterator[Finding]:
-    """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has."""
+@rule("gpu-pcie", MACHINE, rank=6)
+def pcie(m: Machine) -> Iterator[Seen]:
+    """Cards have all their lanes; slots are of the generation that the cluster file says, or that the card has.
+
+    Looks at: lanes and generation of the slot
+    Why: a card that came up with half of its lanes loads weights and talks to the others at half speed; nothing else tells
+    See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
+    """
     gpus = [gpu for gpu in m.facts.gpus if gpu.pcie_width and gpu.pcie_width_max and not COHERENT.search(gpu.name)]
     if not gpus:
         return
@@ -167,15 +146,13 @@ def pcie(m: Machine) -> Iterator[Finding]:
     slow = [gpu for gpu in gpus if gpu.pcie_gen and gpu.pcie_gen < (wanted or gpu.pcie_gen_max or 0)]
     if narrow:
         told = "; ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)
-        yield m.tell(
-            PCIE, WARN, told, "seat card and riser anew, look at the slot's settings in the firmware; lspci -vv shows LnkSta"
-        )
+        yield Seen(WARN, told, "seat card and riser anew, look at the slot's settings in the firmware; lspci -vv shows LnkSta")
     elif slow:
         told = "; ".join(f"GPU {gpu.index}: PCIe {gpu.pcie_gen} of {wanted or gpu.pcie_gen_max}" for gpu in slow)
         fix = "look at riser and the slot's settings in the firmware; if the board has no more, say so in the cluster file"
-        yield m.tell(PCIE, WARN, told, fix)
+        yield Seen(WARN, told, fix)
     else:
-        yield m.tell(PCIE, PASS, f"x{gpus[0].pcie_width}, PCIe {gpus[0].pcie_gen or '?'}")
+        yield Seen(PASS, f"x{gpus[0].pcie_width}, PCIe {gpus[0].pcie_gen or '?'}")
 
 
 def without_nvlink(m: Machine) -> bool:
@@ -186,59 +163,69 @@ def without_nvlink(m: Machine) -> bool:
     return str(m.section("compute").get("interconnect") or "").startswith("pcie")
 
 
-def peer_to_peer(m: Machine) -> Iterator[Finding]:
-    """Nothing stands between GPUs on PCIe."""
+@rule("pcie-p2p", MACHINE, rank=6)
+def peer_to_peer(m: Machine) -> Iterator[Seen]:
+    """Nothing stands between GPUs on PCIe.
+
+    Looks at: IOMMU and ACS between GPUs without NVLink
+    Why: traffic between GPUs goes up to the CPU: slow at best; on some cards the first all-reduce hangs until they are reset
+    See: https://github.com/NVIDIA/nccl/issues/1999
+    """
     f = m.facts
     if len(f.gpus) < 2 or not m.computes or not without_nvlink(m):
         return
     told = []
     if f.acs_redirect:
         told.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
-    if f.iommu:
+    if f.iommu and not m.expects.p2p:
         told.append("the IOMMU translates")
     if m.environ("NCCL_P2P_DISABLE") == "1":
-        yield m.tell(ACS, PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
+        yield Seen(PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
     elif told:
         fix = "boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it"
-        yield m.tell(ACS, WARN, " and ".join(told), fix)
+        yield Seen(FAIL if m.expects.p2p is False else WARN, " and ".join(told), fix)
     elif f.acs_redirect is None:
-        yield m.tell(ACS, UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
+        yield Seen(UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
     else:
-        yield m.tell(ACS, PASS, "neither IOMMU nor ACS in the way")
+        yield Seen(PASS, "neither IOMMU nor ACS in the way")
 
 
-def gpudirect(m: Machine) -> Iterator[Finding]:
-    """Adapters that are up can reach GPU memory."""
+@rule("gpudirect-rdma", MACHINE, rank=4)
+def gpudirect(m: Machine) -> Iterator[Seen]:
+    """Adapters that are up can reach GPU memory.
+
+    Looks at: whether adapters can reach GPU memory
+    Why: without nvidia_peermem or dma-buf every byte between nodes is copied through host memory
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+    """
     f = m.facts
-    if not f.gpus or not m.computes or not m.several or not any(port.active for port in f.rdma):
+    kind = m.section("network").get("kind")
+    if not f.gpus or not m.computes or not m.several or kind == "ethernet" or not any(port.active for port in f.rdma):
         return
     if f.peermem is False:
         fix = "as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf"
-        yield m.tell(RDMA, WARN, "nvidia_peermem is not loaded, and the driver is not the open one", fix)
+        yield Seen(WARN, "nvidia_peermem is not loaded, and the driver is not the open one", fix)
     elif f.peermem:
-        yield m.tell(RDMA, PASS, "nvidia_peermem or dma-buf")
+        yield Seen(PASS, "nvidia_peermem or dma-buf")
 
 
-def numa(m: Machine) -> Iterator[Finding]:
-    """Each GPU has cores of its own NUMA node among those of this place."""
+@rule("gpu-numa", MACHINE)
+def numa(m: Machine) -> Iterator[Seen]:
+    """Each GPU has cores of its own NUMA node among those of this place.
+
+    Looks at: the cores of this place, against the NUMA nodes of its GPUs
+    Why: a rank whose cores are all on the other socket copies every batch and every checkpoint across
+    See: https://github.com/pytorch/pytorch/issues/115305
+    """
     f = m.facts
-    mine = cpu_set(f.affinity_list)
-    near = {gpu.index: cpu_set(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
+    mine = readable_cpus(f.affinity_list)
+    near = {gpu.index: readable_cpus(f.numa_cpus.get(str(gpu.numa), "")) for gpu in f.gpus if gpu.numa is not None}
     if not mine or not m.in_step or not any(near.values()) or len(f.numa_cpus) < 2:
         return
     far = [index for index, cpus in near.items() if cpus and not cpus & mine]
     if far:
         fix = "ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)"
         told = f"GPU {', '.join(map(str, far))}: none of the step's CPUs {f.affinity_list} is on its NUMA node"
-        yield m.tell(NUMA, WARN, told, fix)
+        yield Seen(WARN, told, fix)
     else:
-        yield m.tell(NUMA, PASS, "each GPU has cores nearby")
-
-
-LOOKS = (init, old_driver, compat, visible, pcie, peer_to_peer, gpudirect, numa)
-
-
-def check(m: Machine) -> Iterator[Finding]:
-    """All of them."""
-    for look in LOOKS:
-        yield from look(m)
+        yield Seen(PASS, "each GPU has cores nearby")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from clustertune.nccl_check.rules import ENV, FAIL, ISSUES, PASS, UNKNOWN, WARN, Context, Seen, check, names, number
+from clustertune.check.links import Context, names, number
+from clustertune.check.machine_stack import only_all_reduce
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.system import version
 
 
 class FaultyVersion(NamedTuple):
@@ -57,8 +60,7 @@ DEBUG_VARIABLES = (
     "NCCL_NET_DISABLE_INTRA",
 )
 """NCCL's guide has them below "Debugging", or they replace what NCCL finds out by itself.
-
-Not NCCL_TOPO_FILE, which machines of clouds need, nor NCCL_CUMEM_ENABLE=0, which vLLM always sets."""
+"""
 SAME_EVERYWHERE = (
     "NCCL_ALGO",
     "NCCL_PROTO",
@@ -69,13 +71,6 @@ SAME_EVERYWHERE = (
     "NCCL_MAX_NCHANNELS",
 )
 """Variables that ranks must agree about: they decide what both ends of a connection expect."""
-NO_GATHER = ("tree", "collnetchain", "nvlstree")
-"""Algorithms that only an all-reduce has (https://github.com/NVIDIA/nccl/issues/1473)."""
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """``2.28.9`` as numbers."""
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 def _versions(context: Context, key: str) -> dict[str, set[str]]:
@@ -92,14 +87,14 @@ def _told(found: dict[str, set[str]]) -> str:
     return "; ".join(f"{value} on {names(nodes) or 'others'}" for value, nodes in sorted(found.items())[:4])
 
 
-@check(
-    "mixed-nccl",
-    "One version of NCCL on all nodes",
-    "Versions differ in what ranks tell each other when they start: they refuse each other, or hang.",
-    f"{ISSUES}/286",
-    "give all nodes the same container image, and see that LD_LIBRARY_PATH and LD_PRELOAD bring in no other libnccl.so.2",
-)
+@rule("mixed-nccl", LINKS, rank=5)
 def mixed_nccl(context: Context) -> Iterator[Seen]:
+    """One version of NCCL on all nodes.
+
+    Why: Versions differ in what ranks tell each other when they start: they refuse each other, or hang.
+    Fix: give all nodes the same container image, and see that LD_LIBRARY_PATH and LD_PRELOAD bring in no other libnccl.so.2
+    See: https://github.com/NVIDIA/nccl/issues/286
+    """
     said = [fault for fault in context.log.faults if fault.kind == "nccl-versions"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
@@ -113,14 +108,14 @@ def mixed_nccl(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"NCCL {names(found or context.log.versions)}")
 
 
-@check(
-    "mixed-torch",
-    "One version of torch on all nodes",
-    "Ranks of different versions call collectives in another order or size, and hang or compute something else.",
-    "https://github.com/pytorch/pytorch/issues/122571",
-    "give all nodes the same container image",
-)
+@rule("mixed-torch", LINKS, rank=5)
 def mixed_torch(context: Context) -> Iterator[Seen]:
+    """One version of torch on all nodes.
+
+    Why: Ranks of different versions call collectives in another order or size, and hang or compute something else.
+    Fix: give all nodes the same container image
+    See: https://github.com/pytorch/pytorch/issues/122571
+    """
     found = _versions(context, "torch")
     if len(found) > 1:
         yield Seen(FAIL, f"torch differs: {_told(found)}")
@@ -128,36 +123,32 @@ def mixed_torch(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"torch {names(found)}")
 
 
-@check(
-    "mixed-driver",
-    "One driver on all nodes",
-    "NCCL may choose another way on each side of a connection, and one node's fault is not that of the others.",
-    f"{ISSUES}/447",
-    "update the older ones",
-)
+@rule("mixed-driver", LINKS, rank=5)
 def mixed_driver(context: Context) -> Iterator[Seen]:
-    found: dict[str, set[str]] = {}
-    for facts in context.facts:
-        if facts.driver:
-            found.setdefault(facts.driver, set()).add(facts.hostname)
-    if not found:
-        found = {value: hosts for value, hosts in context.log.drivers.items() if value.isdigit()}
+    """One driver on all nodes.
+
+    Why: NCCL may choose another way on each side of a connection, and one node's fault is not that of the others.
+    Fix: update the older ones
+    See: https://github.com/NVIDIA/nccl/issues/447
+    """
+    if any(facts.driver for facts in context.facts):
+        return  # the rule nodes-driver says it
+    found = {value: hosts for value, hosts in context.log.drivers.items() if value.isdigit()}
     if len(found) > 1:
-        yield Seen(WARN, f"drivers differ: {_told(found)}")
+        yield Seen(FAIL, f"CUDA of the drivers differs: {_told(found)}")
     elif found:
         yield Seen(PASS, f"driver {names(found)}")
 
 
-@check(
-    "driver",
-    "A driver that is new enough for NCCL's CUDA",
-    "CUDA refuses to start, or NCCL does without what it needs.",
-    "https://github.com/NVIDIA/nvidia-docker/issues/1515",
-    "update the driver to that of the image's CUDA, or take an image with an older CUDA; "
-    "forward-compatibility libraries help on "
-    "data-centre cards only",
-)
+@rule("driver", LINKS, rank=1)
 def driver(context: Context) -> Iterator[Seen]:
+    """A driver that is new enough for NCCL's CUDA.
+
+    Why: CUDA refuses to start, or NCCL does without what it needs.
+    Fix: update the driver to that of the image's CUDA, or take an image with an older CUDA; forward-compatibility libraries
+      help on data-centre cards only
+    See: https://github.com/NVIDIA/nvidia-docker/issues/1515
+    """
     said = [fault for fault in context.log.faults if fault.kind == "driver"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
@@ -178,21 +169,21 @@ def number_of(text: str) -> int:
     return 1000 * int(major) + 10 * int(minor.partition(".")[0] or 0) if major.isdigit() and minor[:1].isdigit() else 0
 
 
-@check(
-    "nccl-fault",
-    "Versions of NCCL with known faults",
-    "A hang that needs a certain version looks like a fault of the network.",
-    "https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md",
-    "take another version of the package nvidia-nccl-cu12 or nvidia-nccl-cu13 in the image",
-)
+@rule("nccl-fault", LINKS, rank=5)
 def nccl_fault(context: Context) -> Iterator[Seen]:
+    """Versions of NCCL with known faults.
+
+    Why: A hang that needs a certain version looks like a fault of the network.
+    Fix: take another version of the package nvidia-nccl-cu12 or nvidia-nccl-cu13 in the image
+    See: https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md
+    """
     versions = {*context.log.versions, *_versions(context, "nccl")}
     arm = any("aarch64" in facts.kernel or "arm64" in facts.kernel for facts in context.facts)
     bad = False
     for text in sorted(versions):
-        version = version_of(text)
+        numbers = version(text)
         for known in FAULTY:
-            if len(version) == 3 and known.first <= version <= known.last and (arm or not known.arm):
+            if len(numbers) == 3 and known.first <= numbers <= known.last and (arm or not known.arm):
                 bad = True
                 fix = f"take NCCL {known.fixed} or later: {known.link}"
                 yield Seen(WARN, f"NCCL {text}: {known.fault}", fix)
@@ -200,14 +191,14 @@ def nccl_fault(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"no fault of NCCL {names(versions)} is known here")
 
 
-@check(
-    "gloo-with-gpus",
-    "NCCL where there are GPUs",
-    "Its figures say nothing of what training will see: gloo moves data through the CPU.",
-    "https://pytorch.org/docs/1.5.1/distributed.html",
-    "install a torch with CUDA in the image, see that ranks see the GPUs (`nvidia-smi` in the step), and run the check again",
-)
+@rule("gloo-with-gpus", LINKS, rank=5)
 def gloo_with_gpus(context: Context) -> Iterator[Seen]:
+    """NCCL where there are GPUs.
+
+    Why: Its figures say nothing of what training will see: gloo moves data through the CPU.
+    Fix: install a torch with CUDA in the image, see that ranks see the GPUs (`nvidia-smi` in the step), and run the check again
+    See: https://pytorch.org/docs/1.5.1/distributed.html
+    """
     if context.backend != "gloo":
         return
     why = context.text("backend_why")
@@ -223,15 +214,15 @@ def gloo_with_gpus(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"gloo between CPUs: {why or 'no GPUs'}")
 
 
-@check(
-    "small-world",
-    "All GPUs take part",
-    "Ranks that do not find each other make worlds of their own: each trains the whole job, and the other GPUs idle.",
-    "https://github.com/pytorch/pytorch/issues/137402",
-    "see that every node has the same rendezvous address and port, and that each rank gets its own RANK and WORLD_SIZE; "
-    "for GPUs that ranks do not see: --gres and CUDA_VISIBLE_DEVICES",
-)
+@rule("small-world", LINKS, rank=5)
 def small_world(context: Context) -> Iterator[Seen]:
+    """All GPUs take part.
+
+    Why: Ranks that do not find each other make worlds of their own: each trains the whole job, and the other GPUs idle.
+    Fix: see that every node has the same rendezvous address and port, and that each rank gets its own RANK and WORLD_SIZE; for
+      GPUs that ranks do not see: --gres and CUDA_VISIBLE_DEVICES
+    See: https://github.com/pytorch/pytorch/issues/137402
+    """
     log = context.log
     if log.ranks == 1 and len(log.processes) > 1 and log.complete > 1:
         yield Seen(FAIL, f"{len(log.processes)} processes, each with a communicator of one rank")
@@ -249,14 +240,14 @@ def small_world(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"{stated or log.ranks} ranks took part")
 
 
-@check(
-    "forced-algorithm",
-    "NCCL chooses its algorithms and protocols",
-    "FSDP lives on all_gather and reduce_scatter, which have no tree: NCCL_ALGO=Tree stops them, or is passed over.",
-    f"{ISSUES}/317",
-    "unset NCCL_ALGO and NCCL_PROTO; since 2.24 NCCL_ALGO may name one collective: NCCL_ALGO=allreduce:tree",
-)
+@rule("forced-algorithm", LINKS, rank=5)
 def forced_algorithm(context: Context) -> Iterator[Seen]:
+    """NCCL chooses its algorithms and protocols.
+
+    Why: FSDP lives on all_gather and reduce_scatter, which have no tree: NCCL_ALGO=Tree stops them, or is passed over.
+    Fix: unset NCCL_ALGO and NCCL_PROTO; since 2.24 NCCL_ALGO may name one collective: NCCL_ALGO=allreduce:tree
+    See: https://github.com/NVIDIA/nccl/issues/317
+    """
     said = [fault for fault in context.log.faults if fault.kind == "no-algorithm"]
     if said:
         yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
@@ -265,21 +256,20 @@ def forced_algorithm(context: Context) -> Iterator[Seen]:
         value = context.setting(name)
         if not value:
             continue
-        words = {word.strip().lower() for word in value.lstrip("^").split(",")}
-        only_reduce = name == "NCCL_ALGO" and words <= set(NO_GATHER) and not value.startswith("^")
+        only_reduce = name == "NCCL_ALGO" and only_all_reduce(value)
         found = f"{name}={value}" + (": all_gather and reduce_scatter have no such algorithm" if only_reduce else " is set")
         yield Seen(FAIL if only_reduce else WARN, found)
 
 
-@check(
-    "debug-left-on",
-    "NCCL_DEBUG in training",
-    "INFO writes megabytes for each rank and start; TRACE slows every call.",
-    ENV,
-    "set NCCL_DEBUG=WARN: it says why a call failed, and nothing else",
-)
+@rule("debug-left-on", LINKS, rank=5)
 def debug_left_on(context: Context) -> Iterator[Seen]:
     # The check itself captures the log at INFO, so that the variable in it is not that of training.
+    """NCCL_DEBUG in training.
+
+    Why: INFO writes megabytes for each rank and start; TRACE slows every call.
+    Fix: set NCCL_DEBUG=WARN: it says why a call failed, and nothing else
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
     value = context.section("environment").get("NCCL_DEBUG")
     if isinstance(value, str) and value.upper() in ("INFO", "TRACE"):
         yield Seen(WARN, f"NCCL_DEBUG={value} in the environment of training")
@@ -287,44 +277,29 @@ def debug_left_on(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"NCCL_DEBUG={value}")
 
 
-@check(
-    "debug-variables",
-    "No variables that are meant for debugging",
-    "What helped once on another machine may be slower, crash or hang on this one, says NCCL's guide.",
-    ENV,
-    "unset them (look in /etc/nccl.conf too), measure, and set again only what makes it faster here",
-)
+@rule("debug-variables", LINKS, rank=12)
 def debug_variables(context: Context) -> Iterator[Seen]:
+    """No variables that are meant for debugging.
+
+    Why: What helped once on another machine may be slower, crash or hang on this one, says NCCL's guide.
+    Fix: unset them (look in /etc/nccl.conf too), measure, and set again only what makes it faster here
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
     found = [f"{name}={context.setting(name)}" for name in DEBUG_VARIABLES if context.setting(name)]
     if found:
         yield Seen(WARN, f"{names(found)} set")
 
 
-@check(
-    "mixed-settings",
-    "The same settings on all nodes",
-    "Ranks that disagree about algorithm, protocol or buffers wait for data that never comes.",
-    ENV,
-    "set them in the job for all ranks, and look for an /etc/nccl.conf on single nodes",
-)
+@rule("mixed-settings", LINKS, rank=5)
 def mixed_settings(context: Context) -> Iterator[Seen]:
+    """The same settings on all nodes.
+
+    Why: Ranks that disagree about algorithm, protocol or buffers wait for data that never comes.
+    Fix: set them in the job for all ranks, and look for an /etc/nccl.conf on single nodes
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    """
     for name in SAME_EVERYWHERE:
         values = {value: hosts - {""} for value, hosts in context.log.settings.get(name, {}).items() if hosts - {""}}
         hosts = [host for those in values.values() for host in those]
         if len(values) > 1 and len(hosts) == len(set(hosts)):
             yield Seen(WARN, f"{name} differs: {_told(values)}")
-
-
-CHECKS = (
-    mixed_nccl,
-    driver,
-    forced_algorithm,
-    mixed_torch,
-    small_world,
-    mixed_settings,
-    nccl_fault,
-    gloo_with_gpus,
-    mixed_driver,
-    debug_left_on,
-    debug_variables,
-)

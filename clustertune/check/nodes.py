@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from clustertune.doctor.machine import Machine, gigabytes, on_network
-from clustertune.health import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.machine import Machine, gigabytes, on_network
+from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, rule
 
-ANSWERED = Rule(
-    "node-silent",
-    "nodes that did not say anything",
-    "a node that does not start a step, or hangs in it, keeps the whole job waiting",
-    "https://slurm.schedmd.com/troubleshoot.html#nodes",
-)
-DRIVER = Rule(
-    "nodes-driver",
-    "one version of the driver on all nodes",
-    "NCCL chooses its ways by what the driver can do: nodes that choose differently hang or end at the first collective",
-    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-)
-STACK = Rule(
-    "nodes-packages",
-    "one version of each package on all nodes",
-    "ranks of different versions name parameters, or order collectives, differently: they hang, or save what cannot be loaded",
-    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-)
-GPUS = Rule(
-    "nodes-gpus",
-    "the same GPUs on all nodes",
-    "all ranks wait for the slowest, and a node with fewer GPUs cannot start all of its ranks",
-    "https://slurm.schedmd.com/gres.html",
-)
-SYSTEM = Rule(
-    "nodes-system",
-    "kernel, C library and memory of the nodes",
-    "one node that was updated, or was built differently, fails alone: the fault comes and goes with the nodes of a job",
-    "https://slurm.schedmd.com/troubleshoot.html#nodes",
-)
-LIMITS = Rule(
-    "nodes-limits",
-    "limits, shared memory and cores of the steps",
-    "a limit that one slurmd was started with ends only the ranks of its node",
-    "https://github.com/ai4d-iasc/trixie/issues/81",
-)
-NETWORK = Rule(
-    "nodes-network",
-    "frame size, speed and state of the interface between the nodes",
-    "frames of different size are lost without a word: small messages pass, large ones hang; one slow link slows all",
-    "https://github.com/NVIDIA/nccl/issues/1524",
-)
-MOUNTS = Rule(
-    "nodes-mounts",
-    "the same network file systems on all nodes",
-    "a rank that does not see the run folder, or sees another one, ends, or writes where nobody looks",
-    "https://github.com/huggingface/accelerate/issues/3010",
-)
-CLOCKS = Rule(
-    "nodes-clock",
-    "clocks of the nodes, against that of the node that asked",
-    "munge refuses jobs beyond 5 minutes, leases and logs are judged by time, NFS shows files from the future",
-    "https://slurm.schedmd.com/troubleshoot.html",
-)
-RULES = (ANSWERED, DRIVER, STACK, GPUS, SYSTEM, LIMITS, NETWORK, MOUNTS, CLOCKS)
+
+@dataclass(frozen=True)
+class Several:
+    """The nodes of a job."""
+
+    machines: Sequence[Machine]
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that gave no facts, with what is known of the reason."""
+    asked: float = 0.0
+    answered: float = 0.0
+    """Seconds since 1970 before and after, by the clock of the machine that asked; 0: clocks are not compared."""
+
 
 SKEW_S = 1.0
 """Difference of clocks that is told, beyond what the time of asking leaves open."""
@@ -94,16 +52,16 @@ if TYPE_CHECKING:
     Values = Sequence[tuple[str, Callable[[Machine], object]]]
 
 
-def _judge(machines: Sequence[Machine], rule: Rule, status: str, values: Values, fix: str) -> Iterator[Finding]:
+def _compare(machines: Sequence[Machine], status: str, values: Values, fix: str) -> Iterator[Seen]:
     if len(machines) < 2:
         return
     bad = False
     for name, value in values:
         if told := differing(machines, value):
             bad = True
-            yield finding(rule, status, f"{name}: {told}", fix)
+            yield Seen(status, f"{name}: {told}", fix)
     if not bad and any(value(machine) not in (None, "", [], ()) for _, value in values for machine in machines):
-        yield finding(rule, PASS, f"{', '.join(name for name, _ in values)}: the same on {len(machines)} nodes")
+        yield Seen(PASS, f"{', '.join(name for name, _ in values)}: the same on {len(machines)} nodes")
 
 
 def about(values: Sequence[int | None]) -> dict[int, int]:
@@ -122,19 +80,37 @@ def origin(source: str) -> str:
     return f"{found[1]}.0/24:{found[2]}" if found else source
 
 
-def driver(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """One driver."""
+@rule("nodes-driver", NODES, rank=5)
+def driver(several: Several) -> Iterator[Seen]:
+    """One driver.
+
+    Looks at: one version of the driver on all nodes
+    Why: NCCL chooses its ways by what the driver can do: nodes that choose differently hang or end at the first collective
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+    """
+    machines = several.machines
     fix = "install one version on all nodes; until then leave the odd one out: --exclude=NODE"
-    values = (("driver", lambda m: m.facts.driver), ("CUDA of the driver", lambda m: m.facts.cuda_driver))
-    yield from _judge(machines, DRIVER, FAIL, values, fix)
+    # NCCL chooses features by the driver's CUDA version, cuMem from 12.0 on (src/misc/cudawrap.cc): ranks would disagree.
+    cuda = differing(machines, lambda m: m.facts.cuda_driver)
+    if cuda:
+        yield Seen(FAIL, f"CUDA of the driver: {cuda}", fix)
+    yield from _compare(machines, WARN, (("driver", lambda m: m.facts.driver),), fix)
 
 
 CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|peft|datasets|safetensors): ")
 """What ranks must have alike; of the others a difference is told."""
 
 
-def packages(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """One version of each package, and one Python."""
+@rule("nodes-packages", NODES)
+def packages(several: Several) -> Iterator[Seen]:
+    """One version of each package, and one Python.
+
+    Looks at: one version of each package on all nodes
+    Why: ranks of different versions name parameters, or order collectives, differently: they hang, or save what cannot be
+      loaded
+    See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+    """
+    machines = several.machines
     fix = "use one image, or one environment on a file system that all nodes see"
     names = sorted({package.name for machine in machines for package in machine.facts.packages})
 
@@ -151,13 +127,20 @@ def packages(machines: Sequence[Machine]) -> Iterator[Finding]:
     told = [f"{name}: {text}" for name, value in values if (text := differing(machines, value))]
     if told:
         hard = [text for text in told if CORE.match(text)]
-        yield finding(STACK, FAIL if hard else WARN, "; ".join([*hard, *(text for text in told if text not in hard)][:6]), fix)
+        yield Seen(FAIL if hard else WARN, "; ".join([*hard, *(text for text in told if text not in hard)][:6]), fix)
     elif names:
-        yield finding(STACK, PASS, f"{len(names)} packages: the same on {len(machines)} nodes")
+        yield Seen(PASS, f"{len(names)} packages: the same on {len(machines)} nodes")
 
 
-def gpus(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """As many GPUs, of the same kind."""
+@rule("nodes-gpus", NODES)
+def gpus(several: Several) -> Iterator[Seen]:
+    """As many GPUs, of the same kind.
+
+    Looks at: the same GPUs on all nodes
+    Why: all ranks wait for the slowest, and a node with fewer GPUs cannot start all of its ranks
+    See: https://slurm.schedmd.com/gres.html
+    """
+    machines = several.machines
 
     def kinds(machine: Machine) -> object:
         names = sorted(gpu.name or "?" for gpu in machine.facts.gpus)
@@ -165,11 +148,18 @@ def gpus(machines: Sequence[Machine]) -> Iterator[Finding]:
 
     if any(machine.facts.gpus for machine in machines):
         fix = "ask for one kind of node (--constraint, --gres=gpu:TYPE:N), or leave the odd one out: --exclude=NODE"
-        yield from _judge(machines, GPUS, FAIL, (("GPUs", kinds),), fix)
+        yield from _compare(machines, FAIL, (("GPUs", kinds),), fix)
 
 
-def system(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Kernel, C library, memory and cores are alike."""
+@rule("nodes-system", NODES)
+def system(several: Several) -> Iterator[Seen]:
+    """Kernel, C library, memory and cores are alike.
+
+    Looks at: kernel, C library and memory of the nodes
+    Why: one node that was updated, or was built differently, fails alone: the fault comes and goes with the nodes of a job
+    See: https://slurm.schedmd.com/troubleshoot.html#nodes
+    """
+    machines = several.machines
     fix = "bring the nodes to one state, or leave the odd one out: --exclude=NODE"
 
     sizes = about([machine.facts.memory_bytes for machine in machines])
@@ -184,11 +174,18 @@ def system(machines: Sequence[Machine]) -> Iterator[Finding]:
         ("memory", memory),
         ("CPUs", lambda m: m.facts.cpus),
     )
-    yield from _judge(machines, SYSTEM, WARN, values, fix)
+    yield from _compare(machines, WARN, values, fix)
 
 
-def limits(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Limits of the steps are alike."""
+@rule("nodes-limits", NODES)
+def limits(several: Several) -> Iterator[Seen]:
+    """Limits of the steps are alike.
+
+    Looks at: limits, shared memory and cores of the steps
+    Why: a limit that one slurmd was started with ends only the ranks of its node
+    See: https://github.com/ai4d-iasc/trixie/issues/81
+    """
+    machines = several.machines
     fix = "the same unit of slurmd on all nodes (LimitMEMLOCK, LimitNOFILE), then systemctl restart slurmd on the odd one"
 
     def size(value: int | None) -> object:
@@ -206,11 +203,18 @@ def limits(machines: Sequence[Machine]) -> Iterator[Finding]:
         ("shared memory", shm),
         ("cores", lambda m: m.facts.affinity),
     )
-    yield from _judge(machines, LIMITS, WARN, values, fix)
+    yield from _compare(machines, WARN, values, fix)
 
 
-def network(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """The interface between the nodes, and the RDMA ports, are alike."""
+@rule("nodes-network", NODES, rank=3)
+def network(several: Several) -> Iterator[Seen]:
+    """The interface between the nodes, and the RDMA ports, are alike.
+
+    Looks at: frame size, speed and state of the interface between the nodes
+    Why: frames of different size are lost without a word: small messages pass, large ones hang; one slow link slows all
+    See: https://github.com/NVIDIA/nccl/issues/1524
+    """
+    machines = several.machines
 
     def nic(key: str) -> Callable[[Machine], object]:
         def value(machine: Machine) -> object:
@@ -220,7 +224,7 @@ def network(machines: Sequence[Machine]) -> Iterator[Finding]:
         return value
 
     fix = "set it alike on all nodes and on the switch: ip link show, ethtool"
-    yield from _judge(machines, NETWORK, FAIL, (("MTU", nic("mtu")),), fix)
+    yield from _compare(machines, FAIL, (("MTU", nic("mtu")),), fix)
 
     def rdma(machine: Machine) -> object:
         active = [port for port in machine.facts.rdma if port.active]
@@ -232,7 +236,7 @@ def network(machines: Sequence[Machine]) -> Iterator[Finding]:
         values.append(("RDMA", rdma))
     for name, value in values:
         if len(machines) > 1 and (told := differing(machines, value)):
-            yield finding(NETWORK, WARN, f"{name}: {told}", "look at cables and ports of the odd node: ibstat, ethtool")
+            yield Seen(WARN, f"{name}: {told}", "look at cables and ports of the odd node: ibstat, ethtool")
 
 
 def _route(machine: Machine) -> str:
@@ -241,8 +245,15 @@ def _route(machine: Machine) -> str:
     return real[0] if len(real) == 1 else ""
 
 
-def mounts(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """File systems of the network are mounted on all nodes, from the same place."""
+@rule("nodes-mounts", NODES)
+def mounts(several: Several) -> Iterator[Seen]:
+    """File systems of the network are mounted on all nodes, from the same place.
+
+    Looks at: the same network file systems on all nodes
+    Why: a rank that does not see the run folder, or sees another one, ends, or writes where nobody looks
+    See: https://github.com/huggingface/accelerate/issues/3010
+    """
+    machines = several.machines
     if len(machines) < 2:
         return
     tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if on_network(mount)} for m in machines}
@@ -258,9 +269,9 @@ def mounts(machines: Sequence[Machine]) -> Iterator[Finding]:
             told.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
     if told:
         fix = "mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE"
-        yield finding(MOUNTS, WARN, "; ".join(told[:6]), fix)
+        yield Seen(WARN, "; ".join(told[:6]), fix)
     elif points:
-        yield finding(MOUNTS, PASS, f"{len(points)} network file systems: the same on {len(machines)} nodes")
+        yield Seen(PASS, f"{len(points)} network file systems: the same on {len(machines)} nodes")
 
 
 def _waits(machine: Machine, point: str) -> bool:
@@ -273,27 +284,36 @@ def skew(told: float, asked: float, answered: float) -> float:
     return max(0.0, asked - told, told - answered) * (1 if told >= asked else -1)
 
 
-def clocks(machines: Sequence[Machine], asked: float, answered: float) -> Iterator[Finding]:
-    """Each node's clock was, when it answered, between the times at which it was asked and had answered."""
-    off = {machine.where: skew(machine.facts.time, asked, answered) for machine in machines if machine.facts.time}
+@rule("nodes-clock", NODES)
+def clocks(several: Several) -> Iterator[Seen]:
+    """Each node's clock was, when it answered, between the times at which it was asked and had answered.
+
+    Looks at: clocks of the nodes, against that of the node that asked
+    Why: munge refuses jobs beyond 5 minutes, leases and logs are judged by time, NFS shows files from the future
+    See: https://slurm.schedmd.com/troubleshoot.html
+    """
+    asked, answered = several.asked, several.answered
+    if len(several.machines) < 2 or not answered:
+        return
+    off = {m.where: skew(m.facts.time, asked, answered) for m in several.machines if m.facts.time}
     bad = {name: seconds for name, seconds in off.items() if abs(seconds) > SKEW_S}
     if bad:
         told = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in sorted(bad.items())[:8])
         status = FAIL if max(map(abs, bad.values())) > MUNGE_S else WARN
         fix = "chrony with the same servers on all nodes; at once, as root: chronyc makestep"
-        yield finding(CLOCKS, status, f"off at least: {told}", fix)
+        yield Seen(status, f"off at least: {told}", fix)
     elif off:
-        yield finding(CLOCKS, PASS, f"within {answered - asked + SKEW_S:.1f} s on {len(off)} nodes")
+        yield Seen(PASS, f"within {answered - asked + SKEW_S:.1f} s on {len(off)} nodes")
 
 
-def missing(expected: Sequence[str], faults: dict[str, str], *, alive: bool = True) -> Iterator[Finding]:
-    """The nodes that gave no facts, with what is known of the reason."""
-    for name in expected:
-        words = faults.get(name, "no answer")
-        fix = "look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE"
-        status = FAIL if alive else UNKNOWN
-        yield finding(ANSWERED, status, words, fix if alive else "", where=name)
+@rule("node-silent", NODES)
+def missing(several: Several) -> Iterator[Seen]:
+    """Every node said something; where not, what is known of the reason.
 
-
-LOOKS = (driver, packages, gpus, system, limits, network, mounts)
-"""Those that take the machines alone."""
+    Looks at: nodes that did not say anything
+    Why: a node that does not start a step, or hangs in it, keeps the whole job waiting
+    See: https://slurm.schedmd.com/troubleshoot.html#nodes
+    """
+    fix = "look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE"
+    for name, words in several.silent.items():
+        yield Seen(FAIL, words, fix, where=name)

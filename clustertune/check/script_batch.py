@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from clustertune.doctor.directives import Header, read_header
-from clustertune.doctor.options import SRUN, SRUN_SHORT
-from clustertune.doctor.script import Command, Text, walk
-from clustertune.doctor.shell import parse
+from clustertune.check.rule import SCRIPT, WARN, Check, Seen, rule
+from clustertune.check.script_directives import SRUN, SRUN_SHORT, Header, read_header
+from clustertune.check.script_shell import Command, Text, parse, walk
 
 MAX_EXPANDED = 20_000
 """Characters of an expanded text; a script that doubles a variable again and again must not fill memory."""
@@ -27,6 +27,20 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[
 _LAUNCHER = re.compile(
     r"(?:^|[\s/'\"(])(torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|deepspeed)(?=$|[\s'\"])"
 )
+
+
+class Mistake(NamedTuple):
+    """What a scan of a script sees, for the rule of that name."""
+
+    line: int
+    """From 1."""
+    rule: str
+    message: str
+    remedy: str
+
+
+if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
+    Scan = Callable[["Batch"], Iterator[Mistake]]
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,16 @@ class Batch:
     assigned: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     """For each variable the texts that it is given, with their lines."""
     sruns: list[Srun] = field(default_factory=list)
+
+    raw: str = ""
+    """The text with its own line ends."""
+    _mistakes: dict[Scan, list[Mistake]] = field(default_factory=dict)
+
+    def mistakes(self, scan: Scan) -> list[Mistake]:
+        """What a scan of the script sees; each is run once."""
+        if scan not in self._mistakes:
+            self._mistakes[scan] = list(scan(self))
+        return self._mistakes[scan]
 
     def everything(self) -> Iterator[Command]:
         """The commands that the batch shell runs, with those of substitutions; bodies of exported functions are not its own."""
@@ -182,10 +206,11 @@ def whole(value: str | None) -> int | None:
     return int(value) if value is not None and re.fullmatch(r"[0-9]{1,9}", value) else None
 
 
-def read_batch(text: str, path: str, cwd: Path) -> Batch:
-    """Read a script whose line ends are ``\\n``."""
+def read_batch(raw: str, path: str, cwd: Path) -> Batch:
+    """Read a script."""
+    text = raw.lstrip("\ufeff").replace("\r\n", "\n")
     lines = text.split("\n")
-    batch = Batch(path, cwd, text, lines, read_header(lines), parse(text))
+    batch = Batch(path, cwd, text, lines, read_header(lines), parse(text), raw=raw)
     for command in walk(batch.commands):
         words = [word.text for word in command.words]
         if words[:1] in (["export"], ["declare"], ["typeset"]) and any(w.startswith("-") and "f" in w for w in words[1:2]):
@@ -254,3 +279,18 @@ def is_light(srun: Srun) -> bool:
         inner = [c.name.rsplit("/", 1)[-1] for c in walk(parse(" ".join(named))) if c.words]
         return bool(inner) and all(name in _LIGHT for name in inner)
     return srun.program in _LIGHT
+
+
+def scanned(name: str, scan: Scan) -> Callable[[Callable[[], None]], Check]:
+    """Makes a rule of a docstring: it says what ``scan``, which several rules share, sees of it."""
+
+    def register(described: Callable[[], None]) -> Check:
+        def look(batch: Batch) -> Iterator[Seen]:
+            found = (mistake for mistake in batch.mistakes(scan) if mistake.rule == name)
+            return (Seen(WARN, mistake.message, mistake.remedy, str(mistake.line)) for mistake in found)
+
+        look.__doc__ = described.__doc__
+        look.__module__ = described.__module__
+        return rule(name, SCRIPT)(look)
+
+    return register

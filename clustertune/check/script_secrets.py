@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from clustertune.doctor.batch import Batch
-from clustertune.doctor.finding import Finding, finding
-from clustertune.doctor.script import Command
+from clustertune.check.script_batch import Batch, Mistake, scanned
+from clustertune.check.script_shell import Command
+from clustertune.host.credentials import holds_secret
 
 _NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD)$")
 _NOT_SECRET = re.compile(r"^(?:PAD|EOS|BOS|SEP|CLS|MASK|UNK|STOP|START|END|SPECIAL|IMAGE|EXTRA|NEXT|MAX|MIN|NUM)_")
-_KNOWN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|AKIA[0-9A-Z]{16})"
-)
 _OPTIONS = re.compile(r"--(?:(?:hub|hf|push_to_hub|auth|access)_)?token|--(?:wandb_)?(?:api_?)?key|--password|--secret")
 _GIVEN = re.compile(r"(?:^|[,\s])([A-Za-z_]\w*)=([^,\s]+)")
 _DOTENV = re.compile(r"(?:^|/)(?:\.env(?:\.\w+)?|secrets?(?:\.env|\.sh)?)$")
@@ -28,13 +25,13 @@ def is_secret(name: str) -> bool:
 
 def _looks_real(value: str) -> bool:
     """A literal that is a key, and neither a reference, a path, nor a hint to put one in."""
-    if _KNOWN.search(value):
+    if holds_secret(value):
         return True
     hint = re.search(r"your|xxx|\.\.\.|change|example|placeholder|insert|<|>|dummy|none|true|false", value, re.IGNORECASE)
     return not hint and bool(re.fullmatch(r"[A-Za-z0-9_+=.:-]{8,}", value)) and bool(re.search(r"\d", value))
 
 
-def check_secrets(batch: Batch) -> Iterator[Finding]:
+def check_secrets(batch: Batch) -> Iterator[Mistake]:
     """Keys in the file, in exports, on command lines and in the log."""
     lines: set[int] = set()
     for found in (_written(batch), _exported(batch), _shown(batch), _dotenv(batch)):
@@ -46,34 +43,34 @@ def check_secrets(batch: Batch) -> Iterator[Finding]:
             yield item
 
 
-def _written(batch: Batch) -> Iterator[Finding]:
+def _written(batch: Batch) -> Iterator[Mistake]:
     seen = set()
     message = "a key stands in the script (not repeated here)"
     for number, line in enumerate(batch.lines, 1):
-        if _KNOWN.search(line):
+        if holds_secret(line):
             seen.add(number)
-            yield finding(number, "secret-in-file", message, f"revoke it, and read it from a file of mode 0600: {_READ}")
+            yield Mistake(number, "secret-in-file", message, f"revoke it, and read it from a file of mode 0600: {_READ}")
     for command in batch.everything():
         for assignment in command.assignments:
             if is_secret(assignment.name) and assignment.line not in seen and _looks_real(assignment.value.text):
                 seen.add(assignment.line)
                 remedy = f"revoke it, and read it from a file of mode 0600: {_READ}"
-                yield finding(assignment.line, "secret-in-file", message, remedy)
+                yield Mistake(assignment.line, "secret-in-file", message, remedy)
 
 
-def _exported(batch: Batch) -> Iterator[Finding]:
+def _exported(batch: Batch) -> Iterator[Mistake]:
     values = [(option.line, option.value or "") for option in batch.header.options if option.name == "export"]
     values += [(srun.line, srun.options.get("export") or "") for srun in batch.sruns]
     for line, value in values:
         for match in _GIVEN.finditer(value):
             if is_secret(match.group(1)):
                 message = f"--export with the value of {match.group(1)}"
-                yield finding(
+                yield Mistake(
                     line, "secret-in-export", message, f"name it only, without a value: --export=ALL,{match.group(1)}"
                 )
 
 
-def _shown(batch: Batch) -> Iterator[Finding]:
+def _shown(batch: Batch) -> Iterator[Mistake]:
     """Command lines and the log: ``set -x``, ``echo``, ``env``."""
     tracing = "-" in batch.lines[0] and bool(re.search(r"\s-\w*x", batch.lines[0])) and batch.lines[0].startswith("#!")
     traced = 1 if tracing else 0
@@ -91,12 +88,12 @@ def _shown(batch: Batch) -> Iterator[Finding]:
         secrets = _names(command) or [a.name for a in command.assignments if is_secret(a.name)]
         if traced and (secrets or _reads_dotenv(command)):
             what = f"the value of {secrets[0]}" if secrets else "what .env holds"
-            yield finding(traced, "secret-in-log", f"set -x writes {what} (line {command.line}) into the log", "set +x")
+            yield Mistake(traced, "secret-in-log", f"set -x writes {what} (line {command.line}) into the log", "set +x")
             traced = 0
         follower = commands[at + 1].name if command.after == "|" and at + 1 < len(commands) else ""
         if holds and _dumps_environment(command, follower):
             message = f"{words[-1]} writes every variable of the job into the log, keys too"
-            yield finding(command.line, "secret-in-log", message, "env | grep -E '^(SLURM|NCCL)_'")
+            yield Mistake(command.line, "secret-in-log", message, "env | grep -E '^(SLURM|NCCL)_'")
         yield from _on_command_line(command, words)
 
 
@@ -110,14 +107,14 @@ def _names(command: Command) -> list[str]:
     ]
 
 
-def _on_command_line(command: Command, words: list[str]) -> Iterator[Finding]:
+def _on_command_line(command: Command, words: list[str]) -> Iterator[Mistake]:
     if not words or words[0] in _DECLARING:
         return
     names = _names(command)
     quiet = command.after in ("|", "|&") or bool(command.targets)
     if words[0] in ("echo", "printf"):
         if names and not quiet:
-            yield finding(command.line, "secret-in-log", f"{words[0]} writes the value of {names[0]} into the log", "remove it")
+            yield Mistake(command.line, "secret-in-log", f"{words[0]} writes the value of {names[0]} into the log", "remove it")
         return
     remedy = "leave it out: the program reads it from its environment (HF_TOKEN, WANDB_API_KEY)"
     for at, word in enumerate(words):
@@ -125,10 +122,10 @@ def _on_command_line(command: Command, words: list[str]) -> Iterator[Finding]:
         following = value if equals else (words[at + 1] if at + 1 < len(words) else "")
         known = _OPTIONS.fullmatch("--" + option[2:].replace("-", "_")) if option.startswith("--") else None
         if known and (_looks_real(following) or "$" in following):
-            yield finding(command.words[at].line, "secret-in-arguments", f"{option} with a value", remedy)
+            yield Mistake(command.words[at].line, "secret-in-arguments", f"{option} with a value", remedy)
             return
     if names:
-        yield finding(command.line, "secret-in-arguments", f"{words[0]} with the value of {names[0]}", remedy)
+        yield Mistake(command.line, "secret-in-arguments", f"{words[0]} with the value of {names[0]}", remedy)
 
 
 def _dumps_environment(command: Command, follower: str) -> bool:
@@ -148,8 +145,53 @@ def _reads_dotenv(command: Command) -> bool:
     return words[:1] == ["export"] and any(_DOTENV.search(word) for word in inner)
 
 
-def _dotenv(batch: Batch) -> Iterator[Finding]:
+def _dotenv(batch: Batch) -> Iterator[Mistake]:
     for command in batch.everything():
         if _reads_dotenv(command):
             message = f"{command.name} runs .env as a program and hands all of it on"
-            yield finding(command.line, "dotenv-sourced", message, f"take the names that you need: {_READ}")
+            yield Mistake(command.line, "dotenv-sourced", message, f"take the names that you need: {_READ}")
+
+
+@scanned("secret-in-file", check_secrets)
+def secret_in_file() -> None:
+    """No secret stands in the script.
+
+    Why: a secret in a script is kept by Slurm (scontrol write batch_script) and by git
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("secret-in-export", check_secrets)
+def secret_in_export() -> None:
+    """No secret stands in --export.
+
+    Why: the value stands in the job's record or on a command line, which others can read
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("secret-in-arguments", check_secrets)
+def secret_in_arguments() -> None:
+    """No secret stands on a command line.
+
+    Why: every user of the node reads command lines (ps)
+    See: https://man7.org/linux/man-pages/man5/proc_pid_cmdline.5.html
+    """
+
+
+@scanned("secret-in-log", check_secrets)
+def secret_in_log() -> None:
+    """No secret is written into the log.
+
+    Why: the job's log is often readable by all, and is sent along with questions
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+
+
+@scanned("dotenv-sourced", check_secrets)
+def dotenv_sourced() -> None:
+    """.env is read, and not run.
+
+    Why: .env is run as a program, and with set -a all of it goes to every process of the job
+    See: https://www.gnu.org/software/bash/manual/bash.html#index-source
+    """

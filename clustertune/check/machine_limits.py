@@ -1,0 +1,246 @@
+"""Shared memory, limits, cores, memory, kernel and clock of one machine. Python 3.8, standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from clustertune.check.machine import LOGIN, Machine, gigabytes
+from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
+from clustertune.host.system import version
+
+MIB, GIB = 1 << 20, 1 << 30
+SHM_LEAST, SHM_SMALL = 128 * MIB, GIB
+"""NCCL maps 9.6 MB for each connection (https://github.com/NVIDIA/nccl/issues/525): thirteen of them fill the first, which is
+more than Docker's default of 64 MiB; eight ranks with two channels between neighbours come near the second."""
+MEMLOCK_LEAST, MEMLOCK_ENOUGH = 64 * MIB, 4 * GIB
+"""The limit holds for each process (getrlimit(2)). A rank registers 4 MiB for each connection (NCCL_BUFFSIZE in NCCL's guide):
+the second is enough for a thousand of them. Slurm's services start with 64 KiB or 8 MiB: there the first connection fails."""
+ENOUGH_FILES, ENOUGH_PROCESSES = 4096, 4096
+KERNEL_LEAST, GLIBC_LEAST = (5, 5), (2, 28)
+OFFSET_S = 1.0
+
+
+@rule("shm", MACHINE, rank=2)
+def shm(m: Machine) -> Iterator[Seen]:
+    """Shared memory is there, is larger than Docker's default, and has room.
+
+    Looks at: size and room of /dev/shm
+    Why: NCCL and data loaders pass data through it: a small one ends ranks with a bus error or 'no space left on device'
+    See: https://github.com/NVIDIA/nccl/issues/342
+    """
+    f = m.facts
+    if f.shm_bytes is None or not m.computes:
+        return
+    fix = "docker run --shm-size=16g (or --ipc=host); apptainer binds the host's; on a host: mount -o remount,size=50% /dev/shm"
+    free = f.shm_bytes if f.shm_free_bytes is None else f.shm_free_bytes
+    needed = bool(m.facts.gpus or m.expects.gpus) and m.expects.gpus != 1 and not m.rehearsal
+    if not f.shm_bytes:
+        yield Seen(FAIL, "there is no /dev/shm", fix)
+    elif f.shm_bytes < SHM_LEAST:
+        yield Seen(FAIL if needed else WARN, f"{gigabytes(f.shm_bytes)} in all", fix)
+    elif f.shm_bytes < SHM_SMALL:
+        yield Seen(WARN, f"{gigabytes(f.shm_bytes)} in all", fix)
+    elif free < GIB // 4:
+        clean = "remove what ended jobs have left (ls -l /dev/shm), as root or as the files' owner"
+        yield Seen(FAIL if free < SHM_LEAST and needed else WARN, f"{gigabytes(free)} left of {gigabytes(f.shm_bytes)}", clean)
+    else:
+        yield Seen(PASS, f"{gigabytes(free)} free")
+
+
+@rule("memlock", MACHINE, rank=2)
+def memlock(m: Machine) -> Iterator[Seen]:
+    """No limit where RDMA is used; on a login node it is what Slurm passes on to jobs.
+
+    Looks at: how much memory may be locked, in the place where ranks run
+    Why: RDMA adapters lock what they send: with Slurm's own small limit ibv_reg_mr ends with 'cannot allocate memory'
+    See: https://github.com/NVIDIA/nccl-tests/issues/206
+    """
+    f = m.facts
+    kind = m.section("network").get("kind")
+    rdma = any(port.active for port in f.rdma) or kind in ("infiniband", "roce")
+    # every Ethernet adapter of some makers shows an active port: where the file says ethernet RDMA is switched off
+    if f.memlock_bytes is None or not rdma or m.rehearsal or kind == "ethernet" or m.environ("NCCL_IB_DISABLE") == "1":
+        return
+    if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
+        yield Seen(PASS, "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked")
+        return
+    fix = "LimitMEMLOCK=infinity in slurmd's unit (systemctl edit slurmd), PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+    told = f"{gigabytes(f.memlock_bytes)} may be locked"
+    if m.place == LOGIN:
+        passed_on = (
+            "MEMLOCK" not in f.slurm.get("PropagateResourceLimitsExcept", "")
+            and f.slurm.get("PropagateResourceLimits") == "ALL"
+        )
+        if passed_on:
+            yield Seen(WARN, f"{told} here, and Slurm passes the limit on to jobs", fix)
+    elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
+        yield Seen(WARN, told, fix)
+    else:
+        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, told, fix)
+
+
+@rule("open-files", MACHINE)
+def open_files(m: Machine) -> Iterator[Seen]:
+    """Enough files may be open at once.
+
+    Looks at: limit of open files
+    Why: connections, data loaders and shards of weights all take files: 'too many open files' comes hours into a job
+    See: https://man7.org/linux/man-pages/man2/getrlimit.2.html
+    """
+    f = m.facts
+    fix = "LimitNOFILE=1048576 in slurmd's unit; in a shell: ulimit -n 65536"
+    if f.nofile is not None and m.computes:
+        low = 0 <= f.nofile < ENOUGH_FILES
+        hard = f.nofile < 256
+        status = (FAIL if hard else WARN) if low else PASS
+        yield Seen(status, "unlimited" if f.nofile < 0 else str(f.nofile), fix if low else "")
+
+
+@rule("processes", MACHINE)
+def processes(m: Machine) -> Iterator[Seen]:
+    """Enough processes may run at once.
+
+    Looks at: limit of processes
+    Why: ranks, their threads and data loaders count together: a fork then fails with 'resource temporarily unavailable'
+    See: https://man7.org/linux/man-pages/man2/getrlimit.2.html
+    """
+    f = m.facts
+    if f.nproc is not None and m.computes:
+        low = 0 <= f.nproc < ENOUGH_PROCESSES
+        more = "LimitNPROC=infinity in slurmd's unit, TasksMax=infinity; in a shell: ulimit -u 65536"
+        yield Seen(WARN if low else PASS, "unlimited" if f.nproc < 0 else str(f.nproc), more if low else "")
+
+
+@rule("cores-in-step", MACHINE)
+def cores(m: Machine) -> Iterator[Seen]:
+    """The step may use the cores that the job asked for, as far as the machine has them.
+
+    Looks at: cores of the step, against those that were asked for
+    Why: since Slurm 22.05 srun does not take sbatch's --cpus-per-task: all ranks of a node share one core
+    See: https://github.com/Lightning-AI/pytorch-lightning/issues/18650
+    """
+    f = m.facts
+    if not m.in_step or f.affinity is None or not f.cpus:
+        return
+    said = m.environ("SLURM_CPUS_PER_TASK") or m.environ("SRUN_CPUS_PER_TASK")
+    asked = int(said) if said.isdigit() else m.expects.cpus
+    if not asked:
+        return
+    wanted = min(asked, f.cpus)  # a rehearsal claims more than there are
+    if f.affinity < wanted:
+        fix = f"srun --cpus-per-task={asked}, or export SRUN_CPUS_PER_TASK in the job's script"
+        hard = f.affinity * 2 <= wanted
+        told = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {asked}"
+        yield Seen(FAIL if hard else WARN, told, fix)
+    else:
+        yield Seen(PASS, f"{f.affinity} CPUs, asked for {asked}")
+
+
+@rule("memory", MACHINE)
+def memory(m: Machine) -> Iterator[Seen]:
+    """Most of the memory is free before a job begins.
+
+    Looks at: memory that is free before the job begins
+    Why: what an earlier job or a full tmpfs holds is missing when the weights are loaded: the kernel ends a rank
+    See: https://www.kernel.org/doc/html/latest/filesystems/tmpfs.html
+    """
+    f = m.facts
+    if not m.computes or not f.memory_bytes:
+        return
+    shared = m.environ("SLURM_MEM_PER_NODE") or m.environ("SLURM_MEM_PER_CPU")
+    if f.memory_available_bytes is not None and not shared:
+        share = f.memory_available_bytes / f.memory_bytes
+        if share < 0.5:
+            fix = "find who holds it (ps, df /dev/shm, leftovers of ended jobs); nobody's: reboot the node"
+            yield Seen(WARN, f"{gigabytes(f.memory_available_bytes)} free of {gigabytes(f.memory_bytes)}", fix)
+        else:
+            yield Seen(PASS, f"{gigabytes(f.memory_available_bytes)} free")
+
+
+@rule("swap", MACHINE)
+def swap(m: Machine) -> Iterator[Seen]:
+    """Nothing of weight is in swap.
+
+    Looks at: memory in swap
+    Why: a rank whose memory comes back from disk keeps all others waiting
+    See: https://www.kernel.org/doc/html/latest/admin-guide/sysctl/vm.html
+    """
+    f = m.facts
+    if f.swap_used_bytes is not None and m.computes and f.memory_bytes:
+        if f.swap_used_bytes > GIB:
+            fix = "as root, with enough memory free: swapoff -a; swapon -a; vm.swappiness=1 on compute nodes"
+            yield Seen(WARN, f"{gigabytes(f.swap_used_bytes)} in swap", fix)
+        else:
+            yield Seen(PASS, f"{gigabytes(f.swap_used_bytes)} in swap" if f.swap_used_bytes else "none in use")
+
+
+@rule("huge-pages", MACHINE)
+def huge_pages(m: Machine) -> Iterator[Seen]:
+    """No allocation waits for a huge page.
+
+    Looks at: how the kernel makes huge pages
+    Why: with defrag=always every allocation may wait while the kernel moves memory: steps of very different length
+    See: https://docs.kernel.org/admin-guide/mm/transhuge.html
+    """
+    f = m.facts
+    if not m.computes or not f.memory_bytes:
+        return
+    if f.thp_defrag == "always":
+        yield Seen(WARN, "defrag is always", "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/defrag")
+    elif f.thp_defrag:
+        yield Seen(PASS, f"defrag is {f.thp_defrag}")
+
+
+@rule("kernel", MACHINE)
+def kernel(m: Machine) -> Iterator[Seen]:
+    """The kernel is new enough for the stack.
+
+    Looks at: version of the kernel
+    Why: accelerate warns below 5.5: processes may hang
+    See: https://github.com/modelscope/ms-swift/issues/283
+    """
+    f = m.facts
+    found = version(f.kernel)
+    if found and m.computes:
+        old = found < KERNEL_LEAST
+        fix = "run on nodes with a newer distribution; a container does not change the kernel"
+        yield Seen(WARN if old else PASS, f.kernel, fix if old else "")
+
+
+@rule("glibc", MACHINE)
+def glibc(m: Machine) -> Iterator[Seen]:
+    """The C library is new enough for the stack.
+
+    Looks at: version of the C library, where packages are installed
+    Why: torch's wheels are built for 2.28 and newer: pip finds none, or the import ends with 'GLIBC_2.28 not found'
+    See: https://github.com/pytorch/pytorch/issues/123649
+    """
+    f = m.facts
+    library = version(f.glibc)
+    outside = m.section("container").get("runtime") in (None, "none") or m.in_container
+    if library and m.computes and outside:
+        old = library < GLIBC_LEAST
+        fix = "run in a container (container.runtime of the cluster file), or on a newer distribution"
+        yield Seen(FAIL if old else PASS, f.glibc, fix if old else "")
+
+
+@rule("clock", MACHINE)
+def clock(m: Machine) -> Iterator[Seen]:
+    """The clock is kept right, and is right.
+
+    Looks at: whether something keeps the clock right
+    Why: clocks drift apart: munge refuses jobs beyond 5 minutes, NFS shows files from the future, logs cannot be put in order
+    See: https://slurm.schedmd.com/troubleshoot.html
+    """
+    f = m.facts
+    fix = "as root: systemctl enable --now chronyd (or systemd-timesyncd), with the same servers on all nodes"
+    if f.clock_offset_s is not None and f.clock_offset_s > OFFSET_S:
+        yield Seen(WARN, f"off by {f.clock_offset_s:.1f} s", "as root: chronyc makestep; look at chronyc sources")
+    elif f.clock_synchronised is False and m.in_container:
+        yield Seen(UNKNOWN, "nothing in this container tells")
+    elif f.clock_synchronised is False:
+        yield Seen(WARN, "nothing keeps it right", fix)
+    elif f.clock_synchronised:
+        yield Seen(PASS, "synchronised" if f.clock_offset_s is None else f"off by {f.clock_offset_s * 1000:.1f} ms")
+    else:
+        yield Seen(UNKNOWN, "nothing tells")

@@ -1,0 +1,406 @@
+"""File systems: whether they answer, how they are mounted, what can be done on them, how full they are. Python 3.8."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from clustertune.check.machine import Machine, gigabytes, on_network
+from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, rule
+from clustertune.host.facts import Mount
+
+GB = 10**9
+TIGHT, EMPTY = 10 * GB, 1 * GB
+FEW_INODES = 10_000
+
+
+def _named(m: Machine) -> dict[str, str]:
+    """Folders of the cluster file that are mounted, or written to: path to what it is."""
+    storage = m.section("storage")
+    named = {}
+    for brick in storage.get("bricks") or ():
+        named[str(brick.get("mount"))] = "brick"
+    if pool := storage.get("pool"):
+        named[str(pool.get("mount"))] = "pool"
+    if storage.get("shared"):
+        named.setdefault(str(storage["shared"]), "shared")
+    return named
+
+
+@rule("mount-silent", MACHINE)
+def silent(m: Machine) -> Iterator[Seen]:
+    """Every file system answers.
+
+    Looks at: file systems that do not answer
+    Why: whatever touches it hangs, and cannot be killed: ranks, srun, and the end of the job
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    hung = [mount for mount in m.facts.mounts if mount.silent or mount.fault]
+    for mount in hung:
+        fix = f"look at the server of {mount.source or 'it'}; if it is gone for good: umount -l {mount.point} as root"
+        needed = m.computes and any(place == mount.point or place.startswith(mount.point + "/") for place in _needed(m))
+        said = mount.fault or "gave no answer"
+        yield Seen(FAIL if needed else WARN, f"{mount.point} ({mount.kind}, {mount.source}): {said}", fix)
+    if m.facts.mounts and not hung:
+        yield Seen(PASS, f"{len(m.facts.mounts)} file systems answer")
+
+
+def _needed(m: Machine) -> list[str]:
+    """Folders that a job touches."""
+    named = [
+        str(m.section("storage").get("scratch") or ""),
+        m.environ("HOME"),
+        m.environ("TMPDIR"),
+        m.environ("HF_HOME"),
+        "/tmp",  # noqa: S108 - it is looked at
+    ]
+    return [path for path in (*_named(m), *named) if path]
+
+
+@rule("mount-missing", MACHINE)
+def missing(m: Machine) -> Iterator[Seen]:
+    """What the cluster file mounts is mounted, on the machines of the file. In a container it is a bind of it.
+
+    Looks at: the file systems of the cluster file
+    Why: what is written to a folder on which nothing is mounted fills the root disk, and no other node sees it
+    See: https://github.com/huggingface/accelerate/issues/3010
+    """
+    named = {path: what for path, what in _named(m).items() if what in ("brick", "pool")}
+    if not named or not m.facts.mounts or not (m.is_member or m.in_step) or m.rehearsal:
+        return
+    own = {str(b.get("mount")) for b in m.section("storage").get("bricks") or () if _same(str(b.get("node")), m.facts.hostname)}
+    points = {mount.point for mount in m.facts.mounts}
+    below = {mount.point for mount in m.facts.mounts if mount.point != "/"}
+    for path, what in named.items():
+        there = path in points or (m.in_container and any(path.startswith(point + "/") for point in below))
+        if not there and path in own:
+            there = any(path.startswith(point + "/") for point in below)  # a brick of its own may lie on a larger disk
+        if not there and any(path == point or path.startswith(point.rstrip("/") + "/") for point in m.facts.automounts):
+            continue  # it is mounted when it is first used
+        if there:
+            yield Seen(PASS, f"{path} is mounted")
+        elif m.in_container:
+            yield Seen(WARN, f"the container does not see the {what} {path}", "bind it: container.binds of the cluster file")
+        else:
+            fix = f"mount {path}; clustertune ops storage check says why it is not; an immutable mount point keeps writes off"
+            yield Seen(FAIL if m.computes else WARN, f"nothing is mounted on {path} ({what} of the cluster file)", fix)
+
+
+def _same(one: str, other: str) -> bool:
+    return one.lower().partition(".")[0] == other.lower().partition(".")[0]
+
+
+@rule("mount-read-only", MACHINE)
+def read_only(m: Machine) -> Iterator[Seen]:
+    """Bricks, pool, scratch and /tmp are writable.
+
+    Looks at: file systems that ought to be writable
+    Why: a kernel that finds errors mounts a file system read-only: the next checkpoint fails
+    See: https://man7.org/linux/man-pages/man8/mount.8.html
+    """
+    storage = m.section("storage")
+    wanted = [*_named(m), str(storage.get("scratch") or ""), "/tmp"]  # noqa: S108 - it is looked at
+    bad = {}
+    for path in wanted:
+        mount = m.mount_of(path) if path else None
+        if mount is not None and "ro" in mount.options and (mount.point != "/" or not m.in_container):
+            bad[mount.point] = mount
+    for mount in bad.values():
+        fix = "look at dmesg for errors of the disk; repair it, then mount -o remount,rw; in a container bind it without :ro"
+        hard = m.computes and not m.in_container and _named(m).get(mount.point) != "brick"  # a pool passes over such a brick
+        yield Seen(FAIL if hard else WARN, f"{mount.point} ({mount.kind}) is read-only", fix)
+    if m.facts.mounts and not bad:
+        yield Seen(PASS, "none that is to be written")
+
+
+@rule("nfs-options", MACHINE)
+def nfs_options(m: Machine) -> Iterator[Seen]:
+    """NFS is mounted hard, and with locks.
+
+    Looks at: how NFS is mounted
+    Why: a soft mount gives an error to the program where the server is slow, in the middle of a checkpoint: a damaged file
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    mounts = [mount for mount in m.facts.mounts if mount.kind.startswith("nfs")]
+    for mount in mounts:
+        bad = [word for word in mount.options if word in ("soft", "softerr", "softreval", "nolock") or word == "local_lock=all"]
+        if bad:
+            fix = "mount it hard and with locks: clustertune ops storage plan prints the lines"
+            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}", fix)
+        else:
+            yield Seen(PASS, f"{mount.point}: hard")
+
+
+@rule("pool-mmap", MACHINE)
+def pools(m: Machine) -> Iterator[Seen]:
+    """Pools can map files.
+
+    Looks at: mapped files on a mergerfs pool
+    Why: with page caching off files cannot be mapped shared: memory maps and SQLite end with 'no such device'
+    See: https://github.com/trapexit/mergerfs/issues/674
+    """
+    f = m.facts
+    for mount in f.mounts:
+        if mount.kind != "fuse.mergerfs":
+            continue
+        bad = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
+        tried = [p.ok for p in f.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
+        if bad and not tried:  # what was tried is known, with kernels that map such files too: the rule mmap tells
+            fix = "cache.files=auto-full (or partial) in the pool's fstab line: clustertune ops storage plan"
+            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}", fix)
+
+
+@rule("nfs-over-fuse", MACHINE)
+def exports(m: Machine) -> Iterator[Seen]:
+    """No FUSE file system is exported.
+
+    Looks at: NFS exports of a FUSE file system
+    Why: the kernel forgets files of FUSE that a client still has open: 'stale file handle' at any time
+    See: https://github.com/trapexit/mergerfs/issues/1557
+    """
+    for path in m.facts.exports:
+        below = m.mount_of(path)
+        if below is not None and below.kind.startswith("fuse."):
+            fix = "export the bricks, not the pool: every node mounts them and makes its own pool"
+            yield Seen(FAIL, f"/etc/exports: {path} lies on {below.kind} at {below.point}", fix)
+
+
+@rule("pool-branch", MACHINE)
+def branches(m: Machine) -> Iterator[Seen]:
+    """No branch of a pool lies on the root disk.
+
+    Looks at: what the branches of a mergerfs pool lie on
+    Why: where a brick is not mounted the pool takes the root disk for the emptiest, and writes checkpoints there
+    See: https://manpages.ubuntu.com/manpages/questing/man1/mergerfs.1.html
+    """
+    for pool in m.facts.mounts:
+        if pool.kind != "fuse.mergerfs":
+            continue
+        said = next((word[len("branches=") :] for word in pool.options if word.startswith("branches=")), "")
+        paths = [part.partition("=")[0] for part in said.split(":") if part.startswith("/")]
+        bare = [path for path in paths if (under := m.mount_of(path)) is not None and under.point == "/"]
+        if bare:
+            fix = "mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune ops storage check"
+            yield Seen(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk", fix)
+        elif paths:
+            yield Seen(PASS, f"{pool.point}: {len(paths)} branches, each on a disk of its own")
+
+
+def _tried(m: Machine, what: str, fix: str, *, worst: str = WARN, folders: Container[str] | None = None) -> Iterator[Seen]:
+    """What came of trying one thing in the folders of libraries; ``folders``: only in these."""
+    done = 0
+    for probe in m.facts.probes:
+        if probe.what != what or (folders is not None and probe.folder not in folders):
+            continue
+        if probe.ok is False:
+            mount = m.mount_of(probe.folder)
+            on = f" ({mount.kind} at {mount.point})" if mount else ""
+            yield Seen(worst if m.computes else WARN, f"{probe.folder}{on}: {probe.said}", fix)
+        elif probe.ok:
+            done += 1
+    if done:
+        yield Seen(PASS, f"works in {done} folders")
+
+
+@rule("mmap", MACHINE)
+def mmap(m: Machine) -> Iterator[Seen]:
+    """Files can be mapped shared in the folders of libraries.
+
+    Looks at: shared mappings where caches and models lie
+    Why: datasets, memory maps and SQLite need them
+    See: https://github.com/trapexit/mergerfs/issues/1290
+    """
+    yield from _tried(m, "mmap", "cache.files=auto-full for a mergerfs pool, or move the folder to another file system")
+
+
+@rule("flock", MACHINE)
+def flock(m: Machine) -> Iterator[Seen]:
+    """Files can be locked in the folders of libraries: without locks they end with an error.
+
+    Looks at: locks where caches lie
+    Why: datasets and huggingface_hub lock their caches: without locks ranks end with an error, or write over each other
+    See: https://github.com/huggingface/datasets/issues/6744
+    """
+    fix = "mount with locks (local_lock=none, lockd for NFSv3), or HF_HOME on a disk of the node"
+    yield from _tried(m, "flock", fix, worst=FAIL)
+
+
+@rule("noexec", MACHINE)
+def noexec(m: Machine) -> Iterator[Seen]:
+    """What is compiled can be run from the folder that keeps it.
+
+    Looks at: folders in which compiled code is kept
+    Why: Triton and torch.compile load what they compile there: 'failed to map segment from shared object'
+    See: https://github.com/pytorch/pytorch/issues/91005
+    """
+    fix = "TMPDIR, TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR on a file system that is not mounted noexec"
+    named = (m.environ("TRITON_CACHE_DIR"), m.environ("TORCHINDUCTOR_CACHE_DIR"), m.environ("TMPDIR") or "/tmp")  # noqa: S108
+    yield from _tried(m, "exec", fix, folders=(*named, str(m.section("storage").get("scratch") or "")))
+
+
+@rule("compiler-cache", MACHINE)
+def caches(m: Machine) -> Iterator[Seen]:
+    """Compiled kernels lie on a disk of the node.
+
+    Looks at: file system of Triton's and Inductor's caches
+    Why: on a network file system one rank meets a stale handle and ends, and all others wait for it
+    See: https://github.com/triton-lang/triton/issues/11512
+    """
+    home = m.environ("HOME")
+    triton = m.environ("TRITON_CACHE_DIR") or (f"{home}/.triton" if home else "")
+    for name, path in (("TRITON_CACHE_DIR", triton), ("TORCHINDUCTOR_CACHE_DIR", m.environ("TORCHINDUCTOR_CACHE_DIR"))):
+        mount = m.mount_of(path) if path and m.computes else None
+        if mount is None:
+            continue
+        if on_network(mount):
+            fix = f"{name} on a disk of the node, of each job its own: jobs started by clustertune have it so"
+            default = "" if m.environ(name) else " (by default)"
+            if default and m.expects.launched:
+                yield Seen(PASS, "each job has its own, on the node")
+            else:
+                yield Seen(WARN, f"{path}{default} lies on {mount.kind}", fix)
+        else:
+            yield Seen(PASS, f"{path} lies on {mount.kind}")
+
+
+@rule("hub-cache", MACHINE)
+def hub_cache(m: Machine) -> Iterator[Seen]:
+    """Weights are read from a disk of the node.
+
+    Looks at: file system of the Hugging Face cache
+    Why: weights are mapped page by page: over NFS or FUSE loading takes 10 to 50 times as long
+    See: https://github.com/huggingface/safetensors/issues/562
+    """
+    home = m.environ("HOME")
+    cache = m.environ("HF_HOME") or (f"{home}/.cache/huggingface" if home else "")
+    mount = m.mount_of(cache) if cache and m.computes else None
+    if mount is not None and on_network(mount):
+        fix = "copy models to a disk of the node (clustertune stage), or read them with mmap switched off"
+        yield Seen(WARN, f"{cache} lies on {mount.kind} at {mount.point}", fix)
+    elif mount is not None:
+        yield Seen(PASS, f"{cache} lies on {mount.kind}")
+
+
+def _written(m: Machine) -> list[Mount]:
+    """The file systems to which jobs write, as far as they told their room."""
+    storage = m.section("storage")
+    staging = storage.get("staging") or {}
+    named = [*_named(m), str(storage.get("scratch") or ""), str(staging.get("path") or ""), m.environ("TMPDIR") or "/tmp"]  # noqa: S108
+    if not m.in_container:
+        named.append("/")
+    seen = {mount.point: mount for path in named if path and (mount := m.mount_of(path)) is not None and not mount.silent}
+    return [
+        mount for mount in seen.values() if "ro" not in mount.options and mount.free_bytes is not None and mount.total_bytes
+    ]
+
+
+@rule("disk-full", MACHINE)
+def room(m: Machine) -> Iterator[Seen]:
+    """There is room where jobs write.
+
+    Looks at: room on the file systems that jobs write to
+    Why: a full disk ends the job at its next checkpoint, a full /tmp at any moment
+    See: https://man7.org/linux/man-pages/man3/statvfs.3.html
+    """
+    good = 0
+    for mount in _written(m):
+        total, free = mount.total_bytes or 0, mount.free_bytes or 0
+        small = total < TIGHT  # a tmpfs or a quota of some GB is meant to be so
+        if free < (total // 20 if small else EMPTY):
+            status = FAIL if free < 100_000_000 else WARN
+        else:
+            status = WARN if free < TIGHT and not small else PASS
+        told = f"{mount.point} ({mount.kind}): {gigabytes(free)} of {gigabytes(total)} left"
+        if status == PASS:
+            good += 1
+        else:
+            yield Seen(status, told, f"remove what is not needed: du -xh -d 2 {mount.point} | sort -h | tail")
+    if good:
+        yield Seen(PASS, f"{good} file systems have room")
+
+
+@rule("inodes", MACHINE)
+def inodes(m: Machine) -> Iterator[Seen]:
+    """There are inodes where jobs write.
+
+    Looks at: files that can still be made
+    Why: without inodes a disk is full that df shows as empty
+    See: https://man7.org/linux/man-pages/man3/statvfs.3.html
+    """
+    for mount in _written(m):
+        if mount.free_inodes is not None and mount.free_inodes < FEW_INODES and mount.kind != "tmpfs":
+            fix = f"remove small files: du --inodes -x -d 2 {mount.point} | sort -n | tail"
+            status = FAIL if mount.free_inodes < 100 else WARN
+            yield Seen(status, f"{mount.point} ({mount.kind}): {mount.free_inodes} inodes left", fix)
+
+
+@rule("scratch", MACHINE)
+def scratch(m: Machine) -> Iterator[Seen]:
+    """The node's own folder is on the node, and can be written.
+
+    Looks at: the node's own folder for caches
+    Why: without it ranks cannot compile, or do so on a network file system
+    See: https://github.com/pytorch/pytorch/issues/173679
+    """
+    path = str(m.section("storage").get("scratch") or "")
+    mount = m.mount_of(path) if path and m.computes else None
+    if mount is None:
+        return
+    tried = [probe for probe in m.facts.probes if probe.folder == path]
+    if on_network(mount):
+        fix = "storage.scratch of the cluster file must be on a disk of each node"
+        yield Seen(WARN, f"{path} lies on {mount.kind} at {mount.point}", fix)
+    elif tried and all(probe.ok is None for probe in tried):
+        fix = "make it on every node (mode 1777, as /tmp), or name another one: storage.scratch of the cluster file"
+        yield Seen(FAIL if m.in_step else WARN, f"{path}: {tried[0].said}", fix)
+    elif tried:
+        yield Seen(PASS, f"{path} on {mount.kind}")
+
+
+@rule("container-root", MACHINE)
+def container_root(m: Machine) -> Iterator[Seen]:
+    """A container's overlay has room.
+
+    Looks at: room on the container's own file system
+    Why: what is written outside of the binds goes to an overlay of some MB, or to a read-only image
+    See: https://github.com/apptainer/apptainer-userdocs/blob/master/persistent_overlays.rst
+    """
+    root = m.mount_of("/") if m.in_container else None
+    if root is None or root.kind not in ("overlay", "fuse.fuse-overlayfs") or root.free_bytes is None:
+        return
+    if root.free_bytes < 64_000_000 and "ro" not in root.options:
+        fix = "write below bound folders only (TMPDIR, HF_HOME, the run folder); or a larger overlay"
+        yield Seen(WARN, f"{gigabytes(root.free_bytes)} left on the container's root", fix)
+    else:
+        yield Seen(PASS, f"{gigabytes(root.free_bytes)} left")
+
+
+def _open_to_others(m: Machine, what: str, bits: int, change: str) -> Iterator[Seen]:
+    """The files of a kind on which others have one of the permission ``bits``."""
+    files = [file for file in m.facts.files if file.what == what]
+    bad = [file for file in files if file.mode & bits]
+    for file in bad:
+        yield Seen(WARN, f"{file.path} has mode {file.mode:04o}", f"chmod {change} {file.path}")
+    if files and not bad:
+        yield Seen(PASS, f"{len(files)} files")
+
+
+@rule("secret-mode", MACHINE)
+def secret_mode(m: Machine) -> Iterator[Seen]:
+    """Secrets are read by their owner only.
+
+    Looks at: who may read files with secrets
+    Why: a token that others can read is theirs
+    See: https://slurm.schedmd.com/slurmdbd.conf.html
+    """
+    yield from _open_to_others(m, "secret", 0o077, "600")
+
+
+@rule("program-mode", MACHINE)
+def program_mode(m: Machine) -> Iterator[Seen]:
+    """Programs are changed by their owner only.
+
+    Looks at: who may change what jobs run
+    Why: whoever can change the script runs code as you
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+    yield from _open_to_others(m, "program", 0o022, "go-w")

@@ -1,0 +1,172 @@
+"""One form for every check: a rule, the function that looks, and what it found.
+
+A rule is one function. Its decorator gives the id, its docstring the texts that people read, and it yields what it saw:
+
+    @rule("swap", MACHINE)
+    def swap(m: Machine) -> Iterator[Seen]:
+        \"\"\"Nothing of weight is in swap.
+
+        Looks at: memory in swap
+        Why: a rank whose memory comes back from disk keeps all others waiting
+        See: https://www.kernel.org/doc/html/latest/admin-guide/sysctl/vm.html
+        \"\"\"
+
+It yields nothing where it does not apply, ``pass`` where it looked and found nothing, and ``unknown`` where it could not look.
+Standard library only, Python 3.8 or later: ``doctor`` and the reader of NCCL's log run on bare login nodes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import clustertune.check
+
+PASS, WARN, FAIL, UNKNOWN = "pass", "warn", "fail", "unknown"
+STATUSES = (PASS, UNKNOWN, WARN, FAIL)
+"""From harmless to harmful. ``unknown``: what the rule looks at could not be seen here; it spoils no verdict."""
+
+MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
+"""What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Why something is a fault, in one line, and a public place that shows it."""
+
+    id: str
+    """Lower case words with hyphens, the same for ever: people suppress and search it."""
+    title: str
+    """What is looked at, a few words."""
+    why: str
+    """Why it hurts, one sentence."""
+    link: str
+    """Documentation, or a thread of people who met it."""
+    fix: str = ""
+    """What to do where the finding does not say it better."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rule found at one place."""
+
+    rule: str
+    """The id of a :class:`Rule`."""
+    status: str
+    """One of :data:`STATUSES`."""
+    where: str
+    """Node, file or link that it is about; empty: the whole."""
+    found: str
+    """What was seen, with its value and unit."""
+    fix: str
+    """What to do; empty where nothing is to be done."""
+    why: str
+    link: str
+
+
+class Seen(NamedTuple):
+    """What a rule saw at one place."""
+
+    status: str
+    found: str
+    fix: str = ""
+    """Empty: the rule's own."""
+    where: str = ""
+    """Empty: the subject's own ``where``."""
+
+
+class Check:
+    """A rule with the function that looks. Calling it with a subject gives findings."""
+
+    def __init__(self, rule: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None) -> None:
+        self.rule, self.look, self.subject, self.rank = rule, look, subject, rank
+        self.name = f"{look.__module__}.{rule.id}"
+
+    def __call__(self, subject: Any) -> Iterator[Finding]:
+        """What the rule finds on ``subject``."""
+        for seen in self.look(subject):
+            fix = "" if seen.status in (PASS, UNKNOWN) else seen.fix or self.rule.fix
+            yield finding(self.rule, seen.status, seen.found, fix, seen.where or getattr(subject, "where", ""))
+
+
+_CHECKS: dict[str, Check] = {}
+_FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
+
+
+def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Callable[[Any], Iterable[Seen]]], Check]:
+    """Makes a rule of a function and registers it.
+
+    The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
+    ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it. ``subject``:
+    :data:`MACHINE`, :data:`NODES`, :data:`LINKS` or :data:`SCRIPT`. ``rank``: its place in the verdict of ``nccl-check``, where
+    the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
+    """
+
+    def register(look: Callable[[Any], Iterable[Seen]]) -> Check:
+        assert name not in _CHECKS, f"two rules are named {name}"
+        _CHECKS[name] = Check(described(name, look.__doc__ or ""), look, subject, rank)
+        return _CHECKS[name]
+
+    return register
+
+
+def described(name: str, docstring: str) -> Rule:
+    """The rule that a docstring describes; empty texts where Python leaves docstrings out (-OO)."""
+    first, *parts = _FIELD.split(docstring)
+    texts = {key: " ".join(text.split()) for key, text in zip(parts[::2], parts[1::2])}  # noqa: B905 - Python 3.8
+    title = texts.get("Looks at") or first.strip().partition("\n")[0].rstrip(".")
+    return Rule(name, title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", ""))
+
+
+def checks(*subjects: str) -> list[Check]:
+    """The rules of these subjects, as they stand in the modules of this package that are named for a subject."""
+    for name in sorted(info.name for info in pkgutil.iter_modules(clustertune.check.__path__)):
+        if name.startswith(subjects):
+            importlib.import_module(f"clustertune.check.{name}")
+    return sorted((one for one in _CHECKS.values() if one.subject in subjects), key=lambda one: one.look.__module__)
+
+
+def ranked() -> list[Check]:
+    """The rules of ``nccl-check``, of whatever subject, what is closest to a cause first."""
+    return sorted((one for one in checks(LINKS, MACHINE, NODES) if one.rank is not None), key=lambda one: one.rank or 0)
+
+
+def finding(rule: Rule, status: str, found: str, fix: str = "", where: str = "") -> Finding:
+    """A finding of ``rule``, with the rule's own reason and link."""
+    assert status in STATUSES
+    assert fix or status in (PASS, UNKNOWN), f"{rule.id}: a fault without a remedy"
+    return Finding(rule.id, status, where, found, fix, rule.why, rule.link)
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """The verdict over findings: ``fail`` where one fails, else ``warn`` where one warns, else ``pass``."""
+    seen = {item.status for item in findings}
+    return FAIL if FAIL in seen else WARN if WARN in seen else PASS
+
+
+EXIT = {PASS: 0, UNKNOWN: 1, WARN: 1, FAIL: 2}
+"""The exit code of a verdict as a whole: where nothing could be judged, a script must not go on as if all were well."""
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0: nothing to fix; 1: warnings; 2: what would stop or spoil a job."""
+    return {PASS: 0, WARN: 1, FAIL: 2}[worst(findings)]
+
+
+def as_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
+    """The ``--json`` form, worst first, in the order of their rules."""
+    return [asdict(item) for item in in_order(findings)]
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Worst first; what is alike stays in its order, and a finding that came twice stands once."""
+    return sorted(dict.fromkeys(findings), key=lambda item: -STATUSES.index(item.status))
+
+
+def printable(text: str) -> str:
+    """Without what steers a terminal: names of files and devices, and words of scripts and logs, stand in findings."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
