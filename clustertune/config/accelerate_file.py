@@ -1,4 +1,4 @@
-"""The recipe's accelerate configuration: accelerate's own file, checked against the installed accelerate before the queue.
+"""The recipe's accelerate configuration: accelerate's own file, checked against the pinned accelerate before the queue.
 
 ``accelerate launch`` takes unknown keys of ``fsdp_config`` in silence and reads FSDP1's keys as nothing under FSDP2.
 """
@@ -317,7 +317,7 @@ def _check_wrap(values: Mapping[str, tuple[str, Any]], add: Add, kind: str | Non
                 layers = layer_classes(kind)
                 close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
                 fix = f"did you mean {close}?" if close else did_you_mean(name, modeling_classes(kind))
-                add(path, f"{kind} of the installed transformers has no class {show_value(name)}", fix)
+                add(path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix)
 
 
 def _check_deepspeed(config: Mapping[str, Any], precision: object, folder: Path, add: Add) -> None:

@@ -187,12 +187,12 @@ def check_native(section: NativeSection, given: Mapping[str, Any], place: Place)
             problems.append(_problem(place, path, f"a recipe does not set it: {section.owned[key]}", "leave it out"))
         elif key not in section.fields:
             if key in section.removed:
-                text = f"{section.owner} of the installed release has no such field"
+                text = f"{section.owner} of the pinned release has no such field"
                 problems.append(_problem(place, path, text, section.removed[key]))
             elif names_secret(key) and nearest(key, known) is None:
                 problems.append(_problem(place, path, "looks like a secret (value not shown)", _SECRET_FIX))
             else:
-                text = f"{section.owner} of the installed release has no such field"
+                text = f"{section.owner} of the pinned release has no such field"
                 problems.append(_problem(place, path, text, did_you_mean(key, known)))
         else:
             _check_field(section, key, value, place, checked, problems)
@@ -244,7 +244,7 @@ def find_train_problems(train: Mapping[str, Any], place: Place) -> list[Problem]
     for name in [named] if isinstance(named, str) else named or []:
         known = (*native.reporters(), "none", "all")
         if name not in known:
-            add("report_to", f"{show_value(name)} is no tracker of the installed transformers", did_you_mean(name, known))
+            add("report_to", f"{show_value(name)} is not a tracker of the pinned transformers", did_you_mean(name, known))
     for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if isinstance(given := train.get(key), dict) and given.get("preserve_rng_state") is False:
             text = "preserve_rng_state is false: a layer with dropout, computed again, would drop other values"
