@@ -112,7 +112,7 @@ def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     if not isinstance(kind, str) or kind not in known:
         add(
             "model_type",
-            "missing" if kind is None else f"{kind!r} is not a model type of a causal language model in the pinned transformers",
+            "missing" if kind is None else f"{kind!r} is not a model type of the pinned transformers' language models",
             did_you_mean(str(kind), known) if kind is not None else "as in the model's config.json, such as llama",
         )
         return problems
