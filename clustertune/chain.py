@@ -26,7 +26,7 @@ from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
 from clustertune.report import source
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import SCHEMA, STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.training.events import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
@@ -67,12 +67,15 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     run = RunDir(path)
     check_folder(resolved, path)
     if run.run_json.exists():
+        run.write_own_files(resolved)
         if run.resolved().recipe.staged != resolved.recipe.staged:  # the ranks read where it says
-            run.update(recipe=resolved.as_dict())
+            run.describe(resolved)
         return run
     import json
 
     document = {
+        "schema": SCHEMA,
+        "description": 1,
         "recipe": resolved.as_dict(),
         "fingerprint": resolved.fingerprint(),
         "created": round(time.time(), 3),
@@ -83,6 +86,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     }
     path.mkdir(parents=True, exist_ok=True)
     manifest.write_durably(run.run_json, json.dumps(document, indent=1) + "\n")
+    run.write_own_files(resolved)
     return run
 
 
@@ -114,7 +118,7 @@ def _is_ours(name: str) -> bool:
 
 def _differences(run: RunDir, resolved: Resolved) -> list[Problem]:
     before, now = _flat(run.resolved().as_dict()), _flat(resolved.as_dict())
-    ignored = ("origins.", "derived", "warnings", "folder")
+    ignored = ("origins.", "derived", "distribution.", "warnings", "folder")
     changed = sorted(
         key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not key.startswith(ignored)
     )

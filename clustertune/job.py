@@ -255,7 +255,8 @@ def run(
             stack.enter_context(lease.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
             began = True
             opened = chain.open_run(resolved, path, command)
-            opened.update(cluster=cluster.model_dump(mode="json"), allocation=asdict(allocation))
+            opened.describe(resolved, cluster)
+            opened.update(allocation=asdict(allocation))
             opened.update(environment=[asdict(setting) for setting in variables])
             check_image(opened, cluster, allocation)
             chain.keep_forecast(opened, resolved, cluster)

@@ -272,7 +272,7 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
     from clustertune.training import accelerate_env
 
     notes = []
-    if accelerate_env.apply(run.accelerate_file(resolved), resolved.world_size):
+    if accelerate_env.apply(run.accelerate_file, resolved.world_size):
         notes.append(f"{resolved.accelerate_file} was applied here: the ranks were not started by accelerate launch")
     import torch
 

@@ -1,15 +1,15 @@
 """The run folder: where everything of one run lies, who may write in it, and what is finished.
 
-``runs/<recipe>/<run-id>/`` with ``run.json`` (written first), ``accelerate.yaml`` (and ``deepspeed.json``) where the command
-line changed the recipe's, ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``,
-``data/``, ``model/`` (a locally made one), ``checkpoints/``, ``adapter/``, ``merged/``, ``eval/``, ``report.html``.
+``runs/<recipe>/<run-id>/`` with ``run.json`` (written first), ``accelerate.yaml`` (and ``deepspeed.json``) as they were
+resolved, ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``, ``data/``, ``model/`` (a locally made one),
+``checkpoints/``, ``adapter/``, ``merged/``, ``eval/``, ``report.html``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,24 @@ from clustertune.errors import Problem, UserError
 from clustertune.manifest import write_durably
 
 if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
     from clustertune.config.resolved import Resolved
 
 STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
+SCHEMA = "clustertune.run/1"
+"""Of ``run.json``; those of releases before it say none."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a submission decided: its jobs read it and no file that it was made from."""
+
+    number: int
+    """From 1 in each run folder."""
+    resolved: Resolved
+    cluster: Cluster | None
+    """None: of a run that no cluster file had a part in."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,11 @@ class RunDir:
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(Problem(f"unreadable: {error}", file=str(self.run_json))) from None
+        if isinstance(found, dict) and found.get("schema", SCHEMA) != SCHEMA:
+            text = f"{found['schema']!r}, this release reads {SCHEMA}"
+            raise UserError(
+                Problem(text, file=str(self.run_json), key="schema", fix="use the release of clustertune that wrote it")
+            )
         return found
 
     def resolved(self) -> Resolved:
@@ -111,28 +130,74 @@ class RunDir:
         fix = "give another --run-dir; go on with this one only by the version of clustertune that wrote it"
         raise UserError(Problem(text, file=str(self.run_json), key="recipe", fix=fix))
 
-    def accelerate_file(self, resolved: Resolved) -> Path:
-        """The accelerate configuration that this run's ranks read: the recipe's, or the run's own (:meth:`write_own_files`)."""
+    def description(self, number: int) -> Description:
+        """What the submission of this number decided. Raises UserError where ``run.json`` does not have it."""
+        from clustertune.config.cluster_schema import Cluster
+        from clustertune.config.resolved import Resolved
+
+        body = self.read()
+        found = next((one for one in (body, *body.get("earlier", [])) if one.get("description") == number), None)
+        fix = "clustertune submit again: its jobs read what it writes"
+        if found is None:
+            raise UserError(Problem(f"has no description {number}", file=str(self.run_json), key="description", fix=fix))
+        try:
+            cluster = None if found.get("cluster") is None else Cluster.model_validate(found["cluster"])
+            return Description(number, Resolved.from_dict(found["recipe"]), cluster)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            text = f"description {number} cannot be read: {error!r}"
+            raise UserError(Problem(text, file=str(self.run_json), fix=fix)) from None
+
+    def describe(
+        self, resolved: Resolved, cluster: Cluster | None = None, jobs: Mapping[str, Any] | None = None, *, write: bool = True
+    ) -> int:
+        """Record what was decided, and return its number: that of before where it is the same.
+
+        Another recipe, cluster or shape of jobs makes a new description, and the one before it is kept in ``earlier``.
+        ``jobs``: the shape of each stage's. None leaves a part as it is recorded. Without ``write`` the number alone is told.
+        """
+        now: dict[str, Any] = {"recipe": resolved.as_dict()}
+        if cluster is not None:
+            now["cluster"] = cluster.model_dump(mode="json")
+        if jobs is not None:
+            now["jobs"] = {stage: vars(shape) for stage, shape in jobs.items()}
+        now = json.loads(json.dumps(now))
+        body = self.read() if self.run_json.exists() else {}
+        number = int(body.get("description", 1))
+        parts = ("recipe", "cluster", "jobs")
+        # What releases before the schema left is taken over: their recipe has no distribution yet.
+        changed = body.get("schema") == SCHEMA and any(key in body and body[key] != now[key] for key in now)
+        if changed:
+            before = {key: body[key] for key in parts if key in body}
+            now["earlier"] = [*body.get("earlier", []), {"description": number, **before, "until": round(time.time(), 3)}]
+            number += 1
+        if write and any(body.get(key) != value for key, value in now.items()):
+            self.update(schema=SCHEMA, description=number, **now)
+        return number
+
+    @property
+    def accelerate_file(self) -> Path:
+        """The accelerate configuration that this run's ranks read (:meth:`write_own_files`)."""
         from clustertune.config import beside
 
-        return self.path / beside.ACCELERATE if resolved.own_accelerate else resolved.accelerate_path
+        return self.path / beside.ACCELERATE
 
     def write_own_files(self, resolved: Resolved) -> None:
-        """Write what the command line laid over the recipe's distribution, where it did: files that the run's ranks read.
+        """Write the distribution as it was resolved, in the ecosystem's own files: what the run's ranks read.
 
-        Absolute paths in them are this run's: a run folder that was moved is written anew by the next command.
+        The recipe's may be edited while a job waits. Absolute paths in them are this run's: a run folder that was moved is
+        written anew by the next command.
         """
-        if not resolved.own_accelerate:
-            return
+        if resolved.recipe.megatron is not None:
+            return  # Megatron-Bridge reads neither
         import yaml
 
         from clustertune.config import beside
 
-        deepspeed = self.path / beside.DEEPSPEED if resolved.deepspeed_overrides else None
+        deepspeed = self.path / beside.DEEPSPEED if resolved.deepspeed is not None else None
         if deepspeed is not None:
             _write_if_other(deepspeed, json.dumps(resolved.deepspeed, indent=1) + "\n")
         body = beside.written(resolved.accelerate, Path(resolved.folder), deepspeed and deepspeed.absolute())
-        _write_if_other(self.path / beside.ACCELERATE, yaml.safe_dump(body, sort_keys=False))
+        _write_if_other(self.accelerate_file, yaml.safe_dump(body, sort_keys=False))
 
     def update(self, **values: Any) -> None:
         """Set keys of ``run.json``, durably."""

@@ -127,6 +127,38 @@ def test_a_planted_import_is_found(path: str, source: str, fault: str) -> None:
     assert any(fault in found for found in import_faults({**package, "clustertune/data/x.py": "", path: source}))
 
 
+# --- the ecosystem's keys ------------------------------------------------------------------------------------------------
+
+KEYS = re.compile(
+    r"(?<![\w/])(fsdp_(?!plugin)\w+|zero_(optimization|stage)|deepspeed_config\w*|parallelism_config\w*|dynamo_\w+|distributed_type)"
+)
+"""Keys of accelerate's and DeepSpeed's files."""
+ITS_OWN_STATE = {"clustertune/training/cpu_fsdp.py": "distributed_type"}
+"""What accelerate calls a field of its state in memory, which no file holds."""
+
+
+def key_faults(path: str, source: str) -> list[str]:
+    """Strings outside of ``config`` that hold such a key; docstrings may speak of them."""
+    nodes = list(ast.walk(ast.parse(source)))
+    spoken = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [
+        node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in spoken
+    ]
+    found = [(node.lineno, key[1]) for node in texts for key in KEYS.finditer(node.value) if key[1] != ITS_OWN_STATE.get(path)]
+    return [f"{path}:{line}: {key}" for line, key in found if not path.startswith("clustertune/config/")]
+
+
+def test_one_package_knows_the_ecosystem_s_keys() -> None:
+    """A distribution is read once (config/distribution.py): a second reader of a key would derive something else of it."""
+    assert [fault for path, source in tree.sources("clustertune/").items() for fault in key_faults(path, source)] == []
+
+
+def test_a_planted_key_is_found() -> None:
+    for text in ('config.get("fsdp_version", 1)', 'f"{zero}.zero_optimization.stage"', 'x["parallelism_config_tp_size"]'):
+        assert key_faults("clustertune/plan/x.py", text) and not key_faults("clustertune/config/x.py", text)
+    assert key_faults("clustertune/plan/x.py", '"pytorch_model_fsdp_0"') == []
+
+
 # --- calls that are not made ---------------------------------------------------------------------------------------------
 
 FORBIDDEN = {

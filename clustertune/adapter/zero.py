@@ -19,6 +19,7 @@ import torch
 from torch.serialization import safe_globals
 
 from clustertune.adapter.stored import Stored
+from clustertune.config.deepspeed_keys import ALIGNMENT
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem
 
@@ -136,9 +137,7 @@ class ZeroSource:
             raise UserError(Problem(f"holds no {key} of this model", file=str(self.checkpoint / name)))
         paddings = state.get("param_alignment_paddings")
         if self._stage != 3 and paddings and any(any(group) for group in paddings):
-            raise UserError(
-                Problem("zero_optimization.parameter_alignment was on: not read here", file=str(self.checkpoint / name))
-            )
+            raise UserError(Problem(f"{ALIGNMENT} was on: not read here", file=str(self.checkpoint / name)))
         flat = [group.detach().reshape(-1) for group in groups]
         note = name.removesuffix(".pt") + ".nvme.json"
         for number, file in (self._note(note) if note in self.manifest.files else {}).items():

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from clustertune.bench import peer
 from clustertune.bench.ask import Asked
+from clustertune.config.cluster import argument, named
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_folder
 from clustertune.config.megatron import require_startable
-from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch, visible
-from clustertune.launch.shape import Shape, shape_overrides, train_shape
+from clustertune.launch.shape import Shape, resolve_on, train_shape
 from clustertune.launch.slurm import parse_minutes
 from clustertune.tree import ROOT
 
@@ -38,24 +38,18 @@ def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str 
     if cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
         raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
-    resolved = resolve(asked.recipe, list(asked.overrides), tiny=asked.tiny)
-    overrides = (*asked.overrides, *(o for o in shape_overrides(resolved, cluster) if o.partition("=")[0] not in _keys(asked)))
-    resolved = resolve(asked.recipe, list(overrides), tiny=asked.tiny)
+    resolved, overrides = resolve_on(asked.recipe, asked.overrides, cluster, tiny=asked.tiny)
     require_startable(resolved)
     shape = replace(train_shape(resolved, cluster), minutes=_minutes(asked, cluster, time))
     folder = asked.run_path.absolute().with_name(asked.run_path.name + ".job")
     return BenchJob(
         render(shape),
         folder,
-        tuple(arguments(asked, cluster, word, out, overrides)),
+        tuple(arguments(asked, cluster, word, out, tuple(overrides))),
         shape=shape,
         out=out.absolute(),
-        overrides=overrides,
+        overrides=tuple(overrides),
     )
-
-
-def _keys(asked: Asked) -> set[str]:
-    return {text.partition("=")[0] for text in asked.overrides}
 
 
 def _minutes(asked: Asked, cluster: Cluster, time: str | None) -> int:
@@ -81,12 +75,15 @@ def render(shape: Shape) -> str:
 
 def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:
     """The command line of the job: what was given here, in a form that another folder understands."""
-    named = word or (cluster.name if cluster.source.startswith("ops/clusters/") else "local")
-    if "/" in named or named.endswith((".yaml", ".yml")):
-        named = str(Path(named).absolute())
     schedule = asked.schedule
     against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in asked.against]
-    words = [str(find_folder(asked.recipe)[0].absolute()), *overrides, "--inside", "--cluster", named]
+    words = [
+        str(find_folder(asked.recipe)[0].absolute()),
+        *overrides,
+        "--inside",
+        "--cluster",
+        argument(word or named(cluster)),
+    ]
     words += ["--steps", str(schedule.steps), "--warmup", str(schedule.warmup), "--profile", str(schedule.profiled)]
     words += ["--rounds", str(asked.rounds), *(part for word in against for part in ("--against", word))]
     flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends, "--replace": asked.replace}

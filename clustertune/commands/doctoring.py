@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clustertune.check import report as reports
 from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
 from clustertune.check.rule import Finding, as_json, exit_code, worst
+from clustertune.config.cluster import argument
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.host.collect import collect
@@ -202,13 +203,10 @@ def _of_recipe(asked: Asked, cluster: Cluster, facts: HostFacts | None) -> list[
 
 
 def _resolve(asked: Asked, cluster: Cluster) -> Resolved:
-    from clustertune.config.resolve import resolve
     from clustertune.launch import shape
 
     assert asked.recipe is not None
-    resolved = resolve(asked.recipe, asked.overrides, tiny=asked.tiny)
-    shaped = [*asked.overrides, *shape.shape_overrides(resolved, cluster)]
-    return resolved if shaped == asked.overrides else resolve(asked.recipe, shaped, tiny=asked.tiny)
+    return shape.resolve_on(asked.recipe, asked.overrides, cluster, tiny=asked.tiny)[0]
 
 
 # --- telling -----------------------------------------------------------------------------------------------------------
@@ -280,9 +278,7 @@ def _submit(asked: Asked, cluster: Cluster) -> int:
 
 def _arguments(asked: Asked, cluster: Cluster) -> list[str]:
     """The command line of the job, with paths that another folder understands."""
-    word = asked.cluster or cluster.name
-    if "/" in word or word.endswith((".yaml", ".yml")):
-        word = str(Path(word).absolute())
+    word = argument(asked.cluster or cluster.name)
     recipe = asked.recipe
     if recipe is not None and Path(recipe).exists():
         recipe = str(Path(recipe).absolute())

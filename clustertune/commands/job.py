@@ -41,11 +41,15 @@ def job(
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
     ] = None,
+    description: Annotated[
+        int | None, typer.Option(metavar="N", help="Run what submit recorded under this number in the run's run.json.")
+    ] = None,
     script: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run inside a Slurm job: what launch/run.sbatch starts.
 
-    Checks the allocation, runs the stages, and has the job requeued where it can go on later.
+    Checks the allocation, runs the stages, and has the job requeued where it can go on later. With --description the recipe
+    and the cluster are those of the submission, whatever their files say by now.
     """
     from clustertune import chain
     from clustertune import job as program
@@ -59,11 +63,17 @@ def job(
         recipe, words, tiny, point_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
-    machine = load_cluster(cluster)
+    recorded = None if description is None else _recorded(run_dir, description)
+    machine = recorded[1] if recorded else load_cluster(cluster)
     places.load_modules(machine)
     variables = places.enter(machine, places.parse(env or []))
-    words += _collected(allocation.resolve_for(given, recipe, words, tiny=tiny), machine)
-    resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
+    if recorded:
+        resolved = recorded[0]
+    else:
+        resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
+        if (collected := _collected(resolved, machine)) is not None:
+            words.append(f"staged={collected}")
+            resolved = resolved.with_staged(collected)
     asked = [recipe, *words, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
     asked += [word for setting in env or [] for word in ("--env", setting)]
     if sweep is None:  # what is printed to be pasted must do the same, in the same folder
@@ -97,8 +107,21 @@ def _check_stages(first: str, last: str) -> None:
             raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
 
 
-def _collected(resolved: Resolved, machine: Cluster) -> list[str]:
-    """The override for what lies for the recipe in the cluster's folder of models.
+def _recorded(run_dir: Path | None, number: int) -> tuple[Resolved, Cluster]:
+    """What ``submit`` decided. Raises UserError where the run folder does not say it."""
+    from clustertune.rundir import RunDir
+
+    if run_dir is None:
+        raise UserError(Problem("of which run?", file="command line", key="--description", fix="give --run-dir as well"))
+    found = RunDir(run_dir).description(number)
+    if found.cluster is None:
+        text = f"description {number} has no cluster"
+        raise UserError(Problem(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again"))
+    return found.resolved, found.cluster
+
+
+def _collected(resolved: Resolved, machine: Cluster) -> Path | None:
+    """What lies for the recipe in the cluster's folder of models.
 
     ``submit`` has looked into one that only its shell can name.
     """
@@ -111,7 +134,7 @@ def _collected(resolved: Resolved, machine: Cluster) -> list[str]:
         found, notes = None, [str(error.problems[0])]
     for note in notes:
         say(f"note: {note}")
-    return [f"staged={found}"] if found else []
+    return found
 
 
 def take_log(run: Path, name: str, job: str) -> None:

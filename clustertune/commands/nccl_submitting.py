@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from clustertune.commands.nccl_checking import CPU_SECONDS, GPU_SECONDS, Asked, check_usage, new_folder
+from clustertune.config.cluster import argument, named
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, storage_error
 
@@ -67,9 +68,7 @@ def _check_visible(folder: Path, cluster: Cluster) -> None:
 
 def arguments(asked: Asked, cluster: Cluster) -> list[str]:
     """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
-    word = asked.cluster or (cluster.name if cluster.source.startswith("ops/clusters/") else "local")
-    if "/" in word or word.endswith((".yaml", ".yml")):
-        word = str(Path(word).absolute())
+    word = argument(asked.cluster or named(cluster))
     given: list[tuple[str, Any, Any]] = [
         ("--seconds", asked.seconds, None),
         ("--min", asked.smallest, "1K"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
     from clustertune.launch.environment import Setting
     from clustertune.launch.image import Image
+    from clustertune.launch.shape import Shape
     from clustertune.launch.signal_margin import SignalMargin
     from clustertune.launch.status import Status
     from clustertune.launch.submit import StageJob
@@ -90,6 +91,10 @@ class Submission:
     jobs: list[StageJob]
     variables: list[Setting]
     """Of every stage and rank: where caches lie."""
+    shapes: dict[str, Shape]
+    """Of the job of each stage, also of those that are finished."""
+    number: int
+    """Of the description in ``run.json`` that the jobs read."""
     image: Image | None = None
     """The cluster's image, once :meth:`find_problems` has held it against its sum."""
     notes: list[str] = field(default_factory=list)
@@ -108,8 +113,7 @@ class Submission:
     ) -> Submission:
         """Resolve and derive. Raises UserError."""
         from clustertune import chain
-        from clustertune.config.cluster import load_cluster
-        from clustertune.config.resolve import resolve
+        from clustertune.config.cluster import argument, load_cluster
         from clustertune.launch import places, shape, signal_margin
         from clustertune.launch import submit as launch
         from clustertune.staging import bundle
@@ -118,36 +122,37 @@ class Submission:
             if stage is not None and stage not in STAGES:
                 fix = f"one of {', '.join(STAGES)}"
                 raise UserError(Problem(f"there is no stage {stage!r}", file="command line", key=key, fix=fix))
-        resolved = resolve(recipe, overrides, tiny=tiny)
         machine = load_cluster(cluster)
-        shaped = [*overrides, *shape.shape_overrides(resolved, machine)]
-        resolved = resolved if shaped == overrides else resolve(recipe, shaped, tiny=tiny)
+        resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
         variables = places.settings(machine)
         collected, notes = bundle.offered(resolved, places.folder(machine, "models"))
         if collected is not None:
             shaped += [f"staged={collected}"]
-            resolved = resolve(recipe, shaped, tiny=tiny)
+            resolved = resolved.with_staged(collected)
         path = (run_dir or chain.default_run_dir(resolved, places.runs(machine))).absolute()
         finished = [stage for stage in STAGES if RunDir(path).stage(stage) is not None]
         stages = launch.left_to_do(finished, first, last)
         needed = signal_margin.needed(path, resolved)
+        shapes = shape.stage_shapes(resolved, machine)
+        number = RunDir(path).describe(resolved, machine, shapes, write=False)
         jobs = []
         if stages:
             jobs = launch.make_jobs(
                 resolved.name,
                 stages,
-                shape.stage_shapes(resolved, machine),
+                shapes,
                 path,
                 words=[resolved.folder, *shaped],
                 flags=[
                     *(["--tiny"] if tiny else []),
-                    *(["--cluster", _cluster_word(cluster)] if cluster else []),
+                    *(["--cluster", argument(cluster)] if cluster else []),
                     *places.flags(variables),
+                    *("--description", str(number)),
                 ],
                 signal_seconds=min(needed.seconds, signal_margin.LONGEST_SECONDS),
                 one_job=one_job,
             )
-        return cls(resolved, machine, path, stages, needed, jobs, variables, notes=notes)
+        return cls(resolved, machine, path, stages, needed, jobs, variables, shapes, number, notes=notes)
 
     @property
     def trains(self) -> bool:
@@ -359,7 +364,6 @@ class Submission:
             if note := changed(opened.read().get("container"), self.image):
                 say(f"warning: {note}")
             opened.update(container=self.image.as_json())
-        opened.update(environment=[vars(setting) for setting in self.variables])
         fix = "wait for it"
         with lock.held(folder / "lock", "submits this run", shown=self.path, fix=fix):
             if live := launch.live_jobs(self.path):
@@ -368,6 +372,10 @@ class Submission:
                 )
                 problem = Problem(f"jobs of this run are in the queue: {', '.join(live)}", file=str(self.path), fix=fix)
                 raise UserError(problem, ExitCode.AGAIN)
+            opened.update(environment=[vars(setting) for setting in self.variables])
+            if opened.describe(self.resolved, self.machine, self.shapes) != self.number:
+                text = "another command has changed this run meanwhile"
+                raise UserError(Problem(text, file=str(opened.run_json), fix="submit again"), ExitCode.AGAIN)
             sent = launch.submit_all(
                 opened.path, self.jobs, lambda options, script, words: slurm.submit(options, script, words, os.environ)
             )
@@ -380,11 +388,6 @@ class Submission:
             say(DONE)
         say(f"run folder: {self.path}")
         say(f"clustertune submit --status {shlex.quote(str(self.path))}")
-
-
-def _cluster_word(cluster: str) -> str:
-    """The cluster as the job gets it: a path must be found from another working folder."""
-    return str(Path(cluster).absolute()) if "/" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
 
 
 def _show_status(path: Path, as_json: bool) -> None:

@@ -113,8 +113,7 @@ def _array(
     recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any], dry_run: bool
 ) -> tuple[Sweep, list[Resolved], Any]:
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
-    from clustertune.config.cluster import load_cluster
-    from clustertune.config.resolve import resolve
+    from clustertune.config.cluster import argument, load_cluster
     from clustertune.launch import places, shape
     from clustertune.sweep import array
     from clustertune.sweep.points import make_sweep
@@ -122,14 +121,14 @@ def _array(
     machine = load_cluster(cluster)
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
-    more = shape.shape_overrides(resolve(recipe, shaped, tiny=True), machine) if options["tiny"] else []
+    more = shape.tiny_size(recipe, shaped, machine) if options["tiny"] else []
     made, resolved = make_sweep(recipe, settings, more=more, **options, runs=places.runs(machine))
     problems = array.find_problems(made, resolved, machine)
     if not dry_run:
         problems += _find_missing(made, machine)
     if problems:
         raise UserError(problems)
-    flags = [] if cluster is None else ["--cluster", array.cluster_word(cluster)]
+    flags = [] if cluster is None else ["--cluster", argument(cluster)]
     flags += places.flags(places.settings(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job

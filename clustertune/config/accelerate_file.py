@@ -89,6 +89,8 @@ def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
 
 # --- what a checked file says: read by distribution.py alone --------------------------------------------------------------
 
+TYPE, MESH, DYNAMIC = "distributed_type", "parallelism_config", "dynamo_config.dynamo_use_dynamic"
+"""Key paths as errors name them: what distributes, the sizes of the mesh, and how the compiler takes lengths."""
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes of accelerate's mesh, in its order."""
 _DEFAULT_STAGE, _UNKNOWN_STAGE = 2, 3

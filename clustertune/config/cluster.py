@@ -95,6 +95,17 @@ def _read(path: Path) -> Cluster:
     return read_cluster(read_yaml(path, shown), name=path.stem if ours else None)
 
 
+def argument(name_or_path: str) -> str:
+    """``--cluster`` as a job gets it, which starts in another folder: a path from the root, a name as it is."""
+    is_path = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
+    return str(Path(name_or_path).absolute()) if is_path else name_or_path
+
+
+def named(cluster: Cluster) -> str:
+    """How a job finds the same cluster again: by the name of its file, or by looking as was done here."""
+    return cluster.name if cluster.source.startswith("ops/clusters/") else LOCAL
+
+
 def of_this_machine() -> Cluster | None:
     """The file of ``ops/clusters`` that names this machine; None: none does, or several. Raises UserError."""
     found = [path for path in known_clusters().values() if same_host(socket.gethostname(), _names_in(path))]

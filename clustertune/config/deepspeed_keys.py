@@ -13,6 +13,7 @@ from typing import Any
 from clustertune.config.library_facts import facts
 
 ZERO = "zero_optimization"
+ALIGNMENT = f"{ZERO}.parameter_alignment"
 OFFLOADS = ("offload_param", "offload_optimizer")
 
 REMOVED = {

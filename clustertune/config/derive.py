@@ -24,10 +24,15 @@ def world_size(values: Mapping[str, Any], ranks: int | None) -> tuple[int, str]:
     """The ranks of a run, and where the number is from."""
     if ranks is not None:
         return ranks, "given for this machine"
+    nodes, gpus = size(values).values()
+    return nodes * gpus, f"slurm.nodes {nodes} x slurm.gpus_per_node {gpus}"
+
+
+def size(values: Mapping[str, Any]) -> dict[str, int]:
+    """``slurm.nodes`` and ``slurm.gpus_per_node``."""
     slurm = values.get("slurm")
     slurm = slurm if isinstance(slurm, dict) else {}
-    nodes, gpus = (_at_least_1(slurm.get(key, 1)) for key in ("nodes", "gpus_per_node"))
-    return nodes * gpus, f"slurm.nodes {nodes} x slurm.gpus_per_node {gpus}"
+    return {f"slurm.{key}": _at_least_1(slurm.get(key, 1)) for key in ("nodes", "gpus_per_node")}
 
 
 def _at_least_1(value: object) -> int:

@@ -43,6 +43,12 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = F
     return work.result()
 
 
+def asked_size(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, int]:
+    """``slurm.nodes`` and ``slurm.gpus_per_node`` of a recipe, 1 for what cannot be one; :func:`resolve` says what is wrong."""
+    layers, _ = read_layers(*find_folder(recipe), overrides)
+    return derive.size(layers.merged()[0])
+
+
 def _once(problems: list[Problem]) -> list[Problem]:
     """Each problem once, in the order found."""
     return list(dict.fromkeys(problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,6 @@ class Resolved:
         return Path(self.folder, self.accelerate_file)
 
     @property
-    def own_accelerate(self) -> bool:
-        """Ranks cannot read the recipe's file itself: values were laid over it or derived, or it names DeepSpeed's by a
-        relative path, which accelerate takes from the working folder."""
-        derived = any(item.key.startswith("accelerate.") for item in self.derived)
-        return bool(self.accelerate_overrides) or self.deepspeed is not None or derived
-
-    @property
     def input_path(self) -> Path | None:
         """``data.input``: as it stands where absolute, below the recipe folder where it exists there, else from here."""
         if self.recipe.data.input is None:
@@ -116,6 +109,11 @@ class Resolved:
         given = expand_home(self.recipe.data.input)
         beside = Path(self.folder, given)
         return beside.resolve() if is_there(beside) else given.absolute()
+
+    def with_staged(self, folder: Path) -> Resolved:
+        """The same with ``staged=folder``: it says where model and data lie, and nothing is derived from it."""
+        recipe = self.recipe.model_copy(update={"staged": str(folder)})
+        return replace(self, recipe=recipe, origins={**self.origins, "staged": "override"})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; :meth:`from_dict` gives an equal object back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels
 from clustertune.config.parameters import weight_bytes
 from clustertune.doctor import stack_faults
@@ -113,7 +114,7 @@ def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     # Without GPUs the run leaves these kernels out: clustertune/training/build.py.
     yield from kernels.needed(args, gpus=bool(context.cluster.compute.gpus))
     if context.resolved.distribution.is_deepspeed:
-        yield "accelerate.distributed_type", "DEEPSPEED", ("deepspeed",)
+        yield f"accelerate.{acc.TYPE}", "DEEPSPEED", ("deepspeed",)
     packages = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel", "fbgemm_fp8": "fbgemm-gpu"}
     method = stack_faults.quantized_by(context)
     if method in packages:

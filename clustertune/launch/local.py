@@ -44,7 +44,7 @@ def accelerate_command(
         "-m",
         "accelerate.commands.launch",
         "--config_file",
-        str(run.accelerate_file(resolved).absolute()),
+        str(run.accelerate_file.absolute()),
         "--num_processes",
         str(plan.world_size if plan else resolved.world_size),
         "--num_machines",

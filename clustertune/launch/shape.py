@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import how_to_load
 from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import is_counted, trained_count, weight_bytes
+from clustertune.config.resolve import asked_size, resolve
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME
 from clustertune.errors import Problem, UserError
@@ -90,22 +92,33 @@ def overridden(resolved: Resolved, key: str) -> bool:
     return resolved.origins.get(key) == "override"
 
 
-def run_shape(resolved: Resolved, cluster: Cluster) -> tuple[int, int]:
-    """Nodes and ranks per node of the training: the recipe's; of a tiny run, as many of them as the cluster has."""
-    nodes, ranks = resolved.recipe.slurm.nodes, resolved.recipe.slurm.gpus_per_node
-    if resolved.tiny and not overridden(resolved, "slurm.nodes"):
-        nodes = min(nodes, max(1, len(cluster.compute_nodes)))
-    if resolved.tiny and not overridden(resolved, "slurm.gpus_per_node"):
-        ranks = min(ranks, cluster.compute.gpus or TINY_RANKS)
-    return nodes, ranks
+def resolve_on(recipe: str, overrides: Sequence[str], cluster: Cluster, *, tiny: bool) -> tuple[Resolved, list[str]]:
+    """The recipe as a cluster runs it, and the overrides that say so: a tiny run takes as many nodes and GPUs as there are.
+
+    The job of every stage, whatever its own size, has the ranks of the training. Raises UserError as ``resolve`` does.
+    """
+    words = [*overrides, *(tiny_size(recipe, overrides, cluster) if tiny else [])]
+    return resolve(recipe, words, tiny=tiny), words
 
 
-def shape_overrides(resolved: Resolved, cluster: Cluster) -> list[str]:
-    """The overrides by which the job of every stage, whatever its own size, sees the ranks of a tiny run's training."""
-    if not resolved.tiny:
-        return []
-    nodes, ranks = run_shape(resolved, cluster)
-    return [f"slurm.nodes={nodes}", f"slurm.gpus_per_node={ranks}"]
+def tiny_size(recipe: str, overrides: Sequence[str], cluster: Cluster) -> list[str]:
+    """The overrides by which a tiny run takes no more nodes and GPUs than a cluster has; what is named stays as it is."""
+    named, asked = {text.partition("=")[0] for text in overrides}, asked_size(recipe, overrides)
+    most = _most(cluster)
+    return [f"{key}={min(asked[key], most[key])}" for key in most if not named & {key, "slurm"}]
+
+
+def _most(cluster: Cluster) -> dict[str, int]:
+    return {"slurm.nodes": max(1, len(cluster.compute_nodes)), "slurm.gpus_per_node": cluster.compute.gpus or TINY_RANKS}
+
+
+def _size(resolved: Resolved, cluster: Cluster) -> tuple[int, int]:
+    """Nodes and ranks per node of the training, also of a tiny run that was resolved without the cluster."""
+    asked = {"slurm.nodes": resolved.recipe.slurm.nodes, "slurm.gpus_per_node": resolved.recipe.slurm.gpus_per_node}
+    if resolved.tiny:
+        most = _most(cluster)
+        asked = {key: size if overridden(resolved, key) else min(size, most[key]) for key, size in asked.items()}
+    return asked["slurm.nodes"], asked["slurm.gpus_per_node"]
 
 
 def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, Shape]:
@@ -127,7 +140,7 @@ def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, Shape]:
 
 def train_shape(resolved: Resolved, cluster: Cluster) -> Shape:
     """The training: the recipe's nodes and ranks, and of each node the share of cores and memory that the GPUs are."""
-    nodes, ranks = run_shape(resolved, cluster)
+    nodes, ranks = _size(resolved, cluster)
     compute = cluster.compute
     gpus = ranks if compute.gpus else 0
     share = min(1.0, gpus / compute.gpus) if compute.gpus else 1.0
@@ -222,7 +235,7 @@ def _limit(cluster: Cluster) -> int:
 
 def find_problems(resolved: Resolved, cluster: Cluster, *, memory: bool = True) -> list[Problem]:
     """What a recipe asks for that the cluster does not have: nodes, GPUs, time, and with ``memory`` room for it."""
-    nodes, ranks = run_shape(resolved, cluster)
+    nodes, ranks = _size(resolved, cluster)
     have, compute = len(cluster.compute_nodes), cluster.compute
     problems = []
 

@@ -29,11 +29,6 @@ def indices(points: Sequence[Point]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def cluster_word(cluster: str) -> str:
-    """``--cluster`` as a job gets it: a path must be found from another working folder."""
-    return str(Path(cluster).absolute()) if "/" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
-
-
 def find_problems(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster) -> list[Problem]:
     """What keeps the points from running on a cluster, each problem once."""
     found: dict[Problem, None] = dict.fromkeys(missing_inputs(sweep, resolved))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from clustertune.config import accelerate_file as acc
+
 
 def set_environment(*, fsdp1: bool) -> list[str]:
     """Set what accelerate reads on a machine without GPUs; to be called before accelerate is imported.
@@ -23,7 +25,7 @@ def set_environment(*, fsdp1: bool) -> list[str]:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
-    return ["fsdp_cpu_ram_efficient_loading off: FSDP1 broadcasts the weights on an accelerator device only"]
+    return [f"{acc.key_of('cpu_ram_efficient_loading')} off: FSDP1 broadcasts the weights on an accelerator device only"]
 
 
 def install() -> None:

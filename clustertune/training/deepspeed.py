@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed as ds
 from clustertune.config import deepspeed_keys as keys
 from clustertune.config.resolved import Resolved
@@ -113,9 +114,7 @@ def prepare(resolved: Resolved) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         fix = "install it in the image (containers/versions.env, DEV_DEEPSPEED), or use another accelerate file"
         raise UserError(
-            Problem(
-                "the Python package deepspeed is not installed", file=resolved.accelerate_file, key="distributed_type", fix=fix
-            )
+            Problem("the Python package deepspeed is not installed", file=resolved.accelerate_file, key=acc.TYPE, fix=fix)
         )
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         keep_gloo()

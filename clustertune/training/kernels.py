@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config.distribution import Distribution
 from clustertune.config.resolved import Resolved
 from clustertune.training.events import EventLog
@@ -28,7 +29,7 @@ def set_environment(distribution: Distribution) -> list[str]:
     if said or not distribution.compiled or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):
         return []
     del os.environ[DYNAMIC]
-    return ["dynamo_use_dynamic is left to torch: a length that differs is compiled once more, and then for all lengths"]
+    return [f"{acc.DYNAMIC} is left to torch: a length that differs is compiled once more, and then for all lengths"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Compiled:
             reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(self.breaks.items()))
             text += f"; {sum(self.breaks.values())} graph breaks ({reasons})"
         if self.given_up:
-            text += "; torch's limit of recompilations is reached, and new shapes run uncompiled: accelerate.dynamo_config."
-            text += "dynamo_use_dynamic=true, or packing to one length, avoids it"
+            text += "; torch's limit of recompilations is reached, and new shapes run uncompiled: "
+            text += f"accelerate.{acc.DYNAMIC}=true, or packing to one length, avoids it"
         return text
 
 

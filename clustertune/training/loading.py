@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config.distribution import IN_FLIGHT, Distribution
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import agree
@@ -252,7 +253,9 @@ class Loading:
             if first == name and name in sources:
                 wanted[name] = sources[name]
             elif first == name and dist.get_rank() == 0 and is_empty_storage(given[name]):
-                problems.append(Problem("no weight file holds it", key=name, fix="fsdp_cpu_ram_efficient_loading: false"))
+                problems.append(
+                    Problem("no weight file holds it", key=name, fix=f"{acc.key_of('cpu_ram_efficient_loading')}: false")
+                )
         try:
             for name, local in self._read(wanted, empty, self._part):
                 made[name] = placed(local, empty[name], device, cpu_offload=cpu_offload)

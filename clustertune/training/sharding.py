@@ -261,7 +261,7 @@ def check(found: Found, asked: Distribution) -> None:
         )
     same = {wanted, "MULTI_CPU"} if wanted == "MULTI_GPU" and found.device == "cpu" else {wanted}
     if found.type not in same and not (world_size == 1 and found.type != "DEEPSPEED"):
-        problems.append(Problem(f"the run is {found.type}, the file asks for {wanted}", key="distributed_type"))
+        problems.append(Problem(f"the run is {found.type}, the file asks for {wanted}", key=acc.TYPE))
     if found.replicas == "different":
         problems.append(Problem("ranks that should start from the same parameters hold different ones"))
     if wanted == "FSDP" and not problems and world_size > 1:
@@ -277,7 +277,7 @@ def _fsdp_problems(found: Found, asked: Distribution) -> list[Problem]:
     mesh = asked.mesh
     if mesh and found.mesh != mesh:
         wanted, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))
-        problems.append(Problem(f"the mesh is {is_now}, the file asks for {wanted}", key="parallelism_config"))
+        problems.append(Problem(f"the mesh is {is_now}, the file asks for {wanted}", key=acc.MESH))
     problems += _placement_problems(found, mesh)
     shards = world_size // int(found.mesh.get("dp_replicate", 1))
     # What tp does not split is kept by each of its ranks: _placement_problems looks at that share.

@@ -117,7 +117,7 @@ def test_ranks_left_to_shard_over_are_derived() -> None:
     """A recipe holds no machine counts; accelerate wants their product to be the number of ranks."""
     resolved = resolve("llama405b-oasst2", [f"{PARALLEL}_dp_replicate_size=2"])
     assert resolved.accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
-    assert (resolved.data_parallel_size, resolved.own_accelerate) == (16, True)
+    assert (resolved.data_parallel_size, resolved.distribution.weight_shards) == (16, 8)
     values = show.as_json(resolved)["values"]
     assert values[f"{PARALLEL}_dp_shard_size"]["origin"] == "derived: 16 ranks / (dp_replicate 2)"
     assert values[f"{PARALLEL}_dp_replicate_size"] == {"value": 2, "origin": "override"}
@@ -138,22 +138,22 @@ def test_deepspeed_s_file_takes_overrides(deepspeed: Path, refused: Refuse) -> N
         assert "ds.json" in str(refused(deepspeed, ["accelerate=ds.yaml"])[0])
 
 
-def loaded(run: RunDir, resolved: Resolved) -> Any:
+def loaded(run: RunDir) -> Any:
     """What accelerate itself makes of the file that the ranks get."""
     from accelerate.commands.config.config_args import load_config_from_file
 
-    return load_config_from_file(str(run.accelerate_file(resolved)))
+    return load_config_from_file(str(run.accelerate_file))
 
 
 def test_a_run_writes_the_file_that_its_ranks_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     plain = resolve("tiny-oasst2")
     run.write_own_files(plain)
-    assert run.accelerate_file(plain) == plain.accelerate_path and not list(tmp_path.iterdir())
+    assert yaml.safe_load(run.accelerate_file.read_text()) == plain.accelerate
     resolved = resolve("tiny-oasst2", [f"{FSDP}.fsdp_reshard_after_forward=false", "accelerate.mixed_precision=no"])
     run.write_own_files(resolved)
-    assert run.accelerate_file(resolved) == tmp_path / "accelerate.yaml"
-    made = loaded(run, resolved)
+    assert run.accelerate_file == tmp_path / "accelerate.yaml"
+    made = loaded(run)
     assert made.fsdp_config["fsdp_reshard_after_forward"] is False and made.distributed_type.value == "FSDP"
     assert made.mixed_precision == "no"
     before = (tmp_path / "accelerate.yaml").stat()
@@ -165,11 +165,7 @@ def test_deepspeed_s_file_is_named_by_its_absolute_path(tmp_path: Path, deepspee
     """accelerate looks for it from the working folder of each rank."""
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    plain = resolve(deepspeed, ["accelerate=ds.yaml", "lora=null"])  # for an adapter a key is put in, and so a file made
-    run.write_own_files(plain)
-    body = yaml.safe_load(run.accelerate_file(plain).read_text())
-    assert body["deepspeed_config"]["deepspeed_config_file"] == str(deepspeed / "ds.json")
     changed = resolve(deepspeed, ["accelerate=ds.yaml", "deepspeed.zero_optimization.stage=3"])
     run.write_own_files(changed)
-    named = Path(yaml.safe_load(run.accelerate_file(changed).read_text())["deepspeed_config"]["deepspeed_config_file"])
+    named = Path(yaml.safe_load(run.accelerate_file.read_text())["deepspeed_config"]["deepspeed_config_file"])
     assert named == run.path / "deepspeed.json" and json.loads(named.read_text())["zero_optimization"] == {"stage": 3}

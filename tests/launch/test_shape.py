@@ -53,15 +53,17 @@ def test_memory_for_loading_is_never_less_than_it_takes() -> None:
 
 def test_a_tiny_run_takes_what_the_cluster_has() -> None:
     """A rehearsal runs on two GPUs as on sixteen, unless somebody names the number."""
-    assert shape.run_shape(resolve("llama405b-oasst2", tiny=True), machine(1, 2)) == (1, 2)
-    assert shape.run_shape(resolve("llama405b-oasst2", tiny=True), machine(3, 0)) == (2, 2)
-    named = resolve("llama405b-oasst2", ["slurm.nodes=4"], tiny=True)
-    assert shape.run_shape(named, machine(1, 2)) == (4, 2)
-    assert shape.shape_overrides(resolve("llama405b-oasst2", tiny=True), machine(1, 2)) == [
-        "slurm.nodes=1",
-        "slurm.gpus_per_node=2",
-    ]
-    assert shape.shape_overrides(resolve("llama405b-oasst2"), machine(1, 2)) == []
+    sizes = {
+        (): (machine(1, 2), 1, 2),
+        ("data.limit=9",): (machine(3, 0), 2, 2),
+        ("slurm.nodes=4",): (machine(1, 2), 4, 2),
+        ("slurm={nodes: 4, gpus_per_node: 3}",): (machine(1, 2), 4, 3),
+    }
+    for given, (cluster, nodes, ranks) in sizes.items():
+        found, words = shape.resolve_on("llama405b-oasst2", given, cluster, tiny=True)
+        assert (found.recipe.slurm.nodes, found.recipe.slurm.gpus_per_node) == (nodes, ranks)
+        assert found.world_size == nodes * ranks and words[: len(given)] == list(given)
+    assert shape.resolve_on("llama405b-oasst2", [], machine(1, 2), tiny=False)[1] == []
     assert shape.train_shape(resolve("tiny-oasst2", tiny=True), machine(memory_gb=6)).memory_gb is None
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from clustertune.config import overrides
 from clustertune.config.cluster import load_cluster
 from clustertune.config.overrides import Source
 from clustertune.config.resolve import resolve
-from clustertune.plan import memory, overrides
+from clustertune.plan import memory
 from clustertune.plan.compute import flops, micro_batch
 from clustertune.plan.kept import Kept
 from clustertune.plan.machine import machine as read_machine

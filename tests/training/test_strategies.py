@@ -94,7 +94,7 @@ class Bench:
         path = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
         made = open_run(resolved, path, ["test"])
         made.write_own_files(resolved)
-        shutil.copyfile(made.accelerate_file(resolved), path / "given.yaml")
+        shutil.copyfile(made.accelerate_file, path / "given.yaml")
         for part in ("data", "model"):
             shutil.copytree(self.prepared / part, path / part)
         return path

@@ -1,0 +1,137 @@
+"""What a submission decided: recorded in run.json, read by its jobs whatever the files say by then, never edited in place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune import chain
+from clustertune.commands.submit import Submission
+from clustertune.config.cluster import load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.config.resolved import Resolved
+from clustertune.errors import UserError
+from clustertune.launch import shape
+from clustertune.rundir import SCHEMA, RunDir
+from tests.command import REPO
+from tests.launch.machines import OURS, RECIPES, cluster_of
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe and a cluster file that a test may edit."""
+    shutil.copytree(REPO / "recipes" / "_base", tmp_path / "recipes" / "_base")
+    shutil.copytree(REPO / "recipes" / "tiny-oasst2", tmp_path / "recipes" / "tiny-oasst2")
+    shutil.copyfile(REPO / "ops" / "clusters" / "dgx-h100.yaml", tmp_path / "mine.yaml")
+    return tmp_path / "recipes" / "tiny-oasst2"
+
+
+def submitted(recipe: Path, *words: str) -> Submission:
+    cluster = str(recipe.parents[1] / "mine.yaml")
+    return Submission.make(str(recipe), list(words), True, cluster, recipe.parents[1] / "run", None, "report", one_job=False)
+
+
+def sent(recipe: Path, *words: str) -> int:
+    """Record a submission as ``submit`` does, without Slurm; the number that its jobs get."""
+    made = submitted(recipe, *words)
+    opened = chain.open_run(made.resolved, made.path, [])
+    assert opened.describe(made.resolved, made.machine, made.shapes) == made.number
+    assert all(("--description", str(made.number)) in zip(job.arguments, job.arguments[1:], strict=False) for job in made.jobs)
+    return made.number
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_a_job_reads_what_its_submission_recorded(recipe: Path) -> None:
+    """Between submit and the first step hours may lie, in which recipe, accelerate file and cluster file are edited."""
+    number = sent(recipe)
+    run = RunDir(recipe.parents[1] / "run")
+    before = run.description(number)
+    files = {file: file.read_text() for file in run.path.glob("*.yaml")}
+    edit(recipe / "accelerate.yaml", "fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
+    edit(recipe.parents[1] / "mine.yaml", "partition: ", "partition: other-")
+    (recipe / "recipe.yaml").unlink()
+    found = run.description(number)
+    assert found == before and found.resolved.distribution.reshard
+    assert found.cluster is not None and found.cluster.slurm is not None and found.cluster.slurm.partition == "gpu"
+    run.write_own_files(found.resolved)
+    assert {file: file.read_text() for file in files} == files and len(files) == 1, "what accelerate launch reads"
+
+
+def test_the_same_submission_has_the_same_number_and_another_keeps_the_one_before(recipe: Path) -> None:
+    """A job that waits is still told what its own submission decided."""
+    assert sent(recipe) == sent(recipe) == 1
+    edit(recipe.parents[1] / "mine.yaml", "partition: ", "partition: other-")
+    assert sent(recipe) == 2
+    assert sent(recipe, "slurm.time=00:10:00") == 3
+    run = RunDir(recipe.parents[1] / "run")
+    partitions = [
+        cluster.slurm.partition for number in (1, 2, 3) if (cluster := run.description(number).cluster) and cluster.slurm
+    ]
+    assert partitions == ["gpu", "other-gpu", "other-gpu"]
+    assert [one["description"] for one in run.read()["earlier"]] == [1, 2]
+    assert run.read()["jobs"]["train"]["minutes"] == 10 and run.read()["earlier"][1]["jobs"]["train"]["minutes"] == 30
+    with pytest.raises(UserError, match="no description 9"):
+        run.description(9)
+
+
+def test_a_run_folder_of_the_first_version_still_works(recipe: Path) -> None:
+    """It says no schema, no description and no distribution: what follows from its files is read from them."""
+    sent(recipe)
+    run = RunDir(recipe.parents[1] / "run")
+    body = run.read()
+    wanted = run.resolved().distribution
+    for key in ("schema", "description", "jobs"):
+        del body[key]
+    del body["recipe"]["distribution"]
+    run.run_json.write_text(json.dumps(body))
+    assert run.resolved().distribution == wanted
+    assert sent(recipe) == 1 and "earlier" not in run.read()
+    run.update(schema="clustertune.run/99")
+    with pytest.raises(UserError, match=f"this release reads {SCHEMA}"):
+        run.resolved()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_description_says_the_same_after_json(name: str) -> None:
+    """The typed object is what jobs, ranks and report get, on another machine and days later."""
+    for tiny in (False, True) if name in OURS else (False,):
+        found = resolve(name, tiny=tiny)
+        again = Resolved.from_dict(json.loads(json.dumps(found.as_dict())))
+        assert again == found and again.distribution == found.distribution
+        assert again.fingerprint() == found.fingerprint()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
+    """How often a submission resolves its recipe."""
+    calls = []
+    monkeypatch.setattr(shape, "resolve", lambda *given, **named: calls.append(given) or resolve(*given, **named))
+    Submission.make(*args, one_job=False)
+    return len(calls)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_a_submission_resolves_once(tmp_path: Path, tiny: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "llama405b-oasst2"
+    assert counted(monkeypatch, name, [], tiny, cluster_of(name), tmp_path / "run", None, "report") == 1
+
+
+def test_the_recorded_distribution_is_what_is_read(tmp_path: Path) -> None:
+    """Another release may derive otherwise: a run goes on as it began."""
+    found = resolve("tiny-oasst2")
+    body = json.loads(json.dumps(found.as_dict()))
+    body["distribution"]["reshard"] = not found.distribution.reshard
+    assert Resolved.from_dict(body).distribution.reshard is not found.distribution.reshard
+    run = chain.open_run(found, tmp_path / "run", [])
+    assert yaml.safe_load(run.accelerate_file.read_text()) == found.accelerate
+    run.describe(found, load_cluster("dgx-h100"))
+    assert run.read()["recipe"]["distribution"]["kind"] == "FSDP2"
