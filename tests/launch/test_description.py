@@ -11,12 +11,14 @@ import pytest
 import yaml
 
 from clustertune import chain
+from clustertune import job as program
+from clustertune.commands import job as command
 from clustertune.commands.submit import Submission
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
-from clustertune.launch import shape
+from clustertune.launch import allocation, first_node, places, shape
 from clustertune.rundir import SCHEMA, RunDir
 from tests.command import REPO
 from tests.launch.machines import OURS, RECIPES, cluster_of
@@ -99,6 +101,24 @@ def test_a_run_folder_of_the_first_version_still_works(recipe: Path) -> None:
     run.update(schema="clustertune.run/99")
     with pytest.raises(UserError, match=f"this release reads {SCHEMA}"):
         run.resolved()
+
+
+def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the front door: what Slurm starts after recipe and cluster file have been taken away."""
+    number, run = sent(recipe), recipe.parents[1] / "run"
+    wanted = RunDir(run).description(number)
+    cluster = recipe.parents[1] / "mine.yaml"
+    cluster.unlink()
+    shutil.rmtree(recipe)
+    got: list[Any] = []
+    given = allocation.Allocation("7", 0, ("n1",), wanted.resolved.world_size, 8, 1, None, 600.0)
+    monkeypatch.setattr(allocation, "read", lambda: given)
+    monkeypatch.setattr(places, "enter", lambda *words: [])
+    monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
+    monkeypatch.setattr(first_node, "find_problems", lambda *words, **named: [])
+    stages = {"first": "report", "last": "report"}
+    command.job(str(recipe), [], tiny=True, cluster=str(cluster), run_dir=run, env=None, description=number, **stages)
+    assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)
 
 
 @pytest.mark.parametrize("name", RECIPES)
