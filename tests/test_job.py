@@ -108,7 +108,7 @@ def end_of(
     monkeypatch.setattr(slurm, "show_job", lambda job: state)
     monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
     monkeypatch.setattr(job.signal, "signal", lambda *words: None)
-    quiet: Any = SimpleNamespace(update=lambda **values: None, path=tmp_path)
+    quiet: Any = SimpleNamespace(update=lambda **values: None, describe=lambda *parts: 1, path=tmp_path)
     monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
 
@@ -172,7 +172,7 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, m
     requeued: list[str] = []
     monkeypatch.setattr(slurm, "requeue", requeued.append)
     monkeypatch.setattr(slurm, "is_running", lambda job: False, raising=False)
-    quiet: Any = SimpleNamespace(update=lambda **values: None, path=tmp_path)
+    quiet: Any = SimpleNamespace(update=lambda **values: None, describe=lambda *parts: 1, path=tmp_path)
     monkeypatch.setattr(chain, "open_run", lambda resolved, path, command: quiet)
     monkeypatch.setattr(chain, "keep_forecast", lambda *words: None)
     links = links_of(tmp_path)
