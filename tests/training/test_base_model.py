@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import base_model
 
@@ -33,8 +34,9 @@ def check(
     body = {"model_type": "llama", "quantization_config": stored}
     (folder / "config.json").write_text(json.dumps({"model_type": "outer", part: body} if part else body))
     train = {"model_init_kwargs": {"quantization_config": asked}} if asked else {}
-    recipe = SimpleNamespace(lora={"r": 4} if lora else None)
-    resolved: Any = SimpleNamespace(accelerate=accelerate, deepspeed=None, train_args=train, recipe=recipe)
+    plain = resolve("tiny-oasst2")
+    recipe = plain.recipe.model_copy(update={"lora": {"r": 4} if lora else None})
+    resolved = replace(plain, accelerate=accelerate, deepspeed=None, train_args=train, recipe=recipe)
     base_model.check(str(folder), None, resolved)
 
 
@@ -109,9 +111,9 @@ def test_a_base_of_the_hub_is_asked_for_its_config_alone(tmp_path: Path, monkeyp
         return str(file)
 
     monkeypatch.setattr(utils, "cached_file", cached)
-    train: dict[str, Any] = {}
-    recipe = SimpleNamespace(lora={})
-    resolved: Any = SimpleNamespace(accelerate=FSDP2, deepspeed=None, train_args=train, recipe=recipe)
+    plain = resolve("tiny-oasst2")
+    recipe = plain.recipe.model_copy(update={"lora": {}})
+    resolved = replace(plain, accelerate=FSDP2, deepspeed=None, train_args={}, recipe=recipe)
     base_model.check("org/gone", "abc", resolved)
     with pytest.raises(UserError, match="fp8 weights: FSDP"):
         base_model.check("org/there", "abc", resolved)
