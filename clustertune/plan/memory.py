@@ -363,7 +363,7 @@ class _Memory:
             return Term("logits", size, BYTES, "a tile of {rows} tokens x {entries} vocabulary entries x {bytes} B", values)
         entries, half = shape.counted.vocabulary / plan.tp, self.kept.width == HALF
         size = 3 * FULL if back else 2 * FULL + (HALF if half else 0)
-        if half and (plan.compiled or plan.half_loss):
+        if half and ((plan.compiled and not plan.whole_loss) or plan.half_loss):
             size = (4 if back else 3) * HALF
         values = {"tokens": shape.tokens, "entries": entries, "bytes": size}
         text = "{tokens} tokens x {entries} vocabulary entries x {bytes} B"

@@ -125,6 +125,8 @@ class Strategy:
     """Norms, rotary embeddings and gates are Liger's kernels, each one pass over its rows."""
     holds_logits: bool = False
     """The program's own variable keeps the logits through the backward pass (``logits = model(...).logits`` in a loop)."""
+    whole_loss: bool = False
+    """Of published runs: the loss is not compiled with the model, and its logits have a copy in float32."""
     half_loss: bool = False
     """The cross-entropy is computed on 16-bit logits as they are, without a float32 copy."""
     whole_forward: bool = False

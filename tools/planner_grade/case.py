@@ -96,7 +96,7 @@ def _strategy(run: PublishedRun) -> Strategy:
         state_bytes=moments + (4 if run.kind == "Megatron" and trained_full else 0), master_in_weights=master,
         offload_params="none", offload_optimizer="none", sequence_parallel=run.sequence_parallel, fused_loss=run.fused_loss,
         notes=(), compute=run.compute_dtype, overlap_tp=run.overlap_tp, reduce_each=run.reduce_each,
-        half_loss=run.half_loss, holds_logits=run.holds_logits,
+        whole_loss=run.whole_loss, half_loss=run.half_loss, holds_logits=run.holds_logits,
     )  # fmt: skip
 
 

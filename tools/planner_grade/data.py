@@ -134,6 +134,8 @@ class PublishedRun(Section):
     attention: Literal["sdpa", "flash", "eager"] = "sdpa"
     fused_loss: bool = False
     """The logits are never whole."""
+    whole_loss: bool = False
+    """The cross-entropy is not compiled though the layers are: its logits have a copy in float32."""
     half_loss: bool = False
     """The cross-entropy takes bf16 logits as they are."""
     holds_logits: bool = False
