@@ -89,3 +89,34 @@ def test_the_numbers_stay_what_they_are(train: Train) -> None:
         last = events(path, "compile")[-1]
         assert not last["given_up"] and last["again"] < last["graphs"] < 40, last
         assert any("dynamo_use_dynamic is left to torch" in note for note in distributed(path)["notes"])
+
+
+RECOMPUTED = {
+    "none": PLAIN,
+    "wrapper": ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"],
+    "model": ["train.activation_checkpointing=true"],
+    "some": [*SOME, "train.activation_checkpointing=null"],
+}
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "ddp"])
+def test_compiled_dropout_is_the_same_when_it_is_computed_again(train: Train, name: str) -> None:
+    """Recomputation on and off are no further apart with dropout than without.
+
+    Not so by Inductor over FSDP2, whose first gradient norm was 1.425 with and 1.509 without, the cause not found.
+    """
+    place = (FSDP2 if name == "fsdp2" else DDP) | {"dynamo_config": REGIONAL}
+    ways = [how for how in RECOMPUTED if how != "wrapper" or name == "fsdp2"]
+    curves = {}
+    for dropout in ("0", "0.3"):
+        for how in ways:
+            path = train(f"{name}-{how}-{dropout}", place, *RECOMPUTED[how], f"lora.lora_dropout={dropout}")
+            curves[dropout, how] = curve(path)
+            assert events(path, "compile") and distributed(path)["recomputed_layers"] == LAYERS.get(how, "4 of 4")
+    for how in ways[1:]:
+        for dropout in ("0", "0.3"):
+            assert curves[dropout, how] == pytest.approx(curves[dropout, "none"], rel=2e-5, abs=2e-5), (how, dropout)
+    assert curves["0", "none"] != pytest.approx(curves["0.3", "none"], rel=1e-3), "nothing was dropped"
+
+
+LAYERS = {"none": "0 of 4", "some": "2 of 4"}

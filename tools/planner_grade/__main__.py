@@ -27,7 +27,7 @@ not: its 8.0 GB/s come from the run that it is graded on. That row shows only th
 
 "In range": how many published steps lie in the range that a plan prints, which is meant for four of five; the width of each
 class (bf16, float8 and Megatron-Core, experts) was set with these rows in sight. Memory is the peak that torch had allocated;
-torchtitan's tables print what its allocator had reserved (`max_reserved_gib`, printed as "memory" by its train.py), which is more:
+torchtitan's tables print what its allocator had reserved (`max_reserved_gib`, "memory" of its train.py), which is more:
 up to all that it once split and could not join. Its loss was not compiled with the model, and is counted so. What its rows with
 long rows, TP and PP lack beyond that is not explained: its pipeline also keeps gathered weights between micro batches, and
 takes a local batch in as many parts as there are stages, where the row has one sequence each. "Lowest" is the row that is
