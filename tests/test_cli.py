@@ -134,16 +134,6 @@ def test_tiny_hides_no_mistake(call: Call, override: str, tmp_path: Path) -> Non
     assert code == 2 and key in err
 
 
-def test_without_the_cap_a_screen_overflows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    error = UserError([Problem(f"wrong {i}") for i in range(90)])
-    console.show_error(error)
-    shown = capsys.readouterr().err
-    assert shown.count("error:") == 25 and "and 65 more; --json lists all" in shown
-    monkeypatch.setattr(console, "MAX_PROBLEMS", 1000)
-    console.show_error(error)
-    assert capsys.readouterr().err.count("error:") == 90
-
-
 def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     console.show_error(UserError(Problem("bad \x1b[2J" + "y" * 5000, file="a\nerror: b\u202e", fix="x\x07")))
     console.say("new \x1b]0;title\x07 [bold]é[/bold]")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from clustertune import lock
 from clustertune.errors import ExitCode, UserError
 from clustertune.lock import held, in_turn
 
@@ -70,14 +69,6 @@ def test_a_lock_that_was_removed_is_taken_anew(tmp_path: Path, monkeypatch: pyte
         assert path.is_file()
         with pytest.raises(UserError):
             take(path)
-
-
-def test_without_the_second_look_two_would_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "stage" / "lock"
-    remove_once(monkeypatch, path.parent)
-    monkeypatch.setattr(lock, "_is_at", lambda *_: True)
-    with held(path, "works here", shown=path, fix=""):
-        take(path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from clustertune.data import chats, oasst, rows
+from clustertune.data import rows
 from clustertune.data.rejects import SHOWN
 from clustertune.errors import ExitCode, UserError
 
@@ -169,29 +169,3 @@ def test_without_any_conversation_the_reason_is_said(run, row):
         run([row("p1", None), row("a1", "p1")], language="tr")
     with pytest.raises(UserError, match="holds no usable conversation"):
         run(b"")
-
-
-def test_without_the_limit_a_10_mb_message_would_get_through(run, row, monkeypatch):
-    monkeypatch.setattr(chats, "MAX_MESSAGE_BYTES", 1 << 40)
-    assert run([row("p1", None), row("a1", "p1", "x" * 10_000_000)]).rejected == {}
-
-
-def test_without_the_search_for_cycles_rows_would_vanish_unsaid(run, row, monkeypatch):
-    monkeypatch.setattr(oasst, "find_cycles", lambda tree, tops: [])
-    assert run([row("p1", None), row("a1", "p1"), row("a2", "p2"), row("p2", "a2")]).rejected == {}
-
-
-def test_without_the_check_of_surrogates_writing_would_fail(run, row, lines, monkeypatch):
-    content = lines([row("p1", None), row("a1", "p1", "\\ud800")]).replace(b"\\\\ud", b"\\ud")
-    monkeypatch.setattr(oasst, "check_text", lambda r, key: r[key])
-    with pytest.raises(UnicodeEncodeError):
-        run(content)
-
-
-def test_without_the_iterative_parser_a_deep_record_would_be_a_traceback(run, monkeypatch):
-    content = b'{"message_id": ' + b"[" * 5000 + b"]" * 5000 + b"}\n"
-    with pytest.raises(UserError, match="message_id is a list"):
-        run(content)
-    monkeypatch.setattr(rows, "parse", lambda text: (json.loads(text), len(text)))
-    with pytest.raises(RecursionError):
-        run(content)

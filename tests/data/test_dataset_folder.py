@@ -95,14 +95,6 @@ def test_made_anew_when_a_byte_of_the_input_the_code_or_the_dataset_changed(sour
     assert content(out) == good
 
 
-def test_without_the_input_in_the_key_old_data_would_be_reused(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("clustertune.data.sources.LocalFiles.identity", lambda self: [])
-    out = tmp_path / "out"
-    make(source, out)
-    source.write_bytes(conversations(5))
-    assert make(source, out)["reused"] is True
-
-
 def test_what_the_recipe_expects_is_compared_each_time(source, tmp_path, capsys):
     out = tmp_path / "out"
     expect = ExpectedSplits(train=6, eval=99)

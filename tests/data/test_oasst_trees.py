@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from clustertune.data import oasst
-
 OTHER = {"message_tree_id": "u"}
 
 
@@ -50,11 +48,6 @@ def test_the_reply_is_chosen_by_rank_then_by_file_order(run, row, ranks, taken):
 def test_the_choice_by_rank_is_not_the_choice_by_length(run, row):
     rows = [*replies(row, 1, 0), row("p2", "a0"), row("a9", "p2")]
     assert run(rows).texts["t"] == ["text of p1", "text of a1"]
-
-
-def test_without_the_preference_the_rank_is_ignored(run, row, monkeypatch):
-    monkeypatch.setattr(oasst, "_preference", lambda reply: (False, False, 0.0))
-    assert run(replies(row, 1, 0)).texts["t"][1] == "text of a0"
 
 
 def test_every_prompter_reply_is_followed_and_the_longest_path_kept(run, row):

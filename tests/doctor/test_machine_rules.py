@@ -97,7 +97,10 @@ def test_facts_without_anything_are_no_fault() -> None:
     m = machine()
     m.facts = from_dict({"hostname": "x", "place": "here"})
     expected = {("gpu-count", FAIL), ("hostname-loopback", WARN)}
-    assert faults(report.machine_findings(m)) == expected, "what the job counts on is not to be seen"
+    found = report.machine_findings(m)
+    assert faults(found) == expected, "what the job counts on is not to be seen"
+    absent = {"python-path", "library-path", "preload", "nccl-settings", "debug-settings", "rank-variables", "proxy"}
+    assert {item.rule for item in found if item.status == PASS} == absent, "what could not be looked at does not pass"
     m.cluster, m.expects.gpus, m.expects.nodes = {}, None, 1
     assert faults(report.machine_findings(m)) == set()
 

@@ -18,6 +18,7 @@ from clustertune.host import gpus, mounts, network, pci, surroundings, system, t
 from clustertune.host.collect import collect
 from clustertune.host.cpus import format_cpu_list, readable_cpus
 from clustertune.host.facts import from_dict
+from clustertune.host.network import nccl_files
 from clustertune.host.packages import parse_torch_version
 from clustertune.host.sight import ABSENT, Answer, Sight, ask
 
@@ -110,6 +111,21 @@ def tree(tmp_path: Path) -> Path:
 def recorded(command: Sequence[str], seconds: float) -> Answer:
     text = ANSWERS.get(command[0])
     return ABSENT if text is None else Answer(text)
+
+
+def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL reads them: what is told is in force."""
+    for name, text in (
+        ("etc/nccl.conf", "NCCL_ALGO=Tree\nNCCL_DEBUG=INFO\n"),
+        ("home/me/.nccl.conf", "NCCL_ALGO=Ring # mine\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(Sight, "live", True)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    found = nccl_files(Sight(root=tmp_path))["nccl_conf"]
+    assert found == {"NCCL_ALGO": "Ring (/home/me/.nccl.conf)", "NCCL_DEBUG": "INFO (/etc/nccl.conf)"}
 
 
 def test_a_recorded_machine(tree: Path) -> None:

@@ -68,3 +68,13 @@ def test_a_warning_that_came_too_early_is_not_lost(
         assert script.wait(60) == 75
     made = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
     assert len(made) == len(calls) and all(part in f"{line} " for part, line in zip(calls, made, strict=True))
+
+
+def test_tokens_of_the_login_environment_stay_outside(tmp_path: Path) -> None:
+    """Whatever sbatch brought along: of names that tell of a secret the program and its ranks see none."""
+    folder = checkout(tmp_path)
+    (folder / ".venv/bin/python").write_text("#!/usr/bin/env bash\nenv\n")
+    secret = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "MY_CREDENTIALS_FILE", "SECRET_SAUCE")
+    given = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "HF_HOME": "/cache", **dict.fromkeys(secret, "canary")}
+    done = subprocess.run(["bash", "launch/run.sbatch"], cwd=folder, env=given, capture_output=True, text=True, check=True)
+    assert "HF_HOME=/cache" in done.stdout and "canary" not in done.stdout

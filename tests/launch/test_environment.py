@@ -130,9 +130,10 @@ def test_the_jobs_folder_is_for_its_user_only(tmp_path: Path) -> None:
     env = {"TRITON_CACHE_DIR": str(folder / "triton")}
     assert make_own_folder(env) == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert make_own_folder(env) == folder
-    folder.chmod(0o777)
-    with pytest.raises(UserError, match="others can write to it"):
-        make_own_folder(env)
+    for mode in (0o770, 0o707):  # the group's members, and everybody
+        folder.chmod(mode)
+        with pytest.raises(UserError, match="others can write to it"):
+            make_own_folder(env)
     folder.rmdir()
     (tmp_path / "theirs").mkdir()
     folder.symlink_to(tmp_path / "theirs")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import lora, merge, plan, target
+from clustertune.merge import merge, plan, target
 from tests.merge.conftest import save_adapter, save_llama
 
 Edit = Callable[..., None]
@@ -134,23 +134,6 @@ def test_tensors_that_do_not_fit(own_adapter: Path, base: Path, tmp_path: Path, 
     with pytest.raises(UserError, match=word):
         merge(base, own_adapter, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["own-adapter"]
-
-
-def test_without_the_check_nan_would_go_into_the_model(
-    own_adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    retensor(own_adapter, TENSOR_REFUSALS["NaN"][0])
-    monkeypatch.setattr(lora, "_check_finite", lambda *_: [])
-    merge(base, own_adapter, tmp_path / "out")
-    assert load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"].isnan().any()
-
-
-def test_without_the_coverage_check_half_an_adapter_would_be_merged(
-    own_adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    retensor(own_adapter, TENSOR_REFUSALS["a module is missing"][0])
-    monkeypatch.setattr(lora, "_coverage_problems", lambda *_: [])
-    assert merge(base, own_adapter, tmp_path / "out")["merged"] == 5
 
 
 def truncate(path: Path) -> None:

@@ -213,17 +213,6 @@ def test_a_damaged_staged_shard_is_merged_again(
     assert file_hashes(out) == reference
 
 
-def test_without_the_verification_damage_would_be_published(
-    base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    first, _ = interrupt(base, adapter, out, 2)
-    spoil(staging_folder(out) / first, "flip")
-    monkeypatch.setattr(streaming, "_damaged", lambda *_: [])
-    merge(base, adapter, out, shard_size=SIZE)
-    assert file_hashes(out) != reference
-
-
 def test_other_inputs_throw_the_staged_work_away(
     base: Path, adapter: Path, tmp_path: Path, reference: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,14 @@ def test_every_collective_is_measured_and_right(swept: gather.Round) -> None:
     ]
 
 
+def test_a_wrong_result_is_told() -> None:
+    """Whatever the time that it took."""
+    case = Case("world", "all_reduce", KIB, iterations=2)
+    for right in (True, False):
+        operation = measure.Operation(run=lambda: None, fill=lambda: None, check=lambda right=right: right)
+        assert measure.measure(case, operation, torch.device("cpu"), agree=float).correct is right
+
+
 def test_communicators_are_made_before_anything_is_measured(swept: gather.Round) -> None:
     """Of 512 ranks they take as long as a measurement may before it counts as hung."""
     assert set(swept.connected) == {"intra"} and swept.connected["intra"] > 0

@@ -303,27 +303,6 @@ print(json.dumps({point.path: point.entries for point in found if point.entries}
 """
 
 
-def test_without_the_guards_the_root_disk_is_written_to(shared: tuple[Node, Path]) -> None:
-    """The trap is real: a pool of whole bricks over mount points that anybody may write to. So the tests above can fail."""
-    made, cluster = shared
-    base = made.base
-    made.shell(f"umount {base}/pool; umount {base}/b1; chattr -i {base}/b1")
-    made.shell(f"mergerfs -o allow_other,category.create=ff,minfreespace=1M {base}/b1:{base}/b0 {base}/pool")
-    made.shell(f"echo x > {base}/pool/checkpoint")
-    assert made.shell(f"ls {base}/b1").split() == ["checkpoint"]
-    hidden = json.loads(made.python(LOOK, base).out)
-    assert hidden == {f"{base}/b1": ["checkpoint"]}
-    code, found = checked(made, cluster)
-    assert (code, found["brick-mounted"], found["pool-bricks"]) == (2, "fail", "fail")
-    refused = made.command("apply", "--cluster", cluster)
-    assert refused.code == 2
-    assert "holds checkpoint" in refused.err
-    made.shell(f"umount {base}/pool; rm {base}/b1/checkpoint")
-    done = made.command("apply", "--cluster", cluster)
-    assert done.code == 0, done.err
-    assert checked(made, cluster) == (0, {})
-
-
 def test_a_file_that_outgrows_its_brick_is_moved(shared: tuple[Node, Path]) -> None:
     """moveonenospc with minfreespace above the file: the writer sees nothing, the content is right."""
     made, cluster = shared

@@ -177,19 +177,6 @@ def test_text_never_becomes_markup(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_without_escaping_the_text_would_become_markup(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jinja2
-
-    class Careless(jinja2.Environment):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**(options | {"autoescape": False}))
-
-    plant(run_dir)
-    monkeypatch.setattr(jinja2, "Environment", Careless)
-    assert "<script" in build(run_dir).read_text()
-
-
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "eval", "stages", "adapter", "checkpoints"])
 def test_a_page_comes_without_any_one_part(gone: str, run_dir: Path) -> None:
     path = run_dir / gone

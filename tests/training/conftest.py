@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 
 from tests.command import REPO, run
 from tests.conftest import once
+from tests.training.benches import ZeroBench
+from tests.training.forked import Forge
 
 RECIPE = "recipes/tiny-oasst2"
 SMALL = ["train.max_length=64", "train.save_steps=2", "train.eval_steps=2"]
@@ -71,6 +73,23 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.code == 0, done.err
 
     return once(tmp_path_factory, "prepared", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    """The process that forks ranks. It imports the stack once, in about 10 s."""
+    found = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="session")
+def zero_bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> ZeroBench:
+    """The tiny recipe under any distribution file, its data and base model copied from the prepared run."""
+    recipes = tmp_path_factory.mktemp("zero") / "recipes"
+    for name in ("_base", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, recipes / name)
+    return ZeroBench(forge, recipes / "tiny-oasst2", prepared, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,106 +12,27 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.chain import open_run
 from clustertune.checkpoint.store import newest_whole, verify
-from clustertune.config.resolve import resolve
-from clustertune.data import tokens
-from clustertune.data.tokenizer import load_tokenizer
 from clustertune.errors import UserError
-from tests.command import REPO, events
-from tests.training.forked import Forge
+from tests.command import events
+from tests.training.benches import FULL, STAGES, ZeroBench, curve, said
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
-AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-CPU = {"device": "cpu", "pin_memory": False}
 BREAKS = "tests.training.deepspeed_breaks:"
-STAGES: dict[str, dict[str, Any]] = {
-    "zero0": {"stage": 0},
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    # torch's own AdamW on what is offloaded: DeepSpeed's is compiled for minutes when it is first used.
-    "zero3-offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 100_000},
-}
-
-
-SAME = [
-    "train.max_steps=3", "train.save_steps=2", "train.eval_steps=3", "train.max_length=64", "train.packing=false",
-    "train.eval_on_start=false", "train.report_to=none", "lora.lora_dropout=0", "train.activation_checkpointing=false",
-]  # fmt: skip
-FULL = "lora=null"
 TOLERANCE = 2e-5
 """Of losses near 8.3 and norms near 1, in float32: the same sums in another order, over three steps of Adam."""
 
 
-class Bench:
-    """Runs of one recipe under DeepSpeed, and the single process that they are compared with."""
-
-    def __init__(self, forge: Forge, recipe: Path, prepared: Path, folder: Path) -> None:
-        self.forge, self.recipe, self.prepared, self.folder = forge, recipe, prepared, folder
-        self._alone: dict[tuple[str, ...], list[float]] = {}
-
-    def make(self, file: str, ranks: int, *more: str) -> Path:
-        """A run folder whose next stage is the training."""
-        resolved = resolve(self.recipe, [*SAME, f"accelerate={file}", *more], ranks=ranks)
-        path = self.folder / f"run-{len(list(self.folder.iterdir()))}"
-        open_run(resolved, path, ["test"]).write_own_files(resolved)
-        for part in ("data", "model"):
-            shutil.copytree(self.prepared / part, path / part)
-        # The rows of what this run asks for; its tokens are those of the copy.
-        args, source = resolved.train_args, str(next((path / "model").iterdir()))
-        tokens.make(path / "data", load_tokenizer(source, None, resolved.chat_template, args), args)
-        return path
-
-    def zero(self, name: str, *more: str, ranks: int = 2) -> Path:
-        body = {"zero_optimization": STAGES[name], **dict.fromkeys(AUTO, "auto"), "zero_force_ds_cpu_optimizer": False}
-        (self.recipe / f"{name}.json").write_text(json.dumps(body))
-        config = {"deepspeed_config_file": f"{name}.json", "zero3_init_flag": STAGES[name]["stage"] == 3}
-        text = json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": config})
-        (self.recipe / f"{name}.yaml").write_text(text)
-        return self.make(f"{name}.yaml", ranks, *more)
-
-    def go(self, path: Path, attempt: int = 1, ranks: int = 2, breaks: str | None = None, seconds: float = 300) -> list[int]:
-        more = {"breaks": breaks, "accelerate": str(path / "accelerate.yaml")} if breaks else {}
-        return self.forge.run(path, ranks, attempt=attempt, seconds=seconds, **more)
-
-    def alone(self, *more: str) -> list[float]:
-        """What one process with the same global batch says."""
-        if more not in self._alone:
-            (self.recipe / "alone.yaml").write_text("distributed_type: 'NO'\n")
-            path = self.make("alone.yaml", 1, *more)
-            assert self.go(path, ranks=1) == [0], said(path)
-            self._alone[more] = curve(path)
-        return self._alone[more]
-
-
-def said(path: Path) -> str:
-    """What each rank left and the end of its log."""
-    records = [file.read_text().strip("\0 ") for file in sorted((path / "attempts").glob("*/rank-*.json"))]
-    return "\n".join([*records, *(log.read_text()[-1500:] for log in sorted((path / "attempts").glob("*/rank-*.log")))])
-
-
-def curve(path: Path) -> list[float]:
-    """Loss and gradient norm of each step, then the evaluation's loss."""
-    steps = [v for event in events(path, "step") for v in (event["loss"], event["grad_norm"])]
-    return steps + [event["eval_loss"] for event in events(path, "eval")]
+@pytest.fixture(scope="module")
+def bench(zero_bench: ZeroBench) -> ZeroBench:
+    return zero_bench
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Bench]:
-    recipes = tmp_path_factory.mktemp("zero") / "recipes"
-    for name in ("_base", "tiny-oasst2"):
-        shutil.copytree(REPO / "recipes" / name, recipes / name)
-    forge = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield Bench(forge, recipes / "tiny-oasst2", prepared, tmp_path_factory.mktemp("runs"))
-    forge.end()
-
-
-@pytest.fixture(scope="module")
-def trained(bench: Bench) -> Path:
+def trained(bench: ZeroBench) -> Path:
     """A finished run under ZeRO-3, checkpoints at steps 1, 2 and 3."""
     path = bench.zero("zero3", "train.save_steps=1")
     assert bench.go(path) == [0, 0], said(path)
@@ -141,7 +62,7 @@ def oracle(checkpoint: Path) -> dict[str, Any]:
     return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=True))
 
 
-def test_zero3_is_what_it_says_and_trains_as_one_process(bench: Bench, trained: Path) -> None:
+def test_zero3_is_what_it_says_and_trains_as_one_process(bench: ZeroBench, trained: Path) -> None:
     """Losses, norms and evaluation of the single process; parts of parameters and of state on each rank."""
     assert curve(trained) == pytest.approx(bench.alone(), abs=TOLERANCE)
     found = json.loads((trained / "run.json").read_text())["distributed"]
@@ -164,7 +85,7 @@ def test_zero3_is_what_it_says_and_trains_as_one_process(bench: Bench, trained: 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3-offload"])
-def test_every_stage_trains_as_one_process(bench: Bench, name: str) -> None:
+def test_every_stage_trains_as_one_process(bench: ZeroBench, name: str) -> None:
     """And is what its file says."""
     path = bench.zero(name)
     assert bench.go(path) == [0, 0], said(path)
@@ -175,7 +96,7 @@ def test_every_stage_trains_as_one_process(bench: Bench, name: str) -> None:
     assert found["offload_param"] == found["offload_optimizer"] == ("cpu" if name == "zero3-offload" else "none")
 
 
-def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Bench, trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
     """A byte of rank 1's part of the last checkpoint; the one before it leads to the same bytes."""
     path = tmp_path / "run"
     shutil.copytree(trained, path)
@@ -191,7 +112,7 @@ def test_a_damaged_part_is_passed_over_and_the_rest_goes_on_the_same(bench: Benc
 
 
 @pytest.mark.jobs
-def test_a_part_that_changes_after_the_look_is_not_loaded(bench: Bench, trained: Path, tmp_path: Path) -> None:
+def test_a_part_that_changes_after_the_look_is_not_loaded(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
     """Each rank compares the hash of what it reads: DeepSpeed's loader would run what a file holds."""
     path = tmp_path / "run"
     shutil.copytree(trained, path)
@@ -201,7 +122,7 @@ def test_a_part_that_changes_after_the_look_is_not_loaded(bench: Bench, trained:
 
 
 @pytest.mark.jobs
-def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: Bench, trained: Path) -> None:
+def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: ZeroBench, trained: Path) -> None:
     """Half a file and no manifest: the next attempt goes on from the checkpoint before, to the same bytes."""
     path = bench.zero("zero3", "train.save_steps=1")
     assert -9 in bench.go(path, breaks=BREAKS + "killed_in_a_save", seconds=60)
@@ -212,7 +133,7 @@ def test_a_kill_in_the_middle_of_a_save_loses_that_save_only(bench: Bench, train
 
 
 @pytest.mark.jobs
-def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: Bench, trained: Path) -> None:
+def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: ZeroBench, trained: Path) -> None:
     """One rank is asked; all save at the same step."""
     path = bench.zero("zero3", "train.save_steps=3")
     assert bench.go(path, breaks="stop") == [75, 75], said(path)
@@ -223,7 +144,7 @@ def test_an_agreed_stop_saves_and_the_next_attempt_ends_the_same(bench: Bench, t
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: Bench, name: str) -> None:
+def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: ZeroBench, name: str) -> None:
     """Its gradients are finite, and the step is inside DeepSpeed: without the guard the second step has been taken."""
     steps = {}
     for breaks in ("infinite_loss", "infinite_loss_without_guard"):
@@ -236,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_before_deepspeed_steps(bench: Bench, na
 
 
 @pytest.mark.jobs
-def test_other_ranks_and_another_stage_are_refused(bench: Bench, trained: Path, tmp_path: Path) -> None:
+def test_other_ranks_and_another_stage_are_refused(bench: ZeroBench, trained: Path, tmp_path: Path) -> None:
     """ZeRO's parts cannot be laid out anew; an engine that is not what the file says trains nothing."""
     path = bench.zero("zero3", ranks=1)
     shutil.copytree(trained / "checkpoints", path / "checkpoints")
@@ -317,7 +238,7 @@ def test_swap_files_are_noted_where_a_group_lies_on_nvme() -> None:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", ["zero0", "zero2", "zero3"])
-def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: Bench, name: str, tmp_path: Path) -> None:
+def test_a_model_that_was_trained_whole_is_exported_from_its_parts(bench: ZeroBench, name: str, tmp_path: Path) -> None:
     """Every weight, bit for bit, tied ones once."""
     from safetensors.torch import load_file
 

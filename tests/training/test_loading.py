@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,6 @@ MIXTRAL = {
     "max_position_embeddings": 512, "num_local_experts": 3, "num_experts_per_tok": 2,
 }  # fmt: skip
 """Three experts on two ranks: the files hold one tensor an expert, the model one for all, and the shares are not even."""
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    found = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield found
-    found.end()
 
 
 class Benches:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from clustertune.training import loading_zero
-from tests.training.test_deepspeed import AUTO, BREAKS, CPU
-from tests.training.test_loading import ATTENTION, BF16, Benches, benches, forge, lossless, measured, notes, startup
+from tests.training.benches import AUTO, CPU
+from tests.training.test_deepspeed import BREAKS
+from tests.training.test_loading import ATTENTION, BF16, Benches, benches, lossless, measured, notes, startup
 from tests.training.test_strategies import FULL, Bench, said
 
-__all__ = ["benches", "forge"]
+__all__ = ["benches"]
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from tests.recipe_runs import RUNS, WORDS, judge
 from tests.training.forked import Forge
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.jobs]
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    found = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield found
-    found.end()
 
 
 @pytest.mark.parametrize("name", RUNS)

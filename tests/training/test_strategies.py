@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,6 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any], set[str]]] = {
 """Name -> ranks, accelerate file, where parameters lie."""
 FAST = {("cp", "lora")}
 """Those of ``make test``; the others are whole jobs."""
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    found = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield found
-    found.end()
 
 
 class Bench:
