@@ -117,15 +117,15 @@ def test_the_users_nccl_file_wins_over_the_systems(tmp_path: Path, monkeypatch: 
     """As NCCL reads them: what is told is in force."""
     for name, text in (
         ("etc/nccl.conf", "NCCL_ALGO=Tree\nNCCL_DEBUG=INFO\n"),
-        ("home/me/.nccl.conf", "NCCL_ALGO=Ring # mine\n"),
+        ("users/me/.nccl.conf", "NCCL_ALGO=Ring # mine\n"),
     ):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(Sight, "live", True)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
     found = nccl_files(Sight(root=tmp_path))["nccl_conf"]
-    assert found == {"NCCL_ALGO": "Ring (/home/me/.nccl.conf)", "NCCL_DEBUG": "INFO (/etc/nccl.conf)"}
+    assert found == {"NCCL_ALGO": "Ring (/users/me/.nccl.conf)", "NCCL_DEBUG": "INFO (/etc/nccl.conf)"}
 
 
 def test_a_recorded_machine(tree: Path) -> None:

@@ -73,6 +73,31 @@ def test_all_ranks_end_where_rank_0_is_fenced(monkeypatch: pytest.MonkeyPatch) -
         assert caught.value.code is ExitCode.AGAIN
 
 
+@pytest.mark.parametrize(
+    ("norm", "loss", "others", "stops"),
+    [
+        (1.0, None, (), False),
+        (math.inf, None, (), True),
+        (math.nan, None, (), True),
+        (1.0, math.nan, (), True),
+        (1.0, None, (0.0, 1.0), True),
+    ],
+)
+def test_a_step_that_is_not_finite_anywhere_is_not_taken(
+    norm: float, loss: float | None, others: tuple[float, ...], stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient or a loss, of this rank or of another one: the weights stay as they are, and nothing starts the run again."""
+    trainer = make(monkeypatch)
+    trainer.group, trainer._bad_loss = Ranks(others=others), loss
+    monkeypatch.setattr(MeshTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(norm))
+    if not stops:
+        assert float(trainer._get_grad_norm(trainer.model)) == norm
+        return
+    with pytest.raises(UserError, match="stopped before the optimizer step") as caught:
+        trainer._get_grad_norm(trainer.model)
+    assert caught.value.code is ExitCode.STOP
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_an_evaluation_that_is_no_number_stops_for_good(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
     trainer = make(monkeypatch, step=4, eval_loss=loss)
