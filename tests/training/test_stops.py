@@ -21,7 +21,7 @@ from clustertune.training import deepspeed
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import MeshTrainer, NothingLeft, Trainer
+from clustertune.training.trainer import MeshTrainer, NothingLeft, TimedTrainer, Trainer, state_digest
 
 
 class Ranks:
@@ -193,3 +193,17 @@ def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked_for(handlers: Non
     assert signal.SIGHUP not in stop_signals()
     StopFlag().install()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that matches no key leaves the start values, and would train from them."""
+    trainer = make(monkeypatch)
+    trainer.optimizer, trainer.accelerator = SimpleNamespace(state={}), SimpleNamespace(state=None)
+    monkeypatch.setattr(TimedTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
+    for saved in (None, state_digest(trainer.model, trainer.optimizer)):  # None: saved before digests were kept
+        trainer._expected_digest = saved
+        trainer._load_optimizer_and_scheduler("step-000002")
+    torch.nn.init.ones_(trainer.model.weight)
+    with pytest.raises(UserError, match="not those that were saved") as caught:
+        trainer._load_optimizer_and_scheduler("step-000002")
+    assert caught.value.code is ExitCode.FAILED
