@@ -343,7 +343,7 @@ def test_what_only_programs_start_is_hidden_and_works(call: Call) -> None:
     code, shown, _ = call("--help")
     listed = set(re.findall(r"^  ([a-z][a-z-]+)  ", shown, re.MULTILINE))
     assert code == 0 and {"run", "submit", "plan", "doctor"} <= listed
-    for name in ("job", "node", "part", "train", "torchrun-node", "grade-planner"):
+    for name in ("job", "node", "part", "train", "torchrun-node"):
         assert name not in listed and call(name, "--help")[0] == 0
 
 
