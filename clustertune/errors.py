@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, in the words of the person who must mend it."""
+    """One thing that is wrong, in the words of the person who must fix it."""
 
     message: str
     """What is wrong, with the value found."""
@@ -78,5 +78,5 @@ def storage_error(error: OSError, doing: str, path: str | Path) -> UserError:
     elif error.errno in _LOCKED:
         fix = f"give another path, or change who may read and write it, {again}"
     else:
-        fix = f"mend the storage, {again}"
+        fix = f"fix the storage, {again}"
     return UserError(Problem(f"{doing}: {error.strerror or error}", file=str(path), fix=fix), code)

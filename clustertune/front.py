@@ -83,7 +83,7 @@ def explain(error: BaseException) -> UserError:
     else:
         traceback.print_exception(error)
         text = (str(error).splitlines() or [""])[0]
-        known = UserError(Problem(f"{type(error).__name__}: {text}", fix="this is a fault of clustertune"), ExitCode.FAILED)
+        known = UserError(Problem(f"{type(error).__name__}: {text}", fix="internal error; please report it"), ExitCode.FAILED)
     show_error(known)
     return known
 

@@ -34,7 +34,7 @@ class Place:
     wait: float = 1800.0
     """Seconds to wait for the calls on the other nodes."""
     job: str | None = None
-    """The id of the job that makes these calls again and again: where it gets nowhere, it is told to stop (exit 93)."""
+    """The id of the job that makes these calls again and again: where it makes no progress, it is stopped (exit 93)."""
 
     def describe(self) -> tuple[Node, dict[str, str]]:
         """This machine as the plan names it, and the environment of its ranks. Raises UserError: no way to the master."""

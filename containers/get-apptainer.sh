@@ -2,7 +2,7 @@
 # Apptainer for a Debian that has none, beside the system: its package of Debian's unstable suite with the C library that it needs,
 # unpacked below PREFIX. Installed packages stay as they are, but for the tools that Apptainer calls, which are installed where root runs this.
 #   containers/get-apptainer.sh [PREFIX [SUITE]]        default: build/apptainer, where make build-sif looks; sid
-# One that was moved with its folder is mended in place.
+# One that was moved with its folder is fixed in place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 prefix=${1:-build/apptainer}

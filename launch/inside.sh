@@ -52,12 +52,12 @@ done
 [[ -e ${1-} ]] || missing+=("the image ${1-}")
 if ((${#missing[@]})); then
     for path in "${missing[@]}"; do
-        echo "error: $(uname -n) has no $path, which the container needs -> put it where all nodes see it, or mend container in the cluster file" >&2
+        echo "error: $(uname -n) has no $path, which the container needs -> put it where all nodes see it, or fix container in the cluster file" >&2
     done
     exit 2
 fi
 command -v "$runtime" > /dev/null || {
-    echo "error: $(uname -n) has no $runtime -> install it on every node, or mend container.runtime in the cluster file" >&2
+    echo "error: $(uname -n) has no $runtime -> install it on every node, or fix container.runtime in the cluster file" >&2
     exit 2
 }
 

@@ -88,7 +88,7 @@ class FaultyCluster(Cluster):
     # --- the network between isolated nodes --------------------------------------------------------------------------
 
     def link(self, index: int, *, up: bool) -> None:
-        """Cut a node's link, or mend it. The node goes on without."""
+        """Cut a node's link, or fix it. The node goes on without."""
         self._network_order("ip", "link", "set", f"v{index}", "up" if up else "down")
 
     def limit(self, rate: str | None, indices: Iterable[int] | None = None) -> None:

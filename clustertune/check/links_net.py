@@ -45,7 +45,7 @@ def interface_down(context: Context) -> Iterator[Seen]:
     """The interface that ranks were told is up and has an address.
 
     Why: Ranks fail at the start, or take another interface than the one that was meant.
-    Fix: bring it up (`ip link set NAME up`, an address), or mend network.interface in the cluster file; the name must be that
+    Fix: bring it up (`ip link set NAME up`, an address), or fix network.interface in the cluster file; the name must be that
       of every node
     See: https://github.com/NVIDIA/nccl/issues/1837
     """

@@ -177,7 +177,7 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
     """The ports that the cluster file names are active; where it names none, one is.
 
     Looks at: the RDMA ports that the cluster file counts on
-    Why: without an active port NCCL falls back to sockets in silence: the same all-reduce takes several times as long
+    Why: without an active port NCCL falls back to sockets without a message: the same all-reduce takes several times as long
     See: https://github.com/areal-project/AReaL/issues/639
     """
     network = m.section("network")
@@ -216,7 +216,7 @@ def verbs(m: Machine) -> Iterator[Seen]:
     """What uses an active port is in this place.
 
     Looks at: device files and libraries of active RDMA ports in this place
-    Why: a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets in silence
+    Why: a container without /dev/infiniband or the adapter's provider library has NCCL fall back to sockets without a message
     See: https://github.com/areal-project/AReaL/issues/639
     """
     f = m.facts

@@ -40,7 +40,7 @@ def nodes(m: Machine) -> Iterator[Seen]:
     if bad:
         told = "; ".join(f"{name}: {state}" for name, state in sorted(bad.items())[:8])
         told += f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
-        yield Seen(WARN, told, "look at the reason (sinfo -R), mend it, then: scontrol update nodename=NODE state=resume")
+        yield Seen(WARN, told, "look at the reason (sinfo -R), fix it, then: scontrol update nodename=NODE state=resume")
     else:
         yield Seen(PASS, "all take jobs")
 

@@ -198,7 +198,7 @@ def shebang() -> None:
 def not_a_directive() -> None:
     """What looks like a directive is one.
 
-    Why: only a line that begins with #SBATCH is one; anything else with a # is a comment, passed over in silence
+    Why: only a line that begins with #SBATCH is one; anything else with a # is a comment, passed over without a message
     See: https://github.com/LambdaLabsML/distributed-training-guide/blob/main/03-job-launchers/job.sbatch
     """
 
@@ -207,7 +207,7 @@ def not_a_directive() -> None:
 def late_directive() -> None:
     """Directives stand in front of the first command.
 
-    Why: sbatch stops reading at the first command: what follows is passed over in silence
+    Why: sbatch stops reading at the first command: what follows is passed over without a message
     See: https://slurm.schedmd.com/sbatch.html
     """
 
@@ -252,7 +252,7 @@ def cut_value() -> None:
 def repeated_option() -> None:
     """Each option is given once.
 
-    Why: of two directives for one option the last counts, in silence
+    Why: of two directives for one option the last counts, without a message
     See: https://slurm.schedmd.com/sbatch.html
     """
 

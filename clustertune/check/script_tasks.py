@@ -115,7 +115,7 @@ def _task_line(batch: Batch) -> int | None:
 
 
 def tasks_per_node(batch: Batch, srun: Srun) -> int | None:
-    """Tasks that one srun starts on each node: its own options, else the header's. None where it cannot be told."""
+    """Tasks that one srun starts on each node: its own options, else the header's. None where it cannot be determined."""
     own = srun.options
     if "ntasks-per-node" in own:
         return whole(batch.resolve(own["ntasks-per-node"] or "", srun.line))
@@ -237,7 +237,7 @@ def _port_text(batch: Batch, value: Token) -> tuple[str | None, int]:
 
 
 def _port_range(batch: Batch, text: str, line: int) -> tuple[int, int] | None:
-    """The ports that an expression can give; None where that cannot be told."""
+    """The ports that an expression can give; None where that cannot be determined."""
     shuffled = re.search(r"shuf\s+-i\s*(\d+)-(\d+)", text)
     if shuffled:
         return int(shuffled.group(1)), int(shuffled.group(2))
@@ -309,7 +309,7 @@ def nodelist_as_host() -> None:
 def localhost_fallback() -> None:
     """A job without its first node ends.
 
-    Why: where the name of the first node is not found each node trains alone, in silence
+    Why: where the name of the first node is not found each node trains alone, without a message
     See: https://github.com/pytorch/pytorch/issues/73656
     """
 

@@ -1,6 +1,6 @@
 """The recipe's accelerate configuration: accelerate's own file, checked against the pinned accelerate before the queue.
 
-``accelerate launch`` takes unknown keys of ``fsdp_config`` in silence and reads FSDP1's keys as nothing under FSDP2.
+``accelerate launch`` takes unknown keys of ``fsdp_config`` without a message and reads FSDP1's keys as nothing under FSDP2.
 """
 
 from __future__ import annotations

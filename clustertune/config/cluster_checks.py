@@ -176,7 +176,7 @@ def _check_speed(network: Network) -> Iterator[Found]:
             yield (
                 ("network", "measured_gb_s"),
                 message,
-                "busbw of all_gather_perf over several nodes in GB/s; or mend gbit or ports",
+                "busbw of all_gather_perf over several nodes in GB/s; or fix gbit or ports",
             )
 
 
@@ -195,9 +195,9 @@ def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bo
         if address.is_loopback and (several or len(hosts) > 1):
             yield path, f"{address} is every machine's own", "write the one by which the others reach it"
         elif subnet and address not in subnet:
-            yield path, f"{address} lies outside network.subnet {subnet}", "mend the one that is wrong"
+            yield path, f"{address} lies outside network.subnet {subnet}", "fix the one that is wrong"
         elif subnet and subnet.num_addresses > 2 and address in (subnet.network_address, subnet.broadcast_address):
-            yield path, f"{address} is the network's own, not a machine's", "mend the address or network.subnet"
+            yield path, f"{address} is the network's own, not a machine's", "fix the address or network.subnet"
 
 
 def _check_options(container: Container) -> Iterator[Found]:

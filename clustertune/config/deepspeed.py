@@ -69,7 +69,7 @@ _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adagrad": "adagrad", "lion": 
 """DeepSpeed's optimizers by how transformers' names begin; its Adam decouples weight decay (adam_w_mode is true)."""
 _OFFLOADED_AS_THEY_ARE = ("adamw", "adagrad", "lion")
 """What accelerate maps to an optimizer of the same kind on the CPU (utils/deepspeed.py, map_pytorch_optim_to_deepspeed);
-everything else becomes Adam there, in silence."""
+everything else becomes Adam there, without a message."""
 
 Add = Callable[[str, str, str | None], None]
 
@@ -329,7 +329,11 @@ def _check_optimizer(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
     forced = body.get("zero_force_ds_cpu_optimizer", True)
     if device in ("cpu", "nvme") and forced and not named.startswith(_OFFLOADED_AS_THEY_ARE):
         fix = "train.optim=adamw_torch, or zero_force_ds_cpu_optimizer: false"
-        add(f"{ZERO}.offload_optimizer.device", f"train.optim is {named}: offloaded, accelerate makes it Adam in silence", fix)
+        add(
+            f"{ZERO}.offload_optimizer.device",
+            f"train.optim is {named}: offloaded, accelerate makes it Adam without a message",
+            fix,
+        )
 
 
 def _check_scheduler(body: Mapping[str, Any], meant: Meant, add: Add) -> None:

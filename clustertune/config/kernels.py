@@ -87,7 +87,7 @@ def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, 
 def find_problems(
     train: Mapping[str, Any], architecture: Mapping[str, Any] | None, accelerate: Mapping[str, Any], file: str, place: Place
 ) -> Iterator[Problem]:
-    """What the libraries refuse at the start of the ranks, or leave out in silence."""
+    """What the libraries refuse at the start of the ranks, or leave out without a message."""
 
     def problem(key: str, text: str, fix: str) -> Problem:
         return Problem(text, file=place(("train", *key.split("."))), key=f"train.{key}", fix=fix)

@@ -239,7 +239,7 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Docum
         if not equals or not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", part) for part in path):
             shown = key if equals else text
             problems.append(
-                Problem(f"{shown[:60]!r} is no override", file=COMMAND_LINE, fix="write section.key=value, as train.seed=7")
+                Problem(f"invalid override {shown[:60]!r}", file=COMMAND_LINE, fix="write section.key=value, as train.seed=7")
             )
             continue
         try:

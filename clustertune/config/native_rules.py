@@ -103,7 +103,7 @@ TRAIN_OWNED = {
     "ignore_data_skip": "a resumed run goes on at the same place in the data",
     "restore_callback_states_from_checkpoint": _RESUME,
     "load_best_model_at_end": "checkpoints are kept and chosen by step",
-    "auto_find_batch_size": "it changes the global batch size in silence",
+    "auto_find_batch_size": "it changes the global batch size without a message",
     "enable_jit_checkpoint": "the run saves on SIGTERM and SIGUSR1 by itself, all ranks at one step",
     "save_on_each_node": "checkpoints are sharded over all ranks in one folder",
     "use_cpu": _LAUNCHER,

@@ -36,7 +36,7 @@ def ranks(accelerate: Mapping[str, Any]) -> int:
 def scale_mesh(document: Document, world: int) -> tuple[Document, list[Derived]]:
     """The accelerate file with every axis of its mesh at most 2, for ``world`` ranks; FSDP splits over those that are left.
 
-    An axis for which there are too few ranks is left out, and that is told.
+    An axis for which there are too few ranks is left out, and that is reported.
     """
     given = acc.section(document.data, _SECTION)
     sizes = acc.parallel_sizes(document.data)

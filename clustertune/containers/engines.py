@@ -101,7 +101,7 @@ def find_apptainer() -> str:
         fix = "install one; on Debian, beside the system: containers/get-apptainer.sh build/apptainer"
         raise UserError(Problem("neither apptainer nor singularity is here", fix=fix))
     if answer([str(own), "--version"]) is None:
-        fix = "the folder was moved, or another system's: containers/get-apptainer.sh mends it"
+        fix = "the folder was moved, or another system's: containers/get-apptainer.sh fixes it"
         raise UserError(Problem("does not start", str(own), fix=fix))
     return str(own)
 

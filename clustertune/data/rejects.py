@@ -79,7 +79,7 @@ class Rejects:
             Problem(
                 f"{total} bad row{'s' if total > 1 else ''} ({count_words(self.counts)}){more}",
                 file=shown_input,
-                fix="mend them, or leave them out with data.bad_rows=skip",
+                fix="fix them, or leave them out with data.bad_rows=skip",
             )
         ]
         for reject in self.faults:

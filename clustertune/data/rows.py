@@ -144,7 +144,7 @@ def _broken_array(path: Path, text: str, error: JsonError) -> UserError:
     problem = Problem(
         f"not JSON: {error.message} at column {column}",
         file=f"{path}:{line}",
-        fix="mend the file, or give one record per line (.jsonl), where a bad one can be skipped",
+        fix="fix the file, or give one record per line (.jsonl), where a bad one can be skipped",
     )
     return UserError(problem)
 

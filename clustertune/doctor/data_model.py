@@ -123,7 +123,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 def _silent(context: Context) -> Iterator[Finding]:
     for path in context.silent:
-        fix = "mend the mount or its server: clustertune ops storage check says which"
+        fix = "fix the mount or its server: clustertune ops storage check says which"
         yield finding(SILENT, FAIL, f"{path} does not answer", fix, where=str(path))
 
 

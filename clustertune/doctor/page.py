@@ -22,7 +22,7 @@ python3 -m clustertune.doctor --facts               # what is seen, as JSON; not
 
 Each finding has a rule, what was found, why it hurts, what to do, and where people met it. `--json` is one document, `--all`
 shows also what is as it should be. Exit code 0: nothing found, 1: warnings, 2: what would stop or spoil a job. What cannot be
-seen is told as unknown, and spoils no verdict.
+seen is reported as unknown, and spoils no verdict.
 
 The same rules run in three places, and each finding says on which machine: on the login node, in the container, and in the srun
 step, whose limits, cores and GPUs are those of the ranks. A login node without GPUs is no fault. In a Slurm job (`salloc`, a

@@ -29,7 +29,7 @@ def refused(error: UserError) -> list[Finding]:
     found = []
     for problem in error.problems:
         where = ": ".join(part for part in (problem.file, problem.key) if part)
-        found.append(finding(REFUSED, FAIL, problem.message, problem.fix or "mend it: clustertune show RECIPE", where=where))
+        found.append(finding(REFUSED, FAIL, problem.message, problem.fix or "fix it: clustertune show RECIPE", where=where))
     return found
 
 

@@ -180,7 +180,7 @@ def _checkpoints(context: Context) -> Iterator[Finding]:
     for checkpoint, why in broken:
         after = f"the run goes on from {whole.path.name}" if whole else "no older one of the newest three is whole"
         fix = (
-            "nothing, if that is enough; else mend the storage and copy it back"
+            "nothing, if that is enough; else fix the storage and copy it back"
             if whole
             else "look at the storage, then train anew"
         )

@@ -116,7 +116,7 @@ FAULTS = (
         "adapter-of-rank-0-only", "accelerate", "<1.15",
         lambda c: fsdp2(c) and lora(c) and c.resolved.distribution.state_dict == "FULL_STATE_DICT", FAIL,
         "a FULL_STATE_DICT checkpoint of a LoRA under FSDP2 holds the slice of rank 0 only",
-        "a resumed run goes on with all other ranks' part of the adapter at its initial values, in silence",
+        "a resumed run goes on with all other ranks' part of the adapter at its initial values, without a message",
         f"accelerate 1.15 or later, or {acc.key_of('state_dict_type')}: SHARDED_STATE_DICT",
         "https://github.com/huggingface/accelerate/pull/4206",
     ),
@@ -130,7 +130,7 @@ FAULTS = (
     _fault(
         "no-float32-master", "accelerate", ">=1.13,<1.14", _full_bf16, FAIL,
         "FSDP2 keeps the trained weights in the type they were loaded in: the cast to float32 is lost",  # read: 1.13.0, 1.14.0
-        "updates smaller than bfloat16's rounding are lost, and the loss stays higher, in silence",
+        "updates smaller than bfloat16's rounding are lost, and the loss stays higher, without a message",
         "accelerate 1.14 or later",
         "https://github.com/huggingface/accelerate/issues/3979",
     ),
@@ -138,7 +138,7 @@ FAULTS = (
         "empty-adapter", "peft", ">=0.21.0,<=0.21.2", lambda c: lora(c) and (fsdp1(c) or _fsdp_recomputes(c)), FAIL,
         "the saved adapter is empty under FSDP1 and under FSDP's activation checkpointing",
         "PEFT looks its keys up by names with _fsdp_wrapped_module or _checkpoint_wrapped_module in them and finds none: "
-        "the adapter is lost, in silence",
+        "the adapter is lost, without a message",
         "the release that containers/versions.env pins",
         "https://github.com/huggingface/peft/issues/970",
     ),
@@ -180,7 +180,7 @@ FAULTS = (
     _fault(
         "nccl-hang-2-29-2", NCCL, ">=2.29.2,<2.29.3", _gpus, FAIL,
         "this release hangs",
-        "a regression that NCCL 2.29.3 mends; PyTorch left 2.29.2 out for it",
+        "a regression that NCCL 2.29.3 fixes; PyTorch left 2.29.2 out for it",
         "NCCL 2.29.3 or later",
         "https://github.com/pytorch/pytorch/pull/174338",
     ),

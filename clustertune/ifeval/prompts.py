@@ -258,7 +258,7 @@ def recognise_benchmark(rows: list[dict[str, Any]]) -> bool:
     """Whether the rows are google/IFEval's: 541 prompts, 834 instructions of 25 kinds, most landmarks word for word.
 
     Digests of single prompts and not of the file: copies differ in line ends, order and null arguments, and the authors
-    have mended the wording of some prompts since.
+    have fixed the wording of some prompts since.
     """
     kinds = [kind for row in rows for kind in row["instruction_id_list"]]
     found = sum(LANDMARKS.get(row["key"]) == hash_landmark(row) for row in rows)

@@ -2,7 +2,7 @@
 
 The counting of GPUs is where this goes wrong. Inside a Slurm step with constrained devices CUDA counts the GPUs it may use
 from 0, while SLURM_STEP_GPUS, nvidia-smi on the bare machine, and a cluster file's NUMA map count all of the node. What
-cannot be told for certain is left unbound: a wrong binding is slower than none.
+cannot be determined for certain is left unbound: a wrong binding is slower than none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["bind", "format_cpu_list", "node_numa_cpus", "numa_node", "one_gpu", 
 
 
 def physical_gpus(env: Mapping[str, str]) -> list[int] | None:
-    """The node's own numbers of the GPUs that this process sees, in CUDA's order; None where they cannot be told for certain.
+    """The node's own numbers of the GPUs that this process sees, in CUDA's order; None where that is not certain.
 
     In Slurm: SLURM_STEP_GPUS (of this node), or in the batch script, which has no step, SLURM_JOB_GPUS; CUDA_VISIBLE_DEVICES
     says which of these, counted either way. Elsewhere CUDA_VISIBLE_DEVICES alone, where it holds numbers.

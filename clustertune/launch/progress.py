@@ -85,7 +85,7 @@ def without_progress(attempts: Sequence[Attempt], job: str | None, step: int) ->
 
 
 def check(run_path: Path, job: str | None, step: int) -> None:
-    """Refuse another attempt of a job that gets nowhere. A new job, submitted after a look, begins to count anew.
+    """Refuse another attempt of a job that makes no progress. A new job, submitted after a look, begins to count anew.
 
     Raises UserError (exit 93) with what the attempts have in common.
     """
@@ -154,8 +154,8 @@ def _advice(attempts: Sequence[Attempt]) -> str:
     if texts and all("SIGKILL" in text or "killed" in text for text in texts):
         return "killed each time: most often memory; more memory, more nodes, or a smaller train.max_length"
     if len(set(texts)) == 1 and texts[0]:
-        return "the same each time: not the machine; mend it, then submit again"
-    return "look at the logs of the attempts, mend it, then submit again: a new job counts anew"
+        return "the same each time: not the machine; fix it, then submit again"
+    return "look at the logs of the attempts, fix it, then submit again: a new job counts anew"
 
 
 def _places(text: str) -> list[str]:

@@ -203,7 +203,7 @@ def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
 
 
 def eval_gpus(resolved: Resolved, cluster: Cluster) -> int | None:
-    """GPUs that hold the merged weights in bfloat16 with a tenth for caches; None where that cannot be told."""
+    """GPUs that hold the merged weights in bfloat16 with a tenth for caches; None where that cannot be determined."""
     weights, room = weight_bytes(resolved.architecture), usable_gpu_bytes(cluster)
     if weights is None or room is None:
         return None
@@ -315,7 +315,7 @@ def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
 
 
 def warnings(resolved: Resolved, cluster: Cluster) -> list[str]:
-    """What may go wrong and cannot be told for certain."""
+    """What may go wrong and cannot be determined for certain."""
     found = []
     if not resolved.tiny and cluster.compute.gpus and usable_gpu_bytes(cluster) is None:
         found.append(

@@ -39,7 +39,7 @@ AGAIN = "start the same calls again"
 
 
 def interface_to(address: str) -> tuple[str, str | None]:
-    """This machine's address on the way to ``address``, and the interface that has it (None where it cannot be told).
+    """This machine's address on the way to ``address``, and the interface that has it (None where it cannot be determined).
 
     gloo and NCCL otherwise take what the host name resolves to, which on Debian is 127.0.1.1.
     """

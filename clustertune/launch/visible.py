@@ -36,7 +36,7 @@ def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
 def find_problems(places: Sequence[tuple[str, Path]], cluster: Cluster, host: str, mounts: str) -> list[Problem]:
     """Folders (with what they are) that other nodes of the cluster cannot see.
 
-    Nothing is said where the cluster file does not tell what is shared, or where this machine is none of the cluster's, or
+    Nothing is said where the cluster file does not tell what is shared, or where this machine is not one of the cluster's, or
     its only one: what it has mounted tells nothing then.
     """
     shared = shared_places(cluster)

@@ -74,7 +74,7 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
         return f"UNKNOWN: {said}{', but ' if said else ''}{cut}"
     if not said and not any(item.status == PASS for item in findings):
         return "UNKNOWN: there is nothing here to judge"
-    return f"PASS: {said or 'nothing to mend'}"
+    return f"PASS: {said or 'nothing to fix'}"
 
 
 def page() -> str:

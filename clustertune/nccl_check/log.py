@@ -1,7 +1,7 @@
 """Reads NCCL's logs on a bare login node and says what is wrong: ``python3 -m clustertune.nccl_check.log FILE...``
 
 Standard library only, Python 3.8 or later. The logs of all ranks and nodes may be given together, of any version of NCCL from
-2.10 on; a file may be a job's whole output. ``-`` reads standard input. Exit codes: 0 nothing to mend, 1 warnings, 2 failures,
+2.10 on; a file may be a job's whole output. ``-`` reads standard input. Exit codes: 0 nothing to fix, 1 warnings, 2 failures,
 or a file that cannot be read.
 """
 

@@ -75,7 +75,7 @@ def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
     values, sure = solve(runs, base, known, PRIOR)
     if wild := [name for name, value in values.items() if not _possible(value)]:
         text = f"would take a {wild[0]} of {values[wild[0]]:.3g}: they cannot have run as this cluster file says"
-        fix = "give runs of this cluster, or mend its file"
+        fix = "give runs of this cluster, or fix its file"
         raise UserError(Problem(text, file=", ".join(run.name for run in runs), key="--calibrate", fix=fix))
     fitted = base.with_values(values)
     before = [(run.name, run.step_s, run.predict(base)[0]) for run in runs]

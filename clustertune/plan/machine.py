@@ -263,7 +263,7 @@ def _measured_problems(cluster: Cluster, measured: Measured | None) -> Iterator[
         )
     if measured.gpus_per_node > compute.gpus:
         message = f"{measured.gpus_per_node}, but a node of {cluster.name} has {compute.gpus} GPUs"
-        yield Problem(message, file=file, key="gpus_per_node", fix="mend compute.gpus, or check that cluster")
+        yield Problem(message, file=file, key="gpus_per_node", fix="fix compute.gpus, or check that cluster")
     facts = read_hardware().links.get(compute.interconnect or "")
     inside = facts.gb_s if facts else 0.0
     between = _network_nominal(cluster) if _spans(cluster, measured) else inside
@@ -273,4 +273,4 @@ def _measured_problems(cluster: Cluster, measured: Measured | None) -> Iterator[
     ):
         if gb_s and nominal and gb_s > ABOVE * nominal:
             message = f"{gb_s:.4g} GB/s {where}, more than the nominal {nominal:g} of {cluster.source}"
-            yield Problem(message, file=file, key="results", fix=f"mend {keys}, or run nccl-check again")
+            yield Problem(message, file=file, key="results", fix=f"fix {keys}, or run nccl-check again")

@@ -53,7 +53,7 @@ class Rehearsal:
         return self._resolved
 
     def go(self) -> None:
-        """All steps; one that fails is told, and the others go on with what there is."""
+        """All steps; one that fails is reported, and the others go on with what there is."""
         steps: list[tuple[str, Callable[[], str]]] = [
             ("recipe", self.recipe),
             ("libraries", self.libraries),

@@ -135,7 +135,7 @@ class Stager:
 
     @contextlib.contextmanager
     def _alone(self, key: str, folder: Path, *, damaged: bool) -> Iterator[Lock]:
-        """Hold the tree alone, to fill or mend it. Raises UserError where a job reads from what has to be mended."""
+        """Hold the tree alone, to fill or fix it. Raises UserError where a job reads from what has to be fixed."""
         wait = None if damaged else lambda holder: self._waits(holder, folder)
         with self._shelf.alone(key, wait=wait) as lock:
             if lock is None:

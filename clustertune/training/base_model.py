@@ -1,8 +1,8 @@
-"""A base that is quantised: which strategy can train over it, told before a byte of its weights is read.
+"""A base that is quantised: which strategy can train over it, said before a byte of its weights is read.
 
 FSDP2 casts every floating parameter to the compute dtype as it gathers it, float8 too (torch 2.13, ``_fsdp_param.py``), and
-tensor parallelism splits weights without their scales: both would train on other weights, in silence. transformers takes the
-quantisation of the checkpoint's own ``config.json``, of which the recipe need not know.
+tensor parallelism splits weights without their scales: both would train on other weights, without a message. transformers takes
+the quantisation of the checkpoint's own ``config.json``, of which the recipe need not know.
 """
 
 from __future__ import annotations

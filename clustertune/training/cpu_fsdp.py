@@ -1,7 +1,7 @@
 """Let accelerate's FSDP run on CPU and gloo, so that the sharded path is the same program without a GPU.
 
 accelerate 1.15 (``state.py``, ``AcceleratorState.__init__``) turns only MULTI_GPU, MULTI_XPU and their like into
-``DistributedType.FSDP``. MULTI_CPU is not in that list, so a requested FSDP plugin is dropped in silence and the run is
+``DistributedType.FSDP``. MULTI_CPU is not in that list, so a requested FSDP plugin is dropped without a message and the run is
 plain data parallelism. All of FSDP behind it is device-neutral: this does for MULTI_CPU what the GPU branch does.
 """
 

@@ -49,7 +49,7 @@ def set_environment(resolved: Resolved, run_id: str, *, cuda: bool) -> list[str]
         return []
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # accelerate leaves DeepSpeed out, in silence, where this is set (state.py, AcceleratorState).
+        # accelerate leaves DeepSpeed out without a message, where this is set (state.py, AcceleratorState).
         os.environ.pop("ACCELERATE_USE_CPU", None)
     if (folder := _job_folder()) is not None:
         # Compiled with a lock beside it, which a rank that was killed leaves for all later ones to wait for.

@@ -1,8 +1,8 @@
 """What the process group really is, and proof that parameters really lie where the recipe says.
 
-accelerate falls back in silence (to DDP on CPU, to one process where the launcher's settings are not seen, to replicas where
-a tensor-parallel model was not split), so the program compares what it asked for with what it got before the first step, on
-GPUs too.
+accelerate falls back without a message: to DDP on CPU, to one process where the launcher's settings are not seen, to replicas
+where a tensor-parallel model was not split. So the program compares what it asked for with what it got before the first step,
+on GPUs too.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ class Trainer(ZeroTrainer):
             Problem(
                 f"the checkpoint of step {step} was not saved: rank {self.group.rank}: {what}{room}",
                 file=str(folder),
-                fix="free space or mend the storage, then run the same command again: it goes on from the last whole one",
+                fix="free space or fix the storage, then run the same command again: it goes on from the last whole one",
             ),
             ExitCode.STORAGE,
         )
@@ -460,7 +460,7 @@ class Trainer(ZeroTrainer):
             super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The last part of a load; then prove the whole: one that matches no key leaves the start values, in silence."""
+        """The last part of a load; then prove the whole: one that matches no key leaves the start values, without a message."""
         if checkpoint is None:
             return
         with restricted.reading(checkpoint):

@@ -1,4 +1,4 @@
-"""The distribution file: accelerate loads what is accepted; what it would misread in silence is refused."""
+"""The distribution file: accelerate loads what is accepted; what it would misread without a message is refused."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_who_knows_only_what_was_measured_gives_that() -> None:
         ({"interconnect": "nvlink3"}, {}, "compute.interconnect", "h100-sxm has NVLink 4"),
         ({"gpu": "l40s"}, {}, "compute.interconnect", "l40s has no NVLink that joins all GPUs"),
         ({}, {"measured_gb_s": 425}, "network.measured_gb_s", "more than 8 x 400 Gbit/s carry, 400 GB/s"),
-        ({}, {"ports": None, "measured_gb_s": 340}, "network.measured_gb_s", "mend gbit or ports"),
+        ({}, {"ports": None, "measured_gb_s": 340}, "network.measured_gb_s", "fix gbit or ports"),
         ({}, {"ports": 0}, "network.ports", "greater than or equal to 1"),
         ({}, {"gbit": None}, "network.gbit", "or measured_gb_s"),
         ({}, {"kind": "none", "measured_gb_s": 3}, "network.measured_gb_s", "while kind is none"),

@@ -66,7 +66,7 @@ def test_true_targets_are_taken(architecture: dict[str, Any], targets: Any) -> N
     [(FALCON, ["q_proj"]), (LITE, ["q_a_proj"]), (TINY_LLAMA, [r"dense"]), (TINY_LLAMA, r"model\.layers\.2\..*q_proj")],
 )
 def test_targets_that_the_model_does_not_have_are_refused(architecture: dict[str, Any], targets: Any) -> None:
-    """DeepSeek-V2-Lite's queries are one matrix; PEFT would leave a name of a list out in silence."""
+    """DeepSeek-V2-Lite's queries are one matrix; PEFT would leave a name of a list out without a message."""
     assert any(
         "has no module" in text or "matches no module" in text for text in refusals(architecture, target_modules=targets)
     )

@@ -76,7 +76,7 @@ def test_what_cannot_be_is_refused(words: list[str], key: str, text: str) -> Non
 
 
 def test_every_problem_of_the_section_is_told_at_once() -> None:
-    """A person mends a file once, not once for each mistake in it."""
+    """A person fixes a file once, not once for each mistake in it."""
     words = ["activation_checkpointing.save=[matmul,matmul,every_second_matmul]", "activation_checkpointing.ratio=0"]
     with pytest.raises(UserError) as caught:
         resolve(RECIPE, [*words, "train.activation_checkpointing=true"])

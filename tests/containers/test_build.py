@@ -73,7 +73,7 @@ def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_version_moved_in_one_place_only_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is what is installed; a pin that it does not know yet would be ignored in silence."""
+    """The lock is what is installed; a pin that it does not know yet would be ignored without a message."""
     assert build.locked(Asked("build-sif")) is not None
     moved = tmp_path / "versions.env"
     moved.write_text(pins.FILE.read_text().replace("PY_WANDB=", "PY_WANDB=9"))
@@ -265,7 +265,7 @@ def test_an_engine_that_was_moved_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         if starts:
             assert engines.find_apptainer() == str(own)
         else:
-            with pytest.raises(UserError, match=r"does not start.*get-apptainer\.sh mends it"):
+            with pytest.raises(UserError, match=r"does not start.*get-apptainer\.sh fixes it"):
                 engines.find_apptainer()
 
 

@@ -46,7 +46,7 @@ def test_this_machine() -> None:
 
 
 def test_a_recipe_on_a_cluster() -> None:
-    """Machine and recipe in one report. This machine is none of the cluster's: nothing of it is missing here."""
+    """Machine and recipe in one report. This machine is not one of the cluster's: nothing of it is missing here."""
     done = run("doctor", "recipes/llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json")
     found = {item["rule"]: item for item in done.json["findings"]}
     assert done.json["cluster"] == "rno-rtxpro6000" and done.code in (1, 2)
@@ -104,7 +104,7 @@ slurm: {partition: gpu}
     assert call("--cluster", str(path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["ignored"] == ["interface"]
     seen.hostname, seen.gpus, seen.nvidia_devices = "elsewhere", [], 0
-    assert call("--cluster", str(path)) == 0, "a machine that is none of the cluster's"
+    assert call("--cluster", str(path)) == 0, "a machine that is not one of the cluster's"
 
 
 @pytest.mark.parametrize(

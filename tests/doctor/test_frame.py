@@ -70,7 +70,7 @@ def test_what_could_not_be_read_is_told() -> None:
 
 def test_ignored_rules_do_not_count() -> None:
     """They are told in one line, and spoil no verdict."""
-    both = [finding(A, FAIL, "bad", "mend"), finding(B, WARN, "odd", "look")]
+    both = [finding(A, FAIL, "bad", "fix"), finding(B, WARN, "odd", "look")]
     report = reports.Report(both, ("rule-a",))
     assert [item.rule for item in report.faults] == ["rule-b"] and [item.rule for item in report.dropped] == ["rule-a"]
     assert report.summary() == "1 warnings, 0 passed; ignored: rule-a"
@@ -81,7 +81,7 @@ def test_ignored_rules_do_not_count() -> None:
 def test_alike_findings_of_several_nodes_are_one() -> None:
     """A rack of nodes with one fault gives one paragraph, worst first."""
     many = [finding(A, WARN, "odd", "look", where=f"node{n:02}") for n in range(12)]
-    lines = reports.Report([*many, finding(B, FAIL, "bad", "mend", where="node03")]).lines()
+    lines = reports.Report([*many, finding(B, FAIL, "bad", "fix", where="node03")]).lines()
     assert lines[0] == "FAIL    rule-b: node03: bad" and lines[4].startswith("WARN    rule-a: node00, node01")
     assert lines[4].endswith("node07 and 4 more: odd") and len(lines) == 8
     assert lines[5:] == ["        why: why a", "        fix: look", "        see: https://example.org/a"]

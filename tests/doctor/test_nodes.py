@@ -222,7 +222,7 @@ def test_the_command_of_a_job_is_shown(cluster_file: Path) -> None:
 def test_a_node_that_is_gone_may_come_back(
     monkeypatch: pytest.MonkeyPatch, cluster_file: Path, rules: list[str], code: ExitCode
 ) -> None:
-    """A lost node sends the job back into the queue, as everywhere; what a person has to mend does not."""
+    """A lost node sends the job back into the queue, as everywhere; what a person has to fix does not."""
     monkeypatch.setattr(nodes, "look", lambda *_, **__: nodes.Looked())
     monkeypatch.setattr(
         nodes, "findings", lambda *_: [Finding(rule, FAIL, "node2", "bad", "look", "why", "link") for rule in rules]

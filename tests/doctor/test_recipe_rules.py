@@ -435,7 +435,7 @@ def test_ranks_that_load_all_hurt_only_where_the_node_is_small(spoil: Spoil, fir
 
 @pytest.mark.parametrize("pad", [None, "<|eot_id|>"])
 def test_a_spare_token_is_taken_in_silence(pad: str | None, tmp_path: Path) -> None:
-    """The ranks choose Llama's own right pad where the tokenizer names none but EOS: there is nothing to mend."""
+    """The ranks choose Llama's own right pad where the tokenizer names none but EOS: there is nothing to fix."""
     case = make(tmp_path)
     case.edit("tokenizer_config.json", pad_token=pad)
     assert case.findings() == []

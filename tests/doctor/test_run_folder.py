@@ -105,7 +105,7 @@ def test_only_the_newest_are_compared(tmp_path: Path) -> None:
 
 
 def test_without_a_run_dir_the_one_of_submit_is_looked_at(tmp_path: Path) -> None:
-    """Nobody names it who has just submitted without; in silence about disk and checkpoints a doctor would be none."""
+    """Nobody names it who has just submitted without; without a message about disk and checkpoints a doctor would be none."""
     recipe = REPO / "recipes" / "tiny-oasst2"
     folder = default_run_dir(resolve(recipe), tmp_path / "runs")
     folder.mkdir(parents=True)

@@ -199,9 +199,9 @@ class TestBenchmark:
 
     def test_two_reworded_landmarks_are_tolerated_three_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = self.make_rows(monkeypatch)
-        rows[0]["prompt"] = rows[1]["prompt"] = "mended"
+        rows[0]["prompt"] = rows[1]["prompt"] = "fixed"
         assert recognise_benchmark(rows)
-        rows[2]["prompt"] = "mended"
+        rows[2]["prompt"] = "fixed"
         assert not recognise_benchmark(rows)
 
     def test_a_row_less_or_an_instruction_less_is_another_set(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_two_jobs_have_two_folders(cluster: Cluster) -> None:
 
 
 def test_every_variable_of_torch_is_one_that_it_reads(cluster: Cluster) -> None:
-    """Names change between releases, and a wrong one is ignored in silence."""
+    """Names change between releases, and a wrong one is ignored without a message."""
     import torch
 
     root = Path(torch.__file__).parent

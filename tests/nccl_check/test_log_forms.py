@@ -104,7 +104,7 @@ BLAMED = {
 
 @pytest.mark.parametrize("name", BLAMED)
 def test_the_cause_is_found(name: str) -> None:
-    """What stands first is what a person mends first."""
+    """What stands first is what a person fixes first."""
     text, rule = BLAMED[name]
     log, findings = found(text)
     assert (findings[0].rule, findings[0].status) == (rule, FAIL)

@@ -536,7 +536,7 @@ def test_a_queue_elsewhere_is_moved(tmp_path: Path) -> None:
 
 
 def test_the_password_of_a_foreign_slurmdbd_is_not_shown(rno: Cluster, tmp_path: Path) -> None:
-    """Its diff has the line, without the value; mode 644 on such a file is mended."""
+    """Its diff has the line, without the value; mode 644 on such a file is fixed."""
     place = tmp_path / "etc/slurm/slurmdbd.conf"
     place.parent.mkdir(parents=True)
     place.write_text("StorageType=accounting_storage/mysql\nStoragePass=hunter2\n")

@@ -255,7 +255,7 @@ def test_what_was_wrong_before_is_not_ours() -> None:
 
 
 def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
-    """Misspelt x-systemd options pass the verifier in silence: the generated unit must show what they were to do."""
+    """Misspelt x-systemd options pass the verifier without a message: the generated unit must show what they were to do."""
     found = layout(load_cluster("rno-rtxpro6000"), RNO[1])
     program = verify.generator()
     if program is None:

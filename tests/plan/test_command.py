@@ -88,7 +88,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "a sequence beyond the context": (["RECIPE", "train.max_length=9000"], "the model has 8192 positions"),
     "heads that do not divide": (["RECIPE", "megatron.tensor_model_parallel_size=3", "slurm.nodes=3",
                                   "train.activation_checkpointing=null"], "does not divide"),
-    "no override": (["RECIPE", "train.=5"], "is no override"),
+    "no override": (["RECIPE", "train.=5"], "invalid override"),
     "no such file of lengths": (["RECIPE", "--lengths", "no-such-file"], "no-such-file"),
     "no such check": (["RECIPE", "--nccl-check", "no-such-file"], "no-such-file"),
     "nothing to calibrate with": (["--calibrate"], "no run was given"),
@@ -106,7 +106,7 @@ def test_nonsense_on_the_command_line(name: str, recipe: Path, cluster: Path) ->
 
 
 def test_all_problems_are_told_at_once(recipe: Path, cluster: Path) -> None:
-    """Nobody mends one to meet the next."""
+    """Nobody fixes one to meet the next."""
     text = refused(recipe, recipe, "--goal", "fun", "--nodes", "2", "--cluster", cluster)
     assert len(text.splitlines()) == 3
 

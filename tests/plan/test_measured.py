@@ -118,7 +118,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, words: str) -> 
 
 
 def test_every_problem_comes_at_once(tmp_path: Path) -> None:
-    """One run of the check mends them all."""
+    """One run of the check fixes them all."""
     with pytest.raises(UserError) as caught:
         read_measured(write(tmp_path, body(nodes=0, backend="mpi", date="x")))
     assert {problem.key for problem in caught.value.problems} == {"nodes", "backend", "date"}

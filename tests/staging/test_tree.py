@@ -81,7 +81,7 @@ def test_a_flipped_byte_in_the_copy_is_mended(tmp_path: Path, deep: bool) -> Non
 def test_what_the_file_system_itself_lost_is_found_by_hashing(
     tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bad block changes no time: the command reads every byte, and mends even where all signs are as they were."""
+    """A bad block changes no time: the command reads every byte, and fixes even where all signs are as they were."""
     root = fill(tmp_path / "source", SIZES)
     path = bench.stage(root)
     meta = json.loads((path.parent / manifest.MANIFEST).read_bytes())["meta"]["signs"]

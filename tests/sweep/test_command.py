@@ -55,7 +55,7 @@ STAND_IN = """
 import json, pathlib, sys
 words = sys.argv[1:]
 run = pathlib.Path(words[words.index("--run-dir") + 1])
-if "lora.r=16" in words and "train.learning_rate=1e-3" in words and not (run.parent / "mended").exists():
+if "lora.r=16" in words and "train.learning_rate=1e-3" in words and not (run.parent / "fixed").exists():
     print("error: planted: this point fails")
     sys.exit(1)
 (run / "stages").mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_here_a_failure_is_isolated_and_the_same_command_goes_on(call: Call, sta
     assert first["points"][-1]["reason"] == "planted: this point fails"
     assert "1970" not in Path(first["report"]).read_text()
     stand_in.clear()
-    (Path(first["sweep_dir"]) / "points" / "mended").touch()
+    (Path(first["sweep_dir"]) / "points" / "fixed").touch()
     second = call("tiny-oasst2", *WORDS, "--here")
     assert [p.index for p in stand_in] == [1] and second["counts"]["done"] == 4
     assert call("--results", first["sweep_dir"])["points"] == second["points"]

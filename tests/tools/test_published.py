@@ -113,7 +113,7 @@ def test_published_seconds_come_from_the_rate_where_only_that_is_printed() -> No
 
 
 def test_rows_that_do_not_count_say_why() -> None:
-    """A row that is left out in silence looks like a row that was chosen."""
+    """A row that is left out without a message looks like a row that was chosen."""
     left = {run.id for run in published_runs().values() if run.excluded}
     assert {"idris-gb200-14b-bs4", "nebius-1-node", "dllm-2-nodes"} <= left
     assert all(len(run.excluded or "long enough") > 10 for run in published_runs().values())

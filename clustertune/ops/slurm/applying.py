@@ -104,7 +104,7 @@ def _set(plan: Plan, root: Path, mode: Mode) -> Iterable[str]:
 
 
 def _reload() -> list[str]:
-    """``systemctl daemon-reload``; a failure is told, and no reason to undo."""
+    """``systemctl daemon-reload``; a failure is reported; it is no reason to undo."""
     try:
         done = subprocess.run(
             ["systemctl", "daemon-reload"],

@@ -37,7 +37,7 @@ PARSER = Rule("slurm-parser", "what Slurm's own parser says", "every command wou
 
 RULES = (SHAPE, MEMORY, DEVICES, ORDER, CGROUP, VERSION, USERS, MUNGE, NAMES, FOREIGN, EXTRA, PARSER)
 BLOCKING = frozenset({CGROUP.id, VERSION.id, USERS.id, NAMES.id, FOREIGN.id, PARSER.id})
-"""Rules whose failure keeps ``apply`` from writing; the others are told, and mended elsewhere."""
+"""Rules whose failure keeps ``apply`` from writing; the others are told, and fixed elsewhere."""
 
 
 def judge(cluster: Cluster, node: Host, facts: NodeFacts, *, version: Version | None) -> list[Finding]:

@@ -137,7 +137,7 @@ def _verify(plan: Plan, done: Done) -> None:
             "systemd could not be asked about the new fstab: systemd-fstab-generator or systemd-analyze is missing"
         )
     elif said:
-        fix = "fstab is as it was; mend the lines that systemd names, or the cluster file"
+        fix = "fstab is as it was; fix the lines that systemd names, or the cluster file"
         raise UserError(
             [Problem(f"systemd would not boot with the new lines: {line}", file=FSTAB, fix=fix) for line in said[:10]]
         )

@@ -110,7 +110,7 @@ def steps(mount: Mount) -> Iterator[Step]:
         yield Step(("wipefs", "--no-act", mount.source), why, by_hand=True)
     elif device.state in ("absent", "other"):
         text = "does not exist" if device.state == "absent" else "is no block device"
-        yield Step(("lsblk", "-f"), f"{mount.source} {text}: mend storage.bricks.device", by_hand=True)
+        yield Step(("lsblk", "-f"), f"{mount.source} {text}: fix storage.bricks.device", by_hand=True)
     elif device.state == "silent":
         yield Step(("dmesg",), f"{mount.source} does not answer: look for errors of the disk", by_hand=True)
     elif device.state == "busy":

@@ -55,7 +55,7 @@ def judge(facts: Facts, wanted: Layout) -> list[Finding]:
     found += _points(facts)
     found += _folders(facts, wanted)
     found += [
-        finding(CURRENT, WARN, text, "clustertune ops storage plan shows the difference, apply mends it")
+        finding(CURRENT, WARN, text, "clustertune ops storage plan shows the difference, apply fixes it")
         for text in facts.stale
     ]
     found += [finding(CURRENT, WARN, text, "write a line for it into /etc/fstab") for text in facts.by_hand]
@@ -144,7 +144,7 @@ def _disks(facts: Facts, wanted: Layout) -> Found:
             fix = f"lsblk -f {device}; mount {path}"
             yield finding(MOUNTED, FAIL, f"{device} is not mounted, and not exported", fix, path)
         elif place.as_meant is False:
-            fix = f"see which disk is meant: lsblk -f; then umount {path} && mount {path}, or mend storage.bricks.device"
+            fix = f"see which disk is meant: lsblk -f; then umount {path} && mount {path}, or fix storage.bricks.device"
             yield finding(SOURCE, FAIL, f"{place.source} is mounted, not {device}", fix, path)
 
 
@@ -188,7 +188,7 @@ def _writes(place: Place, where: str, own: bool, brick: Brick) -> Found:
         fix = f"dmesg {at}: the kernel goes read-only on errors; then mount -o remount,rw {brick.path if own else brick.mount}"
         yield finding(WRITABLE, FAIL, "read-only", fix, where)
     elif place.written in ("EACCES", "EPERM"):
-        fix = f"clustertune ops storage apply {at} makes the folders; where they are there, mend their modes"
+        fix = f"clustertune ops storage apply {at} makes the folders; where they are there, fix their modes"
         yield finding(WRITABLE, FAIL, f"a user may not {place.write_step} a file ({place.written})", fix, where)
     elif place.written not in ("ok", "", "not asked", "forbidden", "absent", "ENOSPC", "EDQUOT"):
         fix = f"dmesg {at}; xfs_repair after umount where the disk is well"
@@ -261,7 +261,7 @@ def _pool(facts: Facts, wanted: Layout, place: Place) -> Found:
         return
     if place.silent or place.written == "silent":
         hung = [brick.path for brick in facts.bricks.values() if brick.silent or brick.written == "silent"]
-        fix = f"mend {' and '.join(hung)}: it waits for that" if hung else f"umount -l {path} && mount {path}"
+        fix = f"fix {' and '.join(hung)}: it waits for that" if hung else f"umount -l {path} && mount {path}"
         what = f"no answer in {facts.seconds:g} s" + (f"; process {place.left} still waits" if place.left else "")
         yield finding(POOL_ANSWERS, FAIL, what, fix, path)
     elif place.errno == "ENOTCONN":
@@ -276,7 +276,7 @@ def _pool(facts: Facts, wanted: Layout, place: Place) -> Found:
         fix = "make room on a brick: each needs more than minfreespace"
         yield finding(POOL_WRITES, FAIL, "no brick takes a new file (ENOSPC)", fix, path)
     elif place.written in ("EACCES", "EPERM"):
-        fix = "storage.pool.create=epmfs, where only one brick has the folder; else mend the folders' modes"
+        fix = "storage.pool.create=epmfs, where only one brick has the folder; else fix the folders' modes"
         yield finding(POOL_WRITES, FAIL, f"a user may not {place.write_step} a file ({place.written})", fix, path)
     elif place.written in ("forbidden", "not asked") and not (place.silent or place.errno):
         said = {"forbidden": "this user may not write to the shared folders"}
@@ -285,7 +285,7 @@ def _pool(facts: Facts, wanted: Layout, place: Place) -> Found:
         )
     elif place.written not in ("ok", "", "silent", "not asked", "absent"):
         yield finding(
-            POOL_WRITES, FAIL, f"{place.write_step} fails with {place.written}", "mend the brick that says so above", path
+            POOL_WRITES, FAIL, f"{place.write_step} fails with {place.written}", "fix the brick that says so above", path
         )
     if place.mmap not in ("", "ok"):
         fix = f"cache.files={CACHE_FILES} in fstab, then umount {path} && mount {path}"

@@ -12,7 +12,10 @@ FSTAB = "https://man7.org/linux/man-pages/man5/systemd.mount.5.html"
 CHATTR = "https://man7.org/linux/man-pages/man1/chattr.1.html"
 
 MOUNTED = Rule(
-    "brick-mounted", "a brick is mounted", "the pool shrinks in silence: its files vanish, new ones go elsewhere", MERGERFS
+    "brick-mounted",
+    "a brick is mounted",
+    "the pool shrinks without a message: its files vanish, new ones go elsewhere",
+    MERGERFS,
 )
 ANSWERS = Rule(
     "brick-answers", "a brick answers", "ls, df and every new file in the pool wait for it, and cannot be killed", NFS
