@@ -140,7 +140,7 @@ def mixed_driver(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, f"driver {names(found)}")
 
 
-@rule("driver", LINKS, rank=1)
+@rule("driver", LINKS, rank=0)
 def driver(context: Context) -> Iterator[Seen]:
     """A driver that is new enough for NCCL's CUDA.
 

@@ -42,7 +42,9 @@ def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(tmp_path: 
 @pytest.mark.parametrize(("name", "ours"), [("lock", True), (".run.json.77.tmp", True), ("thesis.tex", False)])
 def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, ours: bool) -> None:
     (tmp_path / name).touch()
-    resolved: Any = SimpleNamespace(as_dict=dict, fingerprint=lambda: "f", recipe=SimpleNamespace(staged=None))
+    resolved: Any = SimpleNamespace(
+        as_dict=dict, fingerprint=lambda: "f", recipe=SimpleNamespace(staged=None, megatron=object())
+    )
     if ours:
         assert chain.open_run(resolved, tmp_path, ["clustertune"]).run_json.exists()
     else:

@@ -86,7 +86,7 @@ def test_an_evaluation_is_of_whole_micro_batches(rows: int, each: int | None, it
 
 
 def test_what_is_not_known_yet_is_null() -> None:
-    found = made("llama70b-megatron", rows=None)
+    found = made("llama70b-megatron", "train.save_steps=0.1", rows=None)
     assert found["train"]["train_iters"] is None and found["checkpoint"]["save_interval"] is None
     assert found["scheduler"]["lr_warmup_iters"] is None and found["validation"]["eval_iters"] is None
 

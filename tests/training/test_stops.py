@@ -199,6 +199,7 @@ def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.Mo
     """A load that matches no key leaves the start values, and would train from them."""
     trainer = make(monkeypatch)
     trainer.optimizer, trainer.accelerator = SimpleNamespace(state={}), SimpleNamespace(state=None)
+    trainer.is_fsdp_enabled = False
     monkeypatch.setattr(TimedTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
     for saved in (None, state_digest(trainer.model, trainer.optimizer)):  # None: saved before digests were kept
         trainer._expected_digest = saved
