@@ -83,15 +83,12 @@ def test_a_wheel_carries_every_file_that_commands_read(wheel: Path) -> None:
 
 COMMANDS = [
     ["--help"], ["--version"], ["doctor", "--list"], ["doctor", "sbatch", "job.sbatch"], ["show-cluster", "rno-rtxpro6000"],
+    ["show", "tiny-oasst2"], ["show", "llama405b-oasst2", "--json"],
+    ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000"],
+    ["submit", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--dry-run", "--verbose"],
+    ["submit", "tiny-oasst2", "--tiny", "--cluster", "local", "--dry-run"],
 ]  # fmt: skip
 """What the base runs from any folder, with the exit code 0."""
-if (REPO / "clustertune/config/library_facts").is_dir():  # what TRL, PEFT and the others take, without them
-    COMMANDS += [
-        ["show", "tiny-oasst2"], ["show", "llama405b-oasst2", "--json"],
-        ["plan", "llama405b-oasst2", "--cluster", "rno-rtxpro6000"],
-        ["submit", "llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--dry-run", "--verbose"],
-        ["submit", "tiny-oasst2", "--tiny", "--cluster", "local", "--dry-run"],
-    ]  # fmt: skip
 
 
 @pytest.mark.jobs

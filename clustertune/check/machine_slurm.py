@@ -102,7 +102,7 @@ def affinity(m: Machine) -> Iterator[Seen]:
 
 @rule("srun-cpus", MACHINE)
 def srun_cpus(m: Machine) -> Iterator[Seen]:
-    """In a batch script srun is told of the cores.
+    """A batch script passes its number of cores on to srun.
 
     Looks at: cores that srun gives to steps of this job
     Why: since Slurm 22.05 srun does not take sbatch's --cpus-per-task: a step that is started by hand gets one core

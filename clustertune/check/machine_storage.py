@@ -400,7 +400,7 @@ def program_mode(m: Machine) -> Iterator[Seen]:
     """Programs are changed by their owner only.
 
     Looks at: who may change what jobs run
-    Why: whoever can change the script runs code as you
+    Why: a person who can change the script runs code as you
     See: https://slurm.schedmd.com/sbatch.html
     """
     yield from _open_to_others(m, "program", 0o022, "go-w")

@@ -163,7 +163,7 @@ def as_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Worst first; what is alike stays in its order, and a finding that came twice stands once."""
+    """Sort findings, the worst first. Equal ones keep their order; a repeated finding is listed once."""
     return sorted(dict.fromkeys(findings), key=lambda item: -STATUSES.index(item.status))
 
 

@@ -305,7 +305,7 @@ class Submission:
         return found
 
     def lines(self) -> list[str]:
-        """Everything, for people. The body, which all scripts have alike, stands once."""
+        """Everything, for people. The body is the same in all scripts and is printed once."""
         from clustertune.launch.submit import split_script
 
         found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]

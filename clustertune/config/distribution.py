@@ -302,7 +302,7 @@ def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
     """Why FSDP2's ranks cannot read their parts alone; None where they can. ``quantized``: ``quantization_config``, if any."""
     storage = str((quantized or {}).get("bnb_4bit_quant_storage", "uint8"))
     if quantized and not (quantized.get("load_in_4bit") and "float" in storage):
-        return "its quantisation is none of 4 bits in a floating point bnb_4bit_quant_storage"
+        return "its quantisation is not 4 bit with a floating point bnb_4bit_quant_storage"
     return None
 
 
