@@ -74,8 +74,9 @@ submit-dry-run: setup ## the scripts and commands of make submit, without Slurm
 show: setup ## a recipe as it resolves, each value with its origin: make show RECIPE=recipes/NAME
 	@$(BIN)/clustertune show '$(value RECIPE)'
 
-eval-ifeval: setup ## score a model on IFEval: make eval-ifeval [MODEL=dir] [IFEVAL_DATA=file.jsonl]
-	@$(BIN)/clustertune eval $(if $(value MODEL),'$(value MODEL)') $(if $(value IFEVAL_DATA),--data '$(value IFEVAL_DATA)')
+eval-ifeval: setup ## IFEval: make eval-ifeval [MODEL=dir] [IFEVAL_DATA=file.jsonl] [BASE=dir] [BACKEND=vllm]
+	@$(BIN)/clustertune eval $(strip $(if $(value MODEL),'$(value MODEL)') $(if $(value IFEVAL_DATA),--data '$(value IFEVAL_DATA)') \
+		$(if $(value BASE),--base '$(value BASE)') $(if $(value BACKEND),--backend '$(value BACKEND)'))
 
 report: setup ## the report of a run: make report RUN=runs/NAME/ID
 	@$(BIN)/clustertune report '$(value RUN)'

@@ -16,7 +16,7 @@ LEFT_OUT = ("__pycache__", "*.sif", "*.sif.*", "*.cdx.json", ".env", ".*")
 
 BASE = ("jinja2", "packaging", "pydantic", "pyyaml", "rich", "typer")
 """plan, show, doctor, submit, the lint of job scripts: no torch and no transformers."""
-EVAL_ONLY = ("immutabledict", "langdetect", "lm-eval", "nltk", "tenacity")
+EVAL_ONLY = ("aiohttp", "immutabledict", "langdetect", "lm-eval", "nltk", "tenacity")
 TRAIN_ONLY = ("bitsandbytes", "peft", "trl", "wandb")
 
 

@@ -6,12 +6,16 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from clustertune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from clustertune.config.schema import Eval
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or its name below recipes/.")]
 OptionalRecipe = Annotated[
@@ -47,6 +51,16 @@ def path_argument(value: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise UserError(Problem(f"{text!r}: there is no such user here", file="command line", fix="write ./~...")) from None
+
+
+def path_option(help_text: str, *names: str, metavar: str = "DIR") -> Any:
+    """An option that names a file or folder."""
+    return typer.Option(*names, metavar=metavar, parser=path_argument, help=help_text)
+
+
+def path_given(help_text: str, metavar: str) -> Any:
+    """An argument that names a file or folder."""
+    return typer.Argument(metavar=metavar, parser=path_argument, help=help_text)
 
 
 def existing_folder(path: Path, what: str) -> Path:
@@ -94,3 +108,26 @@ Device = Annotated[
         show_default=False,
     ),
 ]
+
+
+class Backend(StrEnum):
+    """What answers in an evaluation."""
+
+    auto = "auto"
+    hf = "hf"
+    vllm = "vllm"
+
+
+def eval_settings(values: Mapping[str, Any]) -> Eval:
+    """The settings of an evaluation as the command line gives them. Raises UserError."""
+    from pydantic import ValidationError
+
+    from clustertune.config.schema import Eval
+
+    try:
+        return Eval.model_validate(values)
+    except ValidationError as error:
+        raise UserError(
+            Problem(f"{item['input']!r}: {item['msg']}", file="command line", key=f"--{str(item['loc'][0]).replace('_', '-')}")
+            for item in error.errors()
+        ) from None

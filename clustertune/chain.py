@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import platform
 import shutil
@@ -19,7 +21,7 @@ from clustertune.checkpoint import store
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import local
 from clustertune.launch.agent import Agent
 from clustertune.launch.judge import Outcome, judge
@@ -28,9 +30,12 @@ from clustertune.megatron import inputs
 from clustertune.report import source
 from clustertune.rundir import SCHEMA, STAGES, RunDir
 from clustertune.staging import bundle, needs
+from clustertune.storage import storage_cause
 from clustertune.training.events import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
+MARKS = {"pass_mark", "pass_difference"}
+"""Settings of an evaluation that judge it and do not change it."""
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
 
 
@@ -199,7 +204,7 @@ class Chain:
         }
         if stage in kinds:
             folder, kind = kinds[stage]
-            return not manifest.find_problems(folder, kind, hashes=False, allow_extra=True) and self._has_base(stage)
+            return manifest.looks_whole(folder, kind) and self._has_base(stage)
         if stage == "train" and not (self.run.stage("export") and self._still_there("export")):
             newest, _ = store.newest_whole(self.run.checkpoints)
             return newest is not None and _is_final(newest)
@@ -207,11 +212,13 @@ class Chain:
 
     def _eval_holds(self) -> bool:
         """The evaluation there is of the settings asked for and passes the marks asked for; neither changes the run-id."""
-        from clustertune.ifeval.scores import judge
+        from clustertune.evaluate.scores import judge, read_result
 
-        record, wanted = self.run.stage("eval") or {}, self.resolved.recipe.eval.ifeval
-        same = record.get("settings") == wanted.model_dump(exclude={"pass_mark"})
-        return same and (self.run.eval / "ifeval.json").is_file() and bool(judge(record["scores"], wanted.pass_mark)["passed"])
+        record, wanted = self.run.stage("eval") or {}, self.resolved.recipe.eval
+        if record.get("settings") != wanted.model_dump(exclude=MARKS):
+            return False
+        result = read_result(self.run.eval)
+        return result is not None and bool(judge(result, wanted)["passed"])
 
     def _has_base(self, stage: str) -> bool:
         """What the first stage makes beside the conversations is there; true of all other stages."""
@@ -220,13 +227,11 @@ class Chain:
         recipe = self.resolved.recipe
         if recipe.megatron is None and not self._has_tokens():
             return False
-        return recipe.model.weights != "random" or not manifest.find_problems(
-            self.base_folder(), "model", hashes=False, allow_extra=True
-        )
+        return recipe.model.weights != "random" or manifest.looks_whole(self.base_folder(), "model")
 
     def _has_tokens(self) -> bool:
         """The tokens that the first stage makes, by the packages that are installed now: the ranks accept no others."""
-        if manifest.find_problems(self.run.tokens, "tokens", hashes=False, allow_extra=True):
+        if not manifest.looks_whole(self.run.tokens, "tokens"):
             return False
         made_from = manifest.read_manifest(self.run.tokens).meta["made_from"]
         with contextlib.suppress(ModuleNotFoundError):  # outside of the image that has them: the ranks compare
@@ -259,6 +264,9 @@ class Chain:
             seconds = round(time.perf_counter() - began, 3)
             with contextlib.suppress(OSError):  # a full disk is often the reason itself
                 log.write("stage", stage=stage, status="failed", seconds=seconds, exit_code=code)
+            is_known = isinstance(error, UserError) or not isinstance(error, Exception)
+            if not is_known and (cause := storage_cause(error)):  # which may name no file
+                raise storage_error(cause, f"{stage} cannot go on", cause.filename or self.run.path) from error
             raise
         seconds = time.perf_counter() - began
         log.write("stage", stage=stage, status="done", seconds=round(seconds, 3))
@@ -275,6 +283,7 @@ class Chain:
         from clustertune.data import tokens
         from clustertune.data.prepare import prepare
         from clustertune.data.tokenizer import load_tokenizer
+        from clustertune.training import base_model
 
         recipe = self.resolved.recipe
         folder = Path(self.resolved.folder)
@@ -290,6 +299,7 @@ class Chain:
         if recipe.megatron is not None:  # Megatron-Bridge tokenises by itself
             inputs.make(self.resolved, self.run.path, self.run.data, from_where)
             return found
+        base_model.check(*from_where, self.resolved)
         tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
@@ -362,20 +372,37 @@ class Chain:
         return Path(snapshot_download(model.name, revision=model.revision))
 
     def eval(self) -> dict[str, Any]:
-        from clustertune.ifeval.evaluate import evaluate
-        from clustertune.ifeval.scores import require_pass
+        from clustertune.evaluate.run import evaluate
+        from clustertune.evaluate.scores import require_pass
 
         recipe = self.resolved.recipe
-        settings = recipe.eval.ifeval.model_dump(exclude={"pass_mark"})
+        wanted = recipe.eval
+        settings = wanted.model_dump(exclude=MARKS)
         if (before := self.run.stage("eval")) and before.get("settings") != settings and self.run.eval.exists():
             self.run.eval.rename(self.run.path / f"eval-{int(before['finished'])}")  # a finished one is never written over
         # Random weights are never worth the benchmark's 541 prompts.
         benchmark = recipe.model.weights == "hub"
         data = bundle.prompts(self.resolved)
-        wanted = recipe.eval.ifeval
-        result = evaluate(self.run.merged, self.run.eval, settings=wanted, data=data, benchmark=benchmark)
+        # Without an adapter nothing is merged, and the base is what the training began with.
+        base = self.base_folder() if wanted.base else None
+        result = evaluate(
+            self.run.merged,
+            self.run.eval,
+            settings=wanted,
+            data=data,
+            benchmark=benchmark,
+            base=base,
+            base_out=base and self._base_scores(settings),
+        )
         require_pass(result)
-        return {"scores": result["scores"], "settings": settings}
+        return {"tasks": result["tasks"], "settings": settings}
+
+    def _base_scores(self, settings: Mapping[str, Any]) -> Path:
+        """Where the base's answers to these settings lie; the points of a sweep share them."""
+        name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+        shared = self.run.shared_tokens
+        is_shared = shared is not None and self.resolved.recipe.model.weights == "hub"
+        return (shared.parent if shared is not None and is_shared else self.run.path) / "eval-base" / name
 
     def report(self) -> dict[str, Any]:
         from clustertune.report.page import build

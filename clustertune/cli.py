@@ -12,16 +12,20 @@ import typer
 from clustertune import console, secrets
 from clustertune.arguments import (
     AsJson,
+    Backend,
     Device,
     Overrides,
     RecipeArgument,
     Tiny,
     eval_folder,
+    eval_settings,
     existing_folder,
     newest_merged,
     path_argument,
+    path_given,
+    path_option,
 )
-from clustertune.commands import bench, checkpoint, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit
+from clustertune.commands import bench, checkpoint, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit, talk
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
 from clustertune.commands import plan as plan_commands
@@ -31,7 +35,7 @@ from clustertune.commands import sweep as sweep_commands
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError
 from clustertune.front import run_command
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import STAGES, RunDir, keep_private
 
 if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
@@ -56,7 +60,7 @@ class Stage(StrEnum):
 
 
 Ranks = Annotated[int | None, typer.Option(min=1, help="Processes here; without it, the recipe's, or 2 where there is no GPU.")]
-OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="The folder to write.")]
+OutOption = Annotated[Path | None, path_option("The folder to write.", "--out")]
 
 
 def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int | None, here: bool) -> Resolved:
@@ -122,8 +126,7 @@ def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     input_path: Annotated[
-        Path | None,
-        typer.Option("--input", metavar="PATH", parser=path_argument, help="A file or folder instead of the recipe's data."),
+        Path | None, path_option("A file or folder instead of the recipe's data.", "--input", metavar="PATH")
     ] = None,
     out: OutOption = None,
     show_count: Annotated[
@@ -155,10 +158,7 @@ def run(
     overrides: Overrides = None,
     tiny: Tiny = False,
     ranks: Ranks = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it runs/<recipe>/<fingerprint>."),
-    ] = None,
+    run_dir: Annotated[Path | None, path_option("The run's folder; without it runs/<recipe>/<fingerprint>.")] = None,
     first: Annotated[Stage, typer.Option("--from", help="Begin with this stage.")] = Stage.prepare,
     last: Annotated[Stage, typer.Option("--to", help="End after this stage.")] = Stage.report,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
@@ -184,6 +184,7 @@ def run(
     if dry_run:
         _show_plan(resolved, path, stages, as_json)
         return
+    keep_private()
     with RunDir(path).lock():
         opened = chain.open_run(resolved, path, chain.command_line())
         chain.keep_forecast(opened, resolved)
@@ -223,7 +224,7 @@ def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json:
 
 @app.command(hidden=True)
 def train(
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A prepared run folder.")],
+    run_dir: Annotated[Path, path_option("A prepared run folder.")],
     attempt: Annotated[int, typer.Option(min=1, help="Number of this attempt; every rank gets the same.")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Log only.")] = False,
 ) -> None:
@@ -236,11 +237,9 @@ def train(
 
 @app.command()
 def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN|CHECKPOINT", parser=path_argument, help="A run folder, or one checkpoint.")
-    ],
+    source: Annotated[Path, path_given("A run folder, or one checkpoint.", "RUN|CHECKPOINT")],
     out: OutOption = None,
-    base: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="Whose tokenizer to take.")] = None,
+    base: Annotated[Path | None, path_option("Whose tokenizer to take.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the LoRA adapter out of a sharded checkpoint, or the model where all parameters were trained."""
@@ -251,9 +250,9 @@ def export(
 
 @app.command()
 def merge(
-    base: Annotated[Path, typer.Argument(metavar="BASE", parser=path_argument, help="The base model's folder.")],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", parser=path_argument, help="The adapter's folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", parser=path_argument, help="The folder to make.")],
+    base: Annotated[Path, path_given("The base model's folder.", "BASE")],
+    adapter: Annotated[Path, path_given("The adapter's folder.", "ADAPTER")],
+    out: Annotated[Path, path_given("The folder to make.", "OUT")],
     shard_size: Annotated[str, typer.Option(help="Largest output shard, such as 5GB.")] = "5GB",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written.")] = False,
@@ -276,34 +275,63 @@ def merge(
 def evaluate(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="MODEL", parser=path_argument, help="A merged model's folder; without it a run's newest."),
+        typer.Argument(metavar="MODEL", parser=path_argument, help="A model's folder; without it a run's newest merged one."),
     ] = None,
+    tasks: Annotated[str, typer.Option(metavar="LIST", help="lm-eval's tasks, with commas between.")] = "ifeval",
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", parser=path_argument, help="IFEval prompts; without it google/IFEval or the project's own."
         ),
     ] = None,
-    out: OutOption = None,
-    max_gen_toks: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt at most.")] = 1280,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated side by side.")] = 8,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Score only the first prompts; never for a published number.")
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", parser=path_argument, help="A model to ask the same; the two are compared."),
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A LoRA adapter, applied without merging.")
+    ] = None,
+    backend: Annotated[Backend, typer.Option(help="What answers.")] = Backend.auto,
+    out: OutOption = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question; without it the task's number.")
+    ] = None,
+    max_gen_toks: Annotated[
+        int | None, typer.Option(min=1, help="Tokens generated per answer at most; without it the task's number.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered side by side.")] = 8,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Score only the first documents of each task; never for a published number.")
+    ] = None,
+    apply_chat_template: Annotated[bool, typer.Option(help="Ask in the model's chat format.")] = True,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a model on IFEval with lm-eval."""
-    from clustertune.config.schema import IFEval
-    from clustertune.ifeval.evaluate import evaluate as run_evaluate
-    from clustertune.ifeval.scores import render
+    """Score a model with lm-eval, alone or beside its base."""
+    from clustertune.evaluate.run import evaluate as run_evaluate
+    from clustertune.evaluate.scores import render
     from clustertune.launch import places
 
     below = places.enter_here()
-    model = newest_merged(below) if model is None else existing_folder(model, "a merged model")
-    settings = IFEval(max_gen_toks=max_gen_toks, batch_size=batch_size, limit=limit)
-    folder = out or eval_folder(below / "eval", model, data, settings.model_dump(mode="json") | {"device": device})
-    result = run_evaluate(model, folder, settings=settings, data=data, device=device)
+    model = newest_merged(below) if model is None else existing_folder(model, "a model")
+    given = {"num_fewshot": num_fewshot, "max_gen_toks": max_gen_toks, "batch_size": batch_size, "limit": limit}
+    settings = eval_settings(
+        {"tasks": tasks.split(","), **given, "apply_chat_template": apply_chat_template, "backend": backend.value}
+    )
+    used = {**settings.model_dump(mode="json"), "device": device}
+    beside = {"adapter": str(adapter.resolve()) if adapter else None, "base": str(base.resolve()) if base else None}
+    folder = out or eval_folder(below / "eval", model, data, {**used, **beside})
+    base_out = base and eval_folder(below / "eval", base, data, {**used, "beside": str(adapter or model)})
+    result = run_evaluate(
+        model,
+        folder,
+        settings=settings,
+        data=data,
+        device=device,
+        adapter=adapter and existing_folder(adapter, "an adapter"),
+        base=base and existing_folder(base, "the base model"),
+        base_out=base_out,
+    )
     if as_json:
         emit_json({**result, "dir": str(folder)})
     else:
@@ -313,10 +341,8 @@ def evaluate(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", parser=path_argument, help="A run folder.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", parser=path_argument, help="The page; without it RUN/report.html.")
-    ] = None,
+    run_dir: Annotated[Path, path_given("A run folder.", "RUN")],
+    out: Annotated[Path | None, path_option("The page; without it RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the run's one-page report."""
@@ -344,7 +370,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
 
 
 _BEFORE = (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, push_commands, bench, compare, job_commands, checkpoint):
+for module in (*_BEFORE, launchers, talk, push_commands, bench, compare, job_commands, checkpoint):
     module.add(app)
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import ExitCode, UserError
+from clustertune.host.credentials import mask
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +85,8 @@ def say(message: str) -> None:
 
 
 def escape(text: str, keep: str = "\n\t") -> str:
-    """``text`` without what steers a terminal or turns the reading direction: file names may hold anything but ``/``."""
+    """``text`` without secrets, and without what steers a terminal or turns the reading direction: names may hold anything."""
+    text = mask(text)
     if text.isprintable():
         return text
     return "".join(c if c in keep or unicodedata.category(c) not in _STEERING else ascii(c)[1:-1] for c in text)
@@ -95,11 +97,12 @@ _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def emit_json(document: Any) -> None:
-    """The one document of a ``--json`` command, on stdout: strict JSON in ASCII, a number that is not finite as null.
+    """The one document of a ``--json`` command, on stdout: strict JSON in ASCII, a number that is not finite as null, and no
+    secret in a text.
 
     Raises OSError where stdout cannot be written; nothing is written to it from then on.
     """
-    text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(_plain(document), indent=2, allow_nan=False) + "\n"
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -110,12 +113,14 @@ def emit_json(document: Any) -> None:
         raise
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return mask(value)
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def show_error(error: UserError) -> None:

@@ -1,4 +1,4 @@
-"""Files of events: one JSON object a line, appended by a process that may be killed within a line."""
+"""Files of JSON objects that other processes write, who may be killed within a line: one object a line, or one a file."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds; empty where there is no such file, or something else in it."""
+    try:
+        body = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}

@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
@@ -18,6 +17,7 @@ import typer
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.process import Stopped
+from clustertune.storage import storage_cause
 from clustertune.tree import how_to_install
 
 _OF_TRAINING = {
@@ -27,9 +27,6 @@ _OF_TRAINING = {
 """Modules that the extra ``train`` installs (setup.py)."""
 INTERRUPTED = 130
 """What shells give for a command that Ctrl-C ended: 128 + SIGINT."""
-
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How safetensors and tokenizers, which are written in Rust, word an OSError inside of exceptions of their own."""
 
 
 def run_command(app: typer.Typer) -> int:
@@ -74,9 +71,8 @@ def explain(error: BaseException) -> UserError:
         known = UserError(problem, ExitCode.AGAIN)
     elif isinstance(error, OSError) and error.errno is not None:
         known = storage_error(error, "cannot be used", error.filename or "stdout")
-    elif of_rust := _OS_ERROR.search(str(error)):
-        number = int(of_rust[1])
-        known = storage_error(OSError(number, os.strerror(number)), type(error).__name__, ".")
+    elif cause := storage_cause(error):
+        known = storage_error(cause, "cannot be used", ".")
     elif isinstance(error, ModuleNotFoundError) and (extra := _extra(error.name or "")):
         problem = Problem(f"the Python package {error.name} is not installed", fix=how_to_install(extra))
         known = UserError(problem, ExitCode.CONFIG)
@@ -91,7 +87,7 @@ def explain(error: BaseException) -> UserError:
 def _extra(module: str) -> str | None:
     """The extra of the package that brings a module; None for a module that none brings, which is a fault."""
     top = module.partition(".")[0]
-    if top in ("lm_eval", "nltk", "langdetect", "immutabledict", "tenacity"):
+    if top in ("lm_eval", "nltk", "langdetect", "immutabledict", "tenacity", "aiohttp"):
         return "eval"
     return "train" if top in _OF_TRAINING else None
 

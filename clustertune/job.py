@@ -8,21 +8,23 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune import chain
+from clustertune import chain, secrets
 from clustertune.checkpoint import store
-from clustertune.config.cluster import Cluster
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import container, image, lease, megatron, progress, slurm, srun, stack, step
+from clustertune.evaluate.servers import GIVEN, JOB, Job, note_end
+from clustertune.launch import container, image, lease, megatron, progress, serving, slurm, srun, stack, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
@@ -32,7 +34,7 @@ from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import prolog
 from clustertune.nccl_check.place import Nodes
 from clustertune.process import STOP_SIGNALS, Stopped
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.training.events import EventLog
 
 CONTROLLER_SECONDS = 900.0
@@ -105,10 +107,16 @@ class JobChain(chain.Chain):
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
+        with self.servers() if stage == "eval" else contextlib.nullcontext(None) as servers:
+            self._run_stage(stage, servers)
+
+    def _run_stage(self, stage: str, servers: Path | None) -> None:
         if self.cluster.container.runtime == "none" or stage == "train":
-            super().run_stage(stage)
+            with secrets.lent({GIVEN: str(servers)} if servers else {}):
+                super().run_stage(stage)
             return
         words = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+        words += ["--servers", str(servers)] if servers else []
         command = step.on_first_node(
             words,
             self.cluster,
@@ -124,6 +132,54 @@ class JobChain(chain.Chain):
             fix = "the lines above say why"
             raise UserError(Problem(f"{stage} failed in the container (exit code {code})", fix=fix), known)
         self.results[stage] = record
+
+    @contextlib.contextmanager
+    def servers(self) -> Iterator[Path | None]:
+        """vLLM's servers as a step of the job, while the context lasts; the folder by which the client finds them."""
+        found = serving.evaluation(self.resolved, self.cluster)
+        if found.serving is None:
+            yield None
+            return
+        say(str(found))
+        if len(self.allocation.nodes) < found.serving.nodes:
+            text = f"{found.serving} in a job of {len(self.allocation.nodes)}"
+            raise UserError(Problem(text, key="eval", fix="clustertune submit gives each stage a job of its own size"))
+        job = f"{self.allocation.job_id}-{self.allocation.restart}"
+        folder = self.run.path.resolve() / "servers" / job
+        nodes = self.allocation.nodes[: found.serving.nodes]
+        container_ = self.cluster.container
+        contained = container_.runtime != "none"
+        Job(
+            "",  # the client names it: the merged model, then the base
+            found.serving,
+            "",
+            str(folder),
+            first_port(self.allocation.job_id, 0),
+            f"{self.cluster.storage.scratch}/clustertune-vllm-{job}",
+            nodes=nodes if len(nodes) > 1 else (),
+            interface=self.cluster.network.interface,
+            gpus=tuple(map(str, range(found.serving.gpus_per_node))) if has_gpus() else (),
+            program=None if contained else container_.vllm,
+        ).write(folder / JOB)
+        command = step.in_step(
+            [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
+            self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
+            binds=[*container.places_of(self.resolved, self.run.path), self.base_folder()],
+            nodes=len(nodes),
+            cpus=None,
+            gpus=bool(self.allocation.gpus_per_node),
+            environ=os.environ,
+            options=[f"--nodelist={','.join(nodes)}"],
+        )
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=srun.in_srun)  # noqa: PLW1509 - libc only
+        threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
+        try:
+            yield folder
+        finally:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(srun.END_SECONDS)
+            child.kill()
 
     def make_plan(self, attempt: int, from_step: int) -> Plan:
         names = self.allocation.nodes
@@ -250,6 +306,7 @@ def run(
     chain.check_folder(resolved, path)  # before anything is written there: it may be no run folder at all
     signals: list[int] = []
     began = False
+    keep_private(cluster)
     with contextlib.ExitStack() as stack:  # the run folder stays this job's until it is back in the queue
         try:
             stack.enter_context(lease.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))

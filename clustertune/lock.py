@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,8 +22,8 @@ def held(path: Path, doing: str, *, shown: Path, fix: str) -> Iterator[None]:
     """Hold the file ``path``, which is made (mode 0666 less umask) where it is absent, with its folder.
 
     The kernel drops the lock with the last process that has the file open; the holder may remove the file before.
-    Raises UserError (exit 75) where another process has it: ``shown: process 7 on node3 DOING -> fix``. Raises OSError where
-    the file cannot be made.
+    Raises UserError (exit 75) where another process has it: ``shown: process 7 on node3 DOING -> fix``; with exit 2 where a
+    link, or something else than a file, lies there. Raises OSError where the file cannot be made.
     """
     fd = _take(path, doing, shown, fix)
     try:
@@ -35,7 +36,7 @@ def held(path: Path, doing: str, *, shown: Path, fix: str) -> Iterator[None]:
 def in_turn(path: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold the file ``path``, made where it is absent; where another process has it, call ``wait`` once and wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = _open(path)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,11 +51,26 @@ def in_turn(path: Path, wait: Callable[[], None]) -> Iterator[None]:
         os.close(fd)
 
 
+def _open(path: Path) -> int:
+    """Open the lock itself: where others can write to its folder, a link could name any file of the user, which is cut to 0."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        fd = -1
+    if fd < 0 or not stat.S_ISREG(os.fstat(fd).st_mode):
+        if fd >= 0:
+            os.close(fd)
+        raise UserError(Problem("is no plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}"))
+    return fd
+
+
 def _take(path: Path, doing: str, shown: Path, fix: str) -> int:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            fd = _open(path)
         except FileNotFoundError:  # the holder before has just removed the folder
             continue
         try:

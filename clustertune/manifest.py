@@ -126,6 +126,13 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def file_mode() -> int:
+    """The mode of a new file under this process' umask, for what safetensors 0.8 writes: 0600 whatever the umask."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return 0o644 & ~umask
+
+
 def write_durably(path: Path, data: bytes | str) -> None:
     """Write ``path`` so that after a crash it holds all of ``data`` or what it held before (tmp, fsync, rename, fsync dir).
 
@@ -291,7 +298,7 @@ def find_records(folder: Path) -> tuple[str, dict[Path, FileRecord]]:
     """
     if (folder / MANIFEST).exists():
         found = read_manifest(folder)
-        copied = not find_problems(folder.absolute().parent, "staged", hashes=False, allow_extra=True)  # the node's own copy
+        copied = not find_problems(folder.absolute().parent, "staged", hashes=False, allow_extra=True)
         return "staged" if copied else found.kind, {folder / name: record for name, record in found.files.items()}
     for around in folder.absolute().parents:
         if not (around / MANIFEST).is_file():
@@ -320,8 +327,6 @@ class Comparison:
 
     def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Collection[str] | None = None) -> None:
         self._kind, records = find_records(folder)
-        if self._kind == "staged":  # a node's own copy: the ranks of other nodes cannot see it
-            rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         records = {path: record for path, record in records.items() if only is None or path.name in only}
         large = {path for path, record in records.items() if record.size > SMALL or path.suffix == ".safetensors"}
         self._share = {path: records[path] for path in _share_out(records, large, rank, world_size)}
@@ -362,6 +367,15 @@ class Comparison:
         self.stop()
 
 
+def looks_whole(folder: Path, kind: str) -> bool:
+    """Whether all that costs little says so: content of small files, sizes of weights, which whoever reads them compares."""
+    try:
+        read_manifest(folder, kind)
+        return not Comparison(folder).problems
+    except UserError:
+        return False
+
+
 def _share_out(records: Mapping[Path, FileRecord], large: set[Path], rank: int, world_size: int) -> list[Path]:
     """The files that fall to a rank, in the order of their names; the same division on all ranks."""
     held: list[tuple[int, list[Path]]] = [(0, [])] * world_size
@@ -380,6 +394,22 @@ class Ranks(Protocol):
     def gather(self, value: Any) -> list[Any]: ...
 
 
+def sharers(folder: Path, ranks: Ranks | None) -> tuple[int, int]:
+    """This rank's place among those that see the very same folder, and their number: they share out its files.
+
+    On a node's own disk (a staged copy, a Hub cache below /tmp) only that node's ranks do. All ranks call this together.
+    """
+    if ranks is None:
+        return 0, 1
+    try:
+        found = folder.stat()
+        own = [found.st_ino, found.st_ctime_ns]  # not st_dev, which NFS makes up on each node
+    except OSError:
+        own = []
+    same = [rank for rank, other in enumerate(ranks.gather(own)) if other == own]
+    return same.index(ranks.rank), len(same)
+
+
 def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
     """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
     told = {str(problem): problem for found in (ranks.gather(problems) if ranks else [problems]) for problem in found}
@@ -392,8 +422,9 @@ def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Collection[
 
     Raises UserError, on all ranks alike, that names each file that differs. Does nothing where no digests are known.
     """
+    rank, size = sharers(folder, ranks)
     try:
-        with Comparison(folder, *((ranks.rank, ranks.world_size) if ranks else ()), only=only) as comparison:
+        with Comparison(folder, rank, size, only=only) as comparison:
             problems = comparison.finish()
     except UserError as error:
         problems = error.problems

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -23,6 +27,22 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (*STOP_SIGNALS, *hangup)
 
 
+def captured(
+    command: Sequence[str | Path], seconds: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that gets no input, and keep what it says. Raises OSError, subprocess.TimeoutExpired."""
+    return subprocess.run(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        check=False,
+        env=env,
+    )
+
+
 def process_age() -> float:
     """Seconds since this process was started, by the kernel's clock; 0 where ``/proc`` does not say."""
     try:
@@ -32,9 +52,37 @@ def process_age() -> float:
         return 0.0
 
 
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what runs inside for longer. Only Python code of the main thread is ended; elsewhere nothing is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, end)
+    left, every = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, every)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when its parent ends (Linux): no rank outlives its launcher."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # it ended before the request was in place
         os.kill(os.getpid(), number)
+
+
+def kill_group(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child that leads a session, with all that it started; SIGKILL ends a stopped process, too."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is not to be had
+        child.wait(10)

@@ -8,6 +8,7 @@ resolved, ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``, ``data/``, `
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune import lock
 from clustertune.errors import Problem, UserError
+from clustertune.events import read_object
 from clustertune.manifest import write_durably
 
 if TYPE_CHECKING:
@@ -27,6 +29,18 @@ STAGES = ("prepare", "train", "export", "merge", "eval", "report")
 """The chain, in order."""
 SCHEMA = "clustertune.run/1"
 """Of ``run.json``; those of releases before it say none."""
+
+
+def require_stage(name: str, key: str | None = None) -> None:
+    """Raise UserError for a name that is no stage's. ``key``: the option that gave it."""
+    if name not in STAGES:
+        fix = f"one of {', '.join(STAGES)}"
+        raise UserError(Problem(f"there is no stage {name!r}", file="command line", key=key, fix=fix))
+
+
+def keep_private(cluster: Cluster | None = None) -> None:
+    """From here on only its user reads what this process makes; with ``storage.group_reads`` of the cluster the group too."""
+    os.umask(0o027 if cluster is not None and cluster.storage.group_reads else 0o077)
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class RunDir:
             raise UserError(
                 Problem("is no run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR")
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(Problem(f"unreadable: {error}", file=str(self.run_json))) from None
         if isinstance(found, dict) and found.get("schema", SCHEMA) != SCHEMA:
             text = f"{found['schema']!r}, this release reads {SCHEMA}"
@@ -223,11 +237,7 @@ class RunDir:
 
     def stage(self, name: str) -> dict[str, Any] | None:
         """The record of a finished stage, or None."""
-        try:
-            found: dict[str, Any] = json.loads((self.path / "stages" / f"{name}.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        return found
+        return read_object(self.path / "stages" / f"{name}.json") or None
 
     def finish_stage(self, name: str, seconds: float, **values: Any) -> dict[str, Any]:
         """Record a stage as done, durably."""

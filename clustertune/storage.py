@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +20,8 @@ ERRNOS = {
     errno.ESTALE,
 }
 """What a full, read-only, failing or vanished file system answers."""
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""How safetensors and tokenizers, which are written in Rust, word an OSError inside of exceptions of their own."""
 NO_ROOM = 1 << 20
 """Bytes free below which a failure without a word of the system is put down to the disk."""
 
@@ -33,6 +37,8 @@ def storage_cause(error: BaseException) -> OSError | None:
         seen.add(id(found))
         if isinstance(found, OSError) and found.errno in ERRNOS:
             return found
+        if (of_rust := _OF_RUST.search(str(found))) and int(of_rust[1]) in ERRNOS:
+            return OSError(int(of_rust[1]), os.strerror(int(of_rust[1])))
         by_rank = getattr(found, "failures", None)
         waiting += [found.__cause__, found.__context__]
         waiting += [failure[0] for failure in by_rank.values()] if isinstance(by_rank, dict) else []

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from clustertune.ifeval import scores
+from clustertune.evaluate import scores
 from clustertune.report import content
 from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir

@@ -18,7 +18,7 @@ from tests.warm import SECONDS, Warm
 
 REPO = Path(__file__).resolve().parent.parent
 
-SHORT = ["train.max_steps=8", "train.save_steps=2", "train.eval_steps=3", "eval.ifeval.max_gen_toks=8"]
+SHORT = ["train.max_steps=8", "train.save_steps=2", "train.eval_steps=3", "eval.max_gen_toks=8"]
 """A training of seconds: enough for three checkpoints."""
 
 NO_NETWORK = ["unshare", "--map-root-user", "--net", sys.executable, "-c"]

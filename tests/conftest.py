@@ -119,3 +119,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.skipped and item.config.getoption("--no-skip") and "real_input" not in item.keywords:
         report.outcome = "failed"
         report.longrepr = f"skipped, and --no-skip forbids it: {report.longrepr}"
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """A command that a test calls in this process makes what follows private to its user; the next test starts afresh."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    yield
+    os.umask(umask)

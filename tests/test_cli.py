@@ -243,7 +243,7 @@ def test_eval_without_out_finds_its_result_again(call: Call, tmp_path: Path, mon
         seen.append(out)
         return {"scores": {"x": float("nan")}}
 
-    monkeypatch.setattr("clustertune.ifeval.evaluate.evaluate", pretend)
+    monkeypatch.setattr("clustertune.evaluate.run.evaluate", pretend)
     for parent in ("one", "two"):
         (tmp_path / parent / "merged").mkdir(parents=True)
     for parent in ("one", "two", "one"):

@@ -85,7 +85,7 @@ def test_every_recipe_fits_the_machine_that_it_is_for(case: tuple[str, ...]) -> 
     found = plan(recipe, *overrides, cluster=cluster)
     used, world = found.strategy, found.resolved.world_size
     assert found.fits and 0 < found.needed <= found.machine.usable_bytes and found.host_bytes <= found.machine.host_bytes
-    assert used.world == world and world % used.weight_shards == 0 and used.weight_shards <= world
+    assert used.world_size == world and world % used.weight_shards == 0 and used.weight_shards <= world
     if found.resolved.accelerate and axes(found.resolved).get("dp_shard"):
         assert used.weight_shards == axes(found.resolved)["dp_shard"] * axes(found.resolved).get("cp", 1)
     assert 0 < found.utilisation(hardware=False) <= found.utilisation(hardware=True) < 0.7

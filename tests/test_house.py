@@ -29,7 +29,7 @@ ORDER = (
     ("training",),
     ("adapter",),
     ("merge",),
-    ("ifeval",),
+    ("evaluate",),
     ("megatron",),
     ("staging",),
     ("doctor",),

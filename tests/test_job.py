@@ -31,7 +31,7 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     allocation = Allocation(
         "7", restart, ("gpu-a", "gpu-b"), gpus_per_node=1, cpus_per_node=4, tasks_per_node=1, memory_mb=None
     )
-    plain = {"container": Container(), "doctor": Doctor(preflight=False), "nccl_check": None}
+    plain = {"container": Container(), "doctor": Doctor(preflight=False), "nccl_check": None, "storage": Storage()}
     cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
     recipe = SimpleNamespace(staged=None, model=SimpleNamespace(path=None))
     resolved: Any = SimpleNamespace(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,3 +109,16 @@ def test_the_second_waits_its_turn(tmp_path: Path) -> None:
         order.append("first ends")
     other.join(30)
     assert order == ["waits", "first ends", "second"]
+
+
+@pytest.mark.parametrize("how", [held, in_turn])
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_a_lock_is_a_plain_file(tmp_path: Path, how: Any, kind: str) -> None:
+    """A link in a folder that others can write to would cut any file of the user to nothing."""
+    lock, target = tmp_path / "lock", tmp_path / "precious"
+    target.write_text("kept")
+    {"link": lambda: lock.symlink_to(target), "fifo": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
+    more = {"doing": "works", "shown": tmp_path, "fix": ""} if how is held else {"wait": lambda: None}
+    with pytest.raises(UserError, match=r"lock: is no plain file"), how(lock, **more):
+        pass
+    assert target.read_text() == "kept"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,8 +141,10 @@ class Pair:
     def __init__(self, rank: int, other: list[Problem]) -> None:
         self.rank, self._other = rank, other
 
-    def gather(self, value: list[Problem]) -> list[list[Problem]]:
-        return [value, self._other]
+    def gather(self, value: Any) -> list[Any]:
+        if value and not isinstance(value[0], Problem):  # which folder this is: the same one
+            return [value, value]
+        return [value, self._other] if self.rank == 0 else [self._other, value]
 
 
 def model_folder(folder: Path, shards: int = 5) -> Path:
@@ -215,9 +218,7 @@ def test_the_hubs_cache_names_blobs_by_their_content(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("kind", ["parcel", "staged"])
-def test_staged_inputs_are_compared_by_the_manifest_around_them(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_inputs_are_compared_by_the_manifest_around_them(tmp_path: Path, kind: str) -> None:
     folder = model_folder(tmp_path / "all" / "hub" / "model")
     (tmp_path / "all" / "recipe.yaml").write_text("name: x")
     manifest.seal(tmp_path / "all", kind, {})
@@ -225,11 +226,34 @@ def test_staged_inputs_are_compared_by_the_manifest_around_them(
     flip(tmp_path / "all" / "recipe.yaml")
     flip(folder / "model-0.safetensors")
     assert found(folder) == ["model-0.safetensors"]
-    # A node's own copy is shared out over that node's ranks, whatever their number in the job.
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    seen = [manifest.Comparison(folder, rank, 16).bytes for rank in (0, 9)]
-    assert (seen[0] == seen[1]) == (kind == "staged")
+
+
+class Nodes:
+    """Four ranks on two nodes; gather answers with what each rank finds in its node's folder."""
+
+    world_size = 4
+
+    def __init__(self, rank: int, folders: list[Path]) -> None:
+        self.rank, self._folders = rank, folders
+
+    def gather(self, value: Any) -> list[Any]:
+        found = [[(s := folder.stat()).st_ino, s.st_ctime_ns] for folder in self._folders]
+        assert found[self.rank] == value
+        return found
+
+
+def test_ranks_share_out_what_they_see_and_no_more(tmp_path: Path) -> None:
+    """A Hub cache or staged copy on each node's own disk is compared by that node's ranks, whole."""
+    one, other = (model_folder(tmp_path / name) for name in ("one", "other"))
+    own = [one, other, one, other]  # ranks may go round the nodes
+    assert [manifest.sharers(own[rank], Nodes(rank, own)) for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [manifest.sharers(one, Nodes(rank, [one] * 4)) for rank in range(4)] == [(rank, 4) for rank in range(4)]
+    assert manifest.sharers(one, None) == (0, 1)
+    for folder in (one, other):
+        manifest.seal(folder, "model", {})
+    weights = sum(record.size for path, record in manifest.find_records(other)[1].items() if path.suffix == ".safetensors")
+    shares = [manifest.Comparison(other, *manifest.sharers(other, Nodes(rank, own))).bytes for rank in (1, 3)]
+    assert all(shares) and sum(shares) == weights
 
 
 def test_a_folder_without_digests_cannot_be_compared(tmp_path: Path) -> None:

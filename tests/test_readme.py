@@ -202,9 +202,12 @@ def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
     for step in (
         told("export", {"runs/tiny-oasst2/ID": finished_copy, "/tmp/adapter": adapter}),
         told("merge", {"BASE": base, "ADAPTER": adapter, "OUT": merged}),
-        [*told("eval", {"MODEL": merged, "prompts.jsonl": prompts}), "--out", str(tmp_path / "eval"), "--max-gen-toks", "4"],
+        [
+            *told("eval MODEL --data", {"MODEL": merged, "prompts.jsonl": prompts}),
+            *("--out", str(tmp_path / "eval"), "--max-gen-toks", "4"),
+        ],
     ):
         done = run(*step)
         assert done.code == 0, (step, done.err)
     assert find_problems(adapter, "adapter") == [] == find_problems(merged, "merged")
-    assert (tmp_path / "eval" / "ifeval.json").is_file()
+    assert (tmp_path / "eval" / "results.json").is_file()

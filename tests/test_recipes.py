@@ -38,9 +38,16 @@ ON_THE_COMMAND_LINE = {
     "slurm.staging": "a site whose nodes read the shared storage as fast as their own disks, or a source that no rule knows",
     "staged": "a machine without network: staged=DIR",
     "accelerate": "another file of the folder: accelerate=accelerate-fsdp1.yaml",
-    "eval.ifeval.batch_size": "as the GPU's memory allows",
-    "eval.ifeval.limit": "a look at the first prompts while a recipe is written",
-    "eval.ifeval.pass_mark": "a site's own threshold for a published model",
+    "eval.batch_size": "as the GPU's memory allows",
+    "eval.tasks": "what a site wants to know beside IFEval: eval.tasks=[ifeval,gsm8k]",
+    "eval.num_fewshot": "a comparison with numbers that others published with so many examples",
+    "eval.apply_chat_template": "a base model that has none: eval.apply_chat_template=false",
+    "eval.backend": "another choice than the automatic one",
+    "eval.tensor_parallel_size": "another shape of vLLM's servers than the one that is derived",
+    "eval.pipeline_parallel_size": "the same, where a server stretches over nodes",
+    "eval.pass_difference": "a site's own threshold against the base",
+    "eval.limit": "a look at the first prompts while a recipe is written",
+    "eval.pass_mark": "a site's own threshold for a published model",
     "activation_checkpointing.save": "results that are kept in the layers that are recomputed, as the GPU's memory allows",
     "megatron.expert_model_parallel_size": "a model with experts under Megatron: megatron.expert_model_parallel_size=8",
     "megatron.expert_tensor_parallel_size": "the same, where experts are split otherwise than the other layers",
@@ -188,7 +195,7 @@ def schema_fields(section: type[Section], prefix: str = "") -> Iterator[str]:
 def test_every_field_of_the_schema_is_used() -> None:
     """A field that nobody sets is never seen to work, and each one more makes a recipe harder to write."""
     fields = set(schema_fields(Recipe))
-    assert {"model.name", "data.expect.train", "eval.ifeval.limit", "train", "expect.hours"} <= fields
+    assert {"model.name", "data.expect.train", "eval.limit", "train", "expect.hours"} <= fields
     used: set[str] = set()
     for path in (REPO / "recipes").glob("*/*.yaml"):
         if path.name == "recipe.yaml" or path.parent.name == "_base":
@@ -204,7 +211,7 @@ def untold_figures(expect: Mapping[str, Any], readme: str) -> list[str]:
     faults = []
     for key, value in leaves(expect):
         forms = {f"{value:,}", str(value)}
-        if key.startswith("ifeval.") or key == "token_accuracy":
+        if key.startswith("tasks.") or key == "token_accuracy":
             forms = {f"{100 * value:.{digits}f} %" for digits in (1, 2)}
         elif key == "hours":
             forms = {f"{int(value)} h {round(value % 1 * 60):02} min"}
@@ -218,11 +225,11 @@ def test_a_readme_gives_the_figures_that_the_recipe_expects(folder: Path) -> Non
     expect = yaml.safe_load((folder / "recipe.yaml").read_text()).get("expect", {})
     assert untold_figures(expect, (folder / "README.md").read_text()) == []
     told = "loss 1.1, 8 h 24 min, 70.98 %, 1,234 parameters"
-    same = {"eval_loss": 1.1, "hours": 8.4, "ifeval": {"a": 0.7098}, "trainable_parameters": 1234}
+    same = {"eval_loss": 1.1, "hours": 8.4, "tasks": {"ifeval": {"a": 0.7098}}, "trainable_parameters": 1234}
     assert untold_figures(same, told) == []
-    assert untold_figures({"hours": 8.5, "ifeval": {"a": 0.71}, "eval_loss": 1.2}, told) == [
+    assert untold_figures({"hours": 8.5, "tasks": {"ifeval": {"a": 0.71}}, "eval_loss": 1.2}, told) == [
         "hours: 8.5",
-        "ifeval.a: 0.71",
+        "tasks.ifeval.a: 0.71",
         "eval_loss: 1.2",
     ]
 

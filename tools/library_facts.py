@@ -52,7 +52,7 @@ def field_facts(cls: type) -> dict[str, dict[str, Any]]:
     hints, found = typing.get_type_hints(cls), {}
     for item in dataclasses.fields(cls):
         kinds, expected, choices = _kinds(hints[item.name])
-        if isinstance(listed := item.metadata.get("choices"), list):
+        if (listed := item.metadata.get("choices")) is not None:
             kinds = [["words", *map(str, listed)], *([["none"]] if ["none"] in kinds else [])]
             choices = list(map(str, listed))
             expected = _one_of(choices)
@@ -113,11 +113,54 @@ def _plain(hint: Any) -> tuple[list[Any], str] | None:
 
 
 def trl_facts() -> dict[str, Any]:
-    """SFTConfig's fields, and what ``report_to`` can name."""
+    """SFTConfig's fields, what ``report_to`` can name, and the arguments of each schedule and of each optimizer."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from trl import SFTConfig
 
-    return {"trl": version("trl"), "fields": field_facts(SFTConfig), "reporters": list(INTEGRATION_TO_CALLBACK)}
+    return {
+        "trl": version("trl"),
+        "fields": field_facts(SFTConfig),
+        "reporters": list(INTEGRATION_TO_CALLBACK),
+        "schedulers": scheduler_facts(),
+        "optimizers": optimizer_facts(),
+    }
+
+
+def scheduler_facts() -> dict[str, list[str]]:
+    """By schedule: what ``lr_scheduler_kwargs`` may hold."""
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+    from transformers import optimization
+    from transformers.trainer_utils import SchedulerType
+
+    # get_scheduler passes nothing on to the constant ones; these two pass everything on to a class.
+    silent = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP)
+    classes = {SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau, SchedulerType.GREEDY: optimization.GreedyLR}
+    filled = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    return {
+        name.value: [] if name in silent else [
+            key for key in inspect.signature(classes.get(name, function)).parameters if key not in filled
+        ]
+        for name, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
+    }  # fmt: skip
+
+
+def optimizer_facts() -> dict[str, list[str] | None]:
+    """By optimizer: the keys that transformers reads from ``optim_args``; None where it passes all of them on."""
+    from transformers import trainer_optimizer
+
+    found: dict[str, list[str] | None] = {}
+    for name, handler in trainer_optimizer._OPTIMIZER_HANDLERS.items():
+        source = inspect.getsource(handler)
+        if handler is trainer_optimizer._get_bitsandbytes_optimizer and "rmsprop" not in name.value:
+            # One function for four kinds: RMSprop takes all, AdEMAMix reads some, AdamW and Lion none.
+            source = source.replace("additional_optim_kwargs = ctx.optim_args", "") if "ademamix" in name.value else ""
+        if re.search(r"optim_args\)|= ctx\.optim_args$|\*\*ctx\.optim_args", source, re.MULTILINE):
+            found[name.value] = None
+            continue
+        loops = re.findall(r"for key in \((.*?)\):\n\s+if key in ctx\.optim_args", source)
+        keys = re.findall(r"optim_args(?:\.get\(|\.pop\(|\[)\"(\w+)\"", source)
+        found[name.value] = list(dict.fromkeys([*keys, *(key for loop in loops for key in re.findall(r"\w+", loop))]))
+    return found
 
 
 def peft_facts() -> dict[str, Any]:
@@ -136,13 +179,18 @@ def accelerate_facts() -> dict[str, Any]:
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import constants
 
-    options = {name[2:] for action in launch_command_parser()._actions for name in action.option_strings if name[:2] == "--"}
+    actions = [(name, action) for action in launch_command_parser()._actions for name in action.option_strings]
+    options = {name[2:]: action for name, action in actions if re.fullmatch(r"--\w+", name)}
     words = ("FSDP_SHARDING_STRATEGY", "FSDP_AUTO_WRAP_POLICY", "FSDP_BACKWARD_PREFETCH", "FSDP_STATE_DICT_TYPE")
     return {
         "accelerate": version("accelerate"),
         "keys": [item.name for item in dataclasses.fields(ClusterConfig)],
         # fsdp_ignored_modules is read with getattr, without an option of its own
-        "options": sorted({name for name in options if "-" not in name} | {"fsdp_ignored_modules"}),
+        "options": sorted({*options, "fsdp_ignored_modules"}),
+        "choices": {
+            **{name: list(action.choices) for name, action in options.items() if action.choices},
+            "deepspeed_multinode_launcher": constants.DEEPSPEED_MULTINODE_LAUNCHERS,
+        },
         **{name: list(getattr(constants, name)) for name in words},
     }
 

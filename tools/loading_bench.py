@@ -9,6 +9,7 @@ is DeepSpeed's ZeRO-3, which has no ``whole``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import importlib
 import importlib.util
@@ -127,7 +128,8 @@ def load(folder: Path, way: str, axes: Axes, store: Path) -> Measured:
     if importlib.util.find_spec("deepspeed"):
         importlib.import_module("deepspeed")  # accelerate 1.15 does while it prepares a model: 7 MB read that are no weights
     accelerator = _zero(store, axes) if axes.zero else _fsdp(way, store, axes)
-    asked = Distribution("FSDP2", axes.ranks, axes.ranks, axes.shards, efficient_loading=way == "rows")
+    asked = Distribution(kind="FSDP2", world_size=axes.ranks, ranks_per_node=axes.ranks, data_parallel_size=axes.shards)
+    asked = dataclasses.replace(asked, efficient_loading=way == "rows")
     loading = Loading(asked, Startup())
     if way == "rows" or not axes.zero:
         loading.install()

@@ -13,7 +13,17 @@ from clustertune.adapter.publish import find_published, staging
 from clustertune.checkpoint.store import require_own
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, Manifest, find_problem, find_problems, fsync_path, hash_file, read_manifest, seal
+from clustertune.manifest import (
+    MANIFEST,
+    Manifest,
+    file_mode,
+    find_problem,
+    find_problems,
+    fsync_path,
+    hash_file,
+    read_manifest,
+    seal,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +35,6 @@ if TYPE_CHECKING:
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
-FILE_MODE = 0o644
-"""safetensors 0.8 creates its files 0600, which locks colleagues out of a shared run folder."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,7 @@ def _write(stage: Path, tensors: Mapping[str, torch.Tensor], expected: Expected)
     save_file(dict(tensors), weights, metadata={"format": "pt"})
     config.write_text(json.dumps(expected.config, indent=2, sort_keys=True) + "\n")
     for path in (weights, config):
-        path.chmod(FILE_MODE)
+        path.chmod(file_mode())
         fsync_path(path)
 
 

@@ -17,13 +17,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.adapter.export import FILE_MODE, count_bad, export, verify
+from clustertune.adapter.export import count_bad, export, verify
 from clustertune.adapter.publish import find_published, staged, staging
 from clustertune.checkpoint.store import find_checkpoint
 from clustertune.config.distribution import mixed_precision
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, Manifest, agree, find_problem, find_records, fsync_path, hash_file, seal
+from clustertune.manifest import MANIFEST, Manifest, agree, file_mode, find_problem, find_records, fsync_path, hash_file, seal
 from clustertune.tensorfile import read_header
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class _Export:
         self.config.dtype = self.dtype
         (stage / "config.json").write_text(self.config.to_json_string())
         for path in stage.iterdir():
-            path.chmod(FILE_MODE)
+            path.chmod(file_mode())
             fsync_path(path)
         return {"tensors": len(index), "parameters": parameters, "dtypes": sorted(dtypes)}
 

@@ -12,7 +12,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_folder
 from clustertune.config.megatron import require_startable
 from clustertune.errors import Problem, UserError
-from clustertune.launch import batch, visible
+from clustertune.launch import batch
 from clustertune.launch.shape import Shape, resolve_on, train_shape
 from clustertune.launch.slurm import parse_minutes
 from clustertune.tree import ROOT
@@ -23,11 +23,10 @@ START_MINUTES, ROUND_MINUTES = 20, 40
 done."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchJob(batch.BatchJob):
     """What is submitted."""
 
-    shape: Shape
     out: Path
     overrides: tuple[str, ...]
     """Those of the recipe, with the shape of the job among them."""
@@ -43,10 +42,10 @@ def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str 
     shape = replace(train_shape(resolved, cluster), minutes=_minutes(asked, cluster, time))
     folder = asked.run_path.absolute().with_name(asked.run_path.name + ".job")
     return BenchJob(
-        render(shape),
-        folder,
-        tuple(arguments(asked, cluster, word, out, tuple(overrides))),
         shape=shape,
+        script=render(shape),
+        folder=folder,
+        arguments=tuple(arguments(asked, cluster, word, out, tuple(overrides))),
         out=out.absolute(),
         overrides=tuple(overrides),
     )
@@ -89,10 +88,3 @@ def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overr
     flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends, "--replace": asked.replace}
     words += [flag for flag, given in flags.items() if given]
     return [*words, "--run-dir", str(asked.run_path.absolute()), "--out", str(out.absolute())]
-
-
-def find_problems(made: BenchJob, cluster: Cluster, host: str) -> list[Problem]:
-    """Folders that the job's nodes cannot see."""
-    mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    places = [("the run folder", made.folder), ("the result's folder", made.out), ("the checkout", ROOT)]
-    return visible.find_problems(places, cluster, host, mounts)

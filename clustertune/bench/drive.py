@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,11 @@ from clustertune.bench.ask import Bench
 from clustertune.config.cluster_schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import read_object
 from clustertune.launch import container, step
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.plan import Plan
-from clustertune.rundir import RunDir
+from clustertune.rundir import RunDir, keep_private
 from clustertune.training.bench_schedule import GONE, OURS, result_file
 
 PEERS = "peer"
@@ -59,6 +57,7 @@ def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, gi
     """
     path = bench.asked.run_path
     chain.check_folder(bench.measured, path)
+    keep_private(cluster)
     with RunDir(path).lock():
         made = _open(bench, command, cluster, given)
         found = Found(made.run, peers=[Peer(word) for word in bench.asked.against])
@@ -176,12 +175,4 @@ def _on_nodes(made: chain.Chain, order: Path, plan: Plan) -> list[str]:
 
 def _read(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """The ranks' files, in rank order; those that are missing or torn are left out."""
-
-    def found() -> Iterator[dict[str, Any]]:
-        for rank in range(ranks):
-            with contextlib.suppress(OSError, ValueError):
-                body = json.loads(result_file(folder, rank).read_bytes())
-                if isinstance(body, dict):
-                    yield body
-
-    return list(found())
+    return [body for rank in range(ranks) if (body := read_object(result_file(folder, rank)))]

@@ -131,7 +131,7 @@ def brief(plan: Plan) -> dict[str, Any]:
         "step_s": plan.step.seconds,
         "needed_gib_per_gpu": plan.needed / GIB,
         "usable_gib_per_gpu": plan.machine.usable_bytes / GIB,
-        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world,
+        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world_size,
         "hours": plan.hours,
     }
 
@@ -144,7 +144,7 @@ def beside_plan(
         return {"unknown": why}
     said = {
         "step_s": plan.step.seconds,
-        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world,
+        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world_size,
         "peak_gib_per_gpu": plan.peak.bytes / GIB,
         "mfu": plan.utilisation(hardware=False) * plan.useful,
         "hfu": plan.utilisation(hardware=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clustertune.check.rule import Finding, Rule, finding
 from clustertune.host.facts import HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
 
@@ -55,10 +54,6 @@ class Machine:
     def place(self) -> str:
         """One of :data:`PLACES`."""
         return self.facts.place
-
-    def tell(self, rule: Rule, status: str, found: str, fix: str = "") -> Finding:
-        """A finding on this machine."""
-        return finding(rule, status, found, fix, where=self.where)
 
     @property
     def computes(self) -> bool:

@@ -89,6 +89,7 @@ def compat(m: Machine) -> Iterator[Seen]:
 
     Looks at: no forward-compatibility library in front of the driver's own
     Why: libcuda of cuda-compat works on data-centre cards only, and not with every driver: CUDA ends with error 803 or 804
+    Fix: take its folder out of LD_LIBRARY_PATH, unless the driver is a data-centre one that is too old for the image
     See: https://github.com/NVIDIA/nvidia-docker/issues/1515
     """
     f = m.facts
@@ -97,8 +98,7 @@ def compat(m: Machine) -> Iterator[Seen]:
     )
     if found:
         told = f"{found} stands in front of driver {f.driver or '?'}"
-        fix = "take its folder out of LD_LIBRARY_PATH, unless the driver is a data-centre one that is too old for the image"
-        yield Seen(FAIL if f.cuda_init in (803, 804) else WARN, told, fix)
+        yield Seen(FAIL if f.cuda_init in (803, 804) else WARN, told)
     elif f.cuda_library:
         yield Seen(PASS, f.cuda_library)
 
@@ -169,6 +169,7 @@ def peer_to_peer(m: Machine) -> Iterator[Seen]:
 
     Looks at: IOMMU and ACS between GPUs without NVLink
     Why: traffic between GPUs goes up to the CPU: slow at best; on some cards the first all-reduce hangs until they are reset
+    Fix: boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it
     See: https://github.com/NVIDIA/nccl/issues/1999
     """
     f = m.facts
@@ -182,8 +183,7 @@ def peer_to_peer(m: Machine) -> Iterator[Seen]:
     if m.environ("NCCL_P2P_DISABLE") == "1":
         yield Seen(PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
     elif told:
-        fix = "boot with iommu=pt or without IOMMU, turn ACS off on the bridges; else NCCL_P2P_DISABLE=1. nccl-check tries it"
-        yield Seen(FAIL if m.expects.p2p is False else WARN, " and ".join(told), fix)
+        yield Seen(FAIL if m.expects.p2p is False else WARN, " and ".join(told))
     elif f.acs_redirect is None:
         yield Seen(UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
     else:
@@ -196,6 +196,7 @@ def gpudirect(m: Machine) -> Iterator[Seen]:
 
     Looks at: whether adapters can reach GPU memory
     Why: without nvidia_peermem or dma-buf every byte between nodes is copied through host memory
+    Fix: as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
     f = m.facts
@@ -203,8 +204,7 @@ def gpudirect(m: Machine) -> Iterator[Seen]:
     if not f.gpus or not m.computes or not m.several or kind == "ethernet" or not any(port.active for port in f.rdma):
         return
     if f.peermem is False:
-        fix = "as root: modprobe nvidia_peermem (and at boot); or the driver's open kernel modules with Linux 5.12, for dma-buf"
-        yield Seen(WARN, "nvidia_peermem is not loaded, and the driver is not the open one", fix)
+        yield Seen(WARN, "nvidia_peermem is not loaded, and the driver is not the open one")
     elif f.peermem:
         yield Seen(PASS, "nvidia_peermem or dma-buf")
 
@@ -215,6 +215,7 @@ def numa(m: Machine) -> Iterator[Seen]:
 
     Looks at: the cores of this place, against the NUMA nodes of its GPUs
     Why: a rank whose cores are all on the other socket copies every batch and every checkpoint across
+    Fix: ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)
     See: https://github.com/pytorch/pytorch/issues/115305
     """
     f = m.facts
@@ -224,8 +225,7 @@ def numa(m: Machine) -> Iterator[Seen]:
         return
     far = [index for index, cpus in near.items() if cpus and not cpus & mine]
     if far:
-        fix = "ask for cores of both sockets (--cpus-per-task, --exclusive), or let Slurm choose by gres.conf (Cores=)"
         told = f"GPU {', '.join(map(str, far))}: none of the step's CPUs {f.affinity_list} is on its NUMA node"
-        yield Seen(WARN, told, fix)
+        yield Seen(WARN, told)
     else:
         yield Seen(PASS, "each GPU has cores nearby")

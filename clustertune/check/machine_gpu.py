@@ -112,13 +112,13 @@ def mixed(m: Machine) -> Iterator[Seen]:
 
     Looks at: one model of GPU
     Why: all ranks wait for the slowest card, and the smallest memory decides what fits
+    Fix: ask for one kind (--gres=gpu:TYPE:N, or --constraint), or set CUDA_VISIBLE_DEVICES to it
     See: https://slurm.schedmd.com/gres.html
     """
     kinds = Counter((gpu.name, gpu.memory_mib) for gpu in m.facts.gpus if gpu.name)
     if len(kinds) > 1:
         told = ", ".join(f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str))
-        fix = "ask for one kind (--gres=gpu:TYPE:N, or --constraint), or set CUDA_VISIBLE_DEVICES to it"
-        yield Seen(WARN, told, fix)
+        yield Seen(WARN, told)
     elif kinds:
         yield Seen(PASS, f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}")
 
@@ -129,6 +129,7 @@ def in_use(m: Machine) -> Iterator[Seen]:
 
     Looks at: memory and processes of others on the GPUs
     Why: a process that was left over, or somebody else's, takes memory that the training counts on
+    Fix: find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if nobody's job owns it
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     busy = [gpu for gpu in m.facts.gpus if gpu.pids or (gpu.used_mib or 0) > BUSY_MIB]
@@ -139,8 +140,7 @@ def in_use(m: Machine) -> Iterator[Seen]:
         return
     told = "; ".join(_use(gpu) for gpu in busy)
     hard = m.in_step and any((gpu.used_mib or 0) * 10 > (gpu.memory_mib or 0) for gpu in busy)
-    fix = "find who it is (nvidia-smi, scontrol pidinfo PID, squeue -w NODE); drain the node if nobody's job owns it"
-    yield Seen(FAIL if hard else WARN, told, fix)
+    yield Seen(FAIL if hard else WARN, told)
 
 
 def _use(gpu: Gpu) -> str:
@@ -154,15 +154,16 @@ def compute_mode(m: Machine) -> Iterator[Seen]:
 
     Looks at: compute mode
     Why: in exclusive mode a second process, such as an evaluation, gets no context; prohibited means none at all
+    Fix: as root: nvidia-smi -c 0
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     gpus = m.facts.gpus if m.computes else []
     prohibited = [gpu.index for gpu in gpus if gpu.compute_mode == "Prohibited"]
     exclusive = [gpu.index for gpu in gpus if gpu.compute_mode.startswith("Exclusive")]
     if prohibited:
-        yield Seen(FAIL, f"{_gpus(prohibited)}: Prohibited", "as root: nvidia-smi -c 0")
+        yield Seen(FAIL, f"{_gpus(prohibited)}: Prohibited")
     elif exclusive:
-        yield Seen(WARN, f"{_gpus(exclusive)}: Exclusive_Process", "as root: nvidia-smi -c 0")
+        yield Seen(WARN, f"{_gpus(exclusive)}: Exclusive_Process")
     elif any(gpu.compute_mode for gpu in gpus):
         yield Seen(PASS, "Default")
 
@@ -173,13 +174,13 @@ def mig(m: Machine) -> Iterator[Seen]:
 
     Looks at: MIG is off
     Why: a process sees one slice of a GPU, and NCCL has no path between slices
+    Fix: as root, with nothing running: nvidia-smi -mig 0, then reset the GPU; or ask for whole GPUs
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     gpus = m.facts.gpus if m.computes else []
     sliced = [gpu.index for gpu in gpus if gpu.mig]
     if sliced:
-        fix = "as root, with nothing running: nvidia-smi -mig 0, then reset the GPU; or ask for whole GPUs"
-        yield Seen(FAIL, f"{_gpus(sliced)}: MIG is on", fix)
+        yield Seen(FAIL, f"{_gpus(sliced)}: MIG is on")
     elif any(gpu.mig is False for gpu in gpus):
         yield Seen(PASS, "off")
 
@@ -190,13 +191,13 @@ def persistence(m: Machine) -> Iterator[Seen]:
 
     Looks at: persistence mode
     Why: without it the driver unloads after the last process: each start wakes every GPU again, for seconds; counters are lost
+    Fix: as root: systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1 after each boot)
     See: https://manpages.ubuntu.com/manpages/focal/man1/nvidia-persistenced.1.html
     """
     gpus = m.facts.gpus if m.computes else []
     unkept = [gpu.index for gpu in gpus if gpu.persistence is False]
     if unkept:
-        fix = "as root: systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1 after each boot)"
-        yield Seen(WARN, f"{_gpus(unkept)}: off", fix)
+        yield Seen(WARN, f"{_gpus(unkept)}: off")
     elif any(gpu.persistence for gpu in gpus):
         yield Seen(PASS, "on")
 
@@ -207,16 +208,14 @@ def throttled(m: Machine) -> Iterator[Seen]:
 
     Looks at: reasons why clocks are held down
     Why: one GPU that is held back by heat or power slows every rank of the job
+    Fix: look at heat and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER): fans, inlet, power supplies, power limit
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     held = {gpu.index: [word for word in gpu.throttle if word != "sw_power_cap" or not gpu.pids] for gpu in m.facts.gpus}
     bad = {index: words for index, words in held.items() if words}
     if bad:
         told = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in bad.items())
-        fix = (
-            "look at heat and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER): fans, inlet, power supplies, power limit"
-        )
-        yield Seen(WARN, told, fix)
+        yield Seen(WARN, told)
     elif held and m.computes:
         yield Seen(PASS, "no GPU is held back")
 

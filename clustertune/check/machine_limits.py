@@ -53,6 +53,8 @@ def memlock(m: Machine) -> Iterator[Seen]:
 
     Looks at: how much memory may be locked, in the place where ranks run
     Why: RDMA adapters lock what they send: with Slurm's own small limit ibv_reg_mr ends with 'cannot allocate memory'
+    Fix: LimitMEMLOCK=infinity in slurmd's unit (systemctl edit slurmd), PropagateResourceLimitsExcept=MEMLOCK in
+      slurm.conf
     See: https://github.com/NVIDIA/nccl-tests/issues/206
     """
     f = m.facts
@@ -64,7 +66,6 @@ def memlock(m: Machine) -> Iterator[Seen]:
     if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
         yield Seen(PASS, "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked")
         return
-    fix = "LimitMEMLOCK=infinity in slurmd's unit (systemctl edit slurmd), PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
     told = f"{gigabytes(f.memlock_bytes)} may be locked"
     if m.place == LOGIN:
         passed_on = (
@@ -72,11 +73,11 @@ def memlock(m: Machine) -> Iterator[Seen]:
             and f.slurm.get("PropagateResourceLimits") == "ALL"
         )
         if passed_on:
-            yield Seen(WARN, f"{told} here, and Slurm passes the limit on to jobs", fix)
+            yield Seen(WARN, f"{told} here, and Slurm passes the limit on to jobs")
     elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
-        yield Seen(WARN, told, fix)
+        yield Seen(WARN, told)
     else:
-        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, told, fix)
+        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, told)
 
 
 @rule("open-files", MACHINE)
@@ -142,6 +143,7 @@ def memory(m: Machine) -> Iterator[Seen]:
 
     Looks at: memory that is free before the job begins
     Why: what an earlier job or a full tmpfs holds is missing when the weights are loaded: the kernel ends a rank
+    Fix: find who holds it (ps, df /dev/shm, leftovers of ended jobs); nobody's: reboot the node
     See: https://www.kernel.org/doc/html/latest/filesystems/tmpfs.html
     """
     f = m.facts
@@ -151,8 +153,7 @@ def memory(m: Machine) -> Iterator[Seen]:
     if f.memory_available_bytes is not None and not shared:
         share = f.memory_available_bytes / f.memory_bytes
         if share < 0.5:
-            fix = "find who holds it (ps, df /dev/shm, leftovers of ended jobs); nobody's: reboot the node"
-            yield Seen(WARN, f"{gigabytes(f.memory_available_bytes)} free of {gigabytes(f.memory_bytes)}", fix)
+            yield Seen(WARN, f"{gigabytes(f.memory_available_bytes)} free of {gigabytes(f.memory_bytes)}")
         else:
             yield Seen(PASS, f"{gigabytes(f.memory_available_bytes)} free")
 
@@ -163,13 +164,13 @@ def swap(m: Machine) -> Iterator[Seen]:
 
     Looks at: memory in swap
     Why: a rank whose memory comes back from disk keeps all others waiting
+    Fix: as root, with enough memory free: swapoff -a; swapon -a; vm.swappiness=1 on compute nodes
     See: https://www.kernel.org/doc/html/latest/admin-guide/sysctl/vm.html
     """
     f = m.facts
     if f.swap_used_bytes is not None and m.computes and f.memory_bytes:
         if f.swap_used_bytes > GIB:
-            fix = "as root, with enough memory free: swapoff -a; swapon -a; vm.swappiness=1 on compute nodes"
-            yield Seen(WARN, f"{gigabytes(f.swap_used_bytes)} in swap", fix)
+            yield Seen(WARN, f"{gigabytes(f.swap_used_bytes)} in swap")
         else:
             yield Seen(PASS, f"{gigabytes(f.swap_used_bytes)} in swap" if f.swap_used_bytes else "none in use")
 
@@ -180,13 +181,14 @@ def huge_pages(m: Machine) -> Iterator[Seen]:
 
     Looks at: how the kernel makes huge pages
     Why: with defrag=always every allocation may wait while the kernel moves memory: steps of very different length
+    Fix: as root: echo madvise > /sys/kernel/mm/transparent_hugepage/defrag
     See: https://docs.kernel.org/admin-guide/mm/transhuge.html
     """
     f = m.facts
     if not m.computes or not f.memory_bytes:
         return
     if f.thp_defrag == "always":
-        yield Seen(WARN, "defrag is always", "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/defrag")
+        yield Seen(WARN, "defrag is always")
     elif f.thp_defrag:
         yield Seen(PASS, f"defrag is {f.thp_defrag}")
 

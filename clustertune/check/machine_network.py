@@ -83,6 +83,7 @@ def subnet(m: Machine) -> Iterator[Seen]:
 
     Looks at: the interface's address, against the cluster file's subnet
     Why: an address outside of it is not reached by the other nodes: the ranks wait for each other until the time-out
+    Fix: correct the address of the interface, or network.subnet or network.interface of the cluster file
     See: https://github.com/NVIDIA/nccl/issues/1581
     """
     said, nic = m.section("network").get("subnet"), _nic(m, _named(m))
@@ -99,8 +100,7 @@ def subnet(m: Machine) -> Iterator[Seen]:
     if any(address in wanted for address in own if address.version == wanted.version):
         yield Seen(PASS, f"{nic.name} is in {wanted}")
     else:
-        fix = "correct the address of the interface, or network.subnet or network.interface of the cluster file"
-        yield Seen(FAIL if m.several else WARN, f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}", fix)
+        yield Seen(FAIL if m.several else WARN, f"{nic.name} has {', '.join(nic.addresses)}, not in {wanted}")
 
 
 @rule("interface-speed", MACHINE)
@@ -304,17 +304,17 @@ def loopback(m: Machine) -> Iterator[Seen]:
 
     Looks at: what the machine's own name resolves to
     Why: gloo binds to it: where it is loopback the other nodes cannot reach this one, and the job waits until its time-out
+    Fix: give the node's own name its address in /etc/hosts (not 127.0.1.1), or set network.interface in the cluster file
     See: https://github.com/aws-samples/aws-do-eks/pull/69
     """
     own = m.facts.own_addresses
     if not m.computes or not m.several:
         return
-    fix = "give the node's own name its address in /etc/hosts (not 127.0.1.1), or set network.interface in the cluster file"
     held = bool(m.section("network").get("interface") or m.environ("GLOO_SOCKET_IFNAME"))
     if not own:
-        yield Seen(WARN, f"{m.facts.hostname} does not resolve", fix)
+        yield Seen(WARN, f"{m.facts.hostname} does not resolve")
     elif all(map(_is_loopback, own)) and not held:
-        yield Seen(WARN, f"{m.facts.hostname} is {', '.join(own)}", fix)
+        yield Seen(WARN, f"{m.facts.hostname} is {', '.join(own)}")
     else:
         yield Seen(PASS, ", ".join(own))
 
@@ -325,6 +325,7 @@ def node_names(m: Machine) -> Iterator[Seen]:
 
     Looks at: names of the other nodes
     Why: a name that does not resolve on every node keeps the ranks from meeting
+    Fix: put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)
     See: https://github.com/pytorch/pytorch/issues/73656
     """
     asked = m.facts.names
@@ -335,10 +336,9 @@ def node_names(m: Machine) -> Iterator[Seen]:
     wrong = sorted(
         name for name, found in asked.items() if found and all(map(_is_loopback, found)) and name.partition(".")[0] != own
     )
-    fix = "put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)"
     if unknown:
-        yield Seen(FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}", fix)
+        yield Seen(FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}")
     if wrong:
-        yield Seen(FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}", fix)
+        yield Seen(FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}")
     if not unknown and not wrong:
         yield Seen(PASS, f"{len(asked)} names resolve")

@@ -14,12 +14,12 @@ def controller(m: Machine) -> Iterator[Seen]:
 
     Looks at: whether slurmctld answers
     Why: nothing can be submitted, and jobs that run cannot be requeued
+    Fix: scontrol ping; systemctl status slurmctld on its machine; the same slurm.conf everywhere; munge -n | unmunge
     See: https://slurm.schedmd.com/troubleshoot.html
     """
     f = m.facts
     if f.slurm_silent:
-        fix = "scontrol ping; systemctl status slurmctld on its machine; the same slurm.conf everywhere; munge -n | unmunge"
-        yield Seen(FAIL, f.slurm_silent, fix)
+        yield Seen(FAIL, f.slurm_silent)
     elif f.slurm:
         yield Seen(PASS, f.slurm.get("SLURM_VERSION", "answers"))
 
@@ -30,6 +30,7 @@ def nodes(m: Machine) -> Iterator[Seen]:
 
     Looks at: nodes that take no jobs
     Why: a job that asks for all nodes waits for ever, with reason ReqNodeNotAvail or Resources
+    Fix: look at the reason (sinfo -R), fix it, then: scontrol update nodename=NODE state=resume
     See: https://slurm.schedmd.com/troubleshoot.html#nodes
     """
     f = m.facts
@@ -40,7 +41,7 @@ def nodes(m: Machine) -> Iterator[Seen]:
     if bad:
         told = "; ".join(f"{name}: {state}" for name, state in sorted(bad.items())[:8])
         told += f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
-        yield Seen(WARN, told, "look at the reason (sinfo -R), fix it, then: scontrol update nodename=NODE state=resume")
+        yield Seen(WARN, told)
     else:
         yield Seen(PASS, "all take jobs")
 
@@ -51,13 +52,13 @@ def accounting(m: Machine) -> Iterator[Seen]:
 
     Looks at: accounting, against the cluster file
     Why: without slurmdbd sacct knows nothing of jobs that have ended; where it ought to run it is broken
+    Fix: start slurmdbd (clustertune ops slurm plan), or accounting: false in the cluster file
     See: https://slurm.schedmd.com/accounting.html
     """
     kind = m.facts.slurm.get("AccountingStorageType", "")
     runs = not kind.endswith("/none") and kind != "(null)"
     if kind and not runs and m.section("slurm").get("accounting"):
-        fix = "start slurmdbd (clustertune ops slurm plan), or accounting: false in the cluster file"
-        yield Seen(WARN, "the cluster file counts on it, and Slurm has none", fix)
+        yield Seen(WARN, "the cluster file counts on it, and Slurm has none")
     elif kind:
         yield Seen(PASS, "slurmdbd" if runs else "none: clustertune asks squeue and scontrol")
 
@@ -68,6 +69,7 @@ def devices(m: Machine) -> Iterator[Seen]:
 
     Looks at: whether a job sees only its own GPUs
     Why: without ConstrainDevices every job sees all GPUs of a node: two jobs meet on GPU 0
+    Fix: ConstrainDevices=yes in cgroup.conf, and task/cgroup in TaskPlugin: clustertune ops slurm plan
     See: https://slurm.schedmd.com/cgroup.conf.html
     """
     config = m.facts.slurm
@@ -76,8 +78,7 @@ def devices(m: Machine) -> Iterator[Seen]:
     if "ConstrainDevices" not in config and "cgroup" in config.get("TaskPlugin", ""):
         pass  # Slurm before 22.05 does not show cgroup.conf
     elif config.get("ConstrainDevices", "no").lower() != "yes":
-        fix = "ConstrainDevices=yes in cgroup.conf, and task/cgroup in TaskPlugin: clustertune ops slurm plan"
-        yield Seen(WARN, "ConstrainDevices is off", fix)
+        yield Seen(WARN, "ConstrainDevices is off")
     else:
         yield Seen(PASS, "ConstrainDevices is on")
 
@@ -88,6 +89,7 @@ def affinity(m: Machine) -> Iterator[Seen]:
 
     Looks at: whether a job keeps to its own cores
     Why: without a task plugin the ranks of two jobs share cores, and none is bound
+    Fix: TaskPlugin=task/cgroup,task/affinity in slurm.conf
     See: https://slurm.schedmd.com/slurm.conf.html#OPT_TaskPlugin
     """
     config = m.facts.slurm
@@ -95,7 +97,7 @@ def affinity(m: Machine) -> Iterator[Seen]:
         return
     plugin = config.get("TaskPlugin", "")
     if plugin in ("", "task/none", "(null)"):
-        yield Seen(WARN, plugin or "no TaskPlugin", "TaskPlugin=task/cgroup,task/affinity in slurm.conf")
+        yield Seen(WARN, plugin or "no TaskPlugin")
     else:
         yield Seen(PASS, plugin)
 

@@ -60,6 +60,7 @@ def user_site(m: Machine) -> Iterator[Seen]:
 
     Looks at: packages of ~/.local in front of the installed ones
     Why: another version than the pinned one is imported, on some machines only; in a container too that has the home folder
+    Fix: export PYTHONNOUSERSITE=1 (jobs of clustertune have it), and pip uninstall them; apptainer exec --no-home
     See: https://github.com/princeton-ddss/blackfish/issues/366
     """
     f = m.facts
@@ -68,8 +69,7 @@ def user_site(m: Machine) -> Iterator[Seen]:
     home = f.user_site.rstrip("/")
     local = sorted(p.name for p in f.packages if home and (p.location == home or "/.local/lib/python" in p.location))
     if local:
-        fix = "export PYTHONNOUSERSITE=1 (jobs of clustertune have it), and pip uninstall them; apptainer exec --no-home"
-        yield Seen(FAIL if m.in_container else WARN, f"from {home or '~/.local'}: {', '.join(local)}", fix)
+        yield Seen(FAIL if m.in_container else WARN, f"from {home or '~/.local'}: {', '.join(local)}")
     else:
         yield Seen(PASS, "not looked at" if f.user_site_used is False else "nothing of the stack in it")
 
@@ -97,6 +97,7 @@ def scattered(m: Machine) -> Iterator[Seen]:
 
     Looks at: all packages of the stack in one place
     Why: packages of two installations do not fit each other: imports fail, or old code runs
+    Fix: make the environment anew, with all of them: make setup
     See: https://github.com/apptainer/singularity/issues/5592
     """
     f = m.facts
@@ -104,7 +105,7 @@ def scattered(m: Machine) -> Iterator[Seen]:
     folders = sorted({p.location for p in core if "/.local/lib/python" not in p.location})
     if len(folders) > 1:
         told = "; ".join(f"{folder}: {', '.join(p.name for p in core if p.location == folder)}" for folder in folders)
-        yield Seen(WARN, told, "make the environment anew, with all of them: make setup")
+        yield Seen(WARN, told)
     elif folders:
         yield Seen(PASS, folders[0])
 
@@ -115,11 +116,12 @@ def nccl_twice(m: Machine) -> Iterator[Seen]:
 
     Looks at: one NCCL package
     Why: packages for two CUDA versions write to the same folder: the older library may be the one that is left
+    Fix: pip uninstall both, then install torch again
     See: https://github.com/rwth-i6/returnn/issues/1802
     """
     nccl = sorted(f"{p.name} {p.version}" for p in m.facts.packages if p.name.startswith("nvidia-nccl-cu"))
     if len(nccl) > 1:
-        yield Seen(WARN, ", ".join(nccl), "pip uninstall both, then install torch again")
+        yield Seen(WARN, ", ".join(nccl))
     elif nccl:
         yield Seen(PASS, nccl[0])
 
@@ -151,11 +153,12 @@ def preload(m: Machine) -> Iterator[Seen]:
 
     Looks at: LD_PRELOAD
     Why: a library that is put in front of all others changes allocation or system calls in every rank
+    Fix: unset LD_PRELOAD for jobs
     See: https://man7.org/linux/man-pages/man8/ld.so.8.html
     """
     preload = m.environ("LD_PRELOAD")
     if preload:
-        yield Seen(WARN, preload, "unset LD_PRELOAD for jobs")
+        yield Seen(WARN, preload)
     else:
         yield Seen(PASS, "not set")
 
@@ -166,6 +169,7 @@ def nccl(m: Machine) -> Iterator[Seen]:
 
     Looks at: settings of NCCL that somebody left behind
     Why: a setting from an old search for a fault keeps fast paths off, in this shell and in every job of it
+    Fix: unset them, or remove the lines from the file; what is needed stands in the cluster file, with its reason
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     """
     settings = {name: (m.environ(name), "") for name in SLOW if m.environ(name)}
@@ -184,11 +188,10 @@ def nccl(m: Machine) -> Iterator[Seen]:
             continue
         bad.append(f"{name}={value}{place}: {meaning}")
     if bad:
-        fix = "unset them, or remove the lines from the file; what is needed stands in the cluster file, with its reason"
         stops = "NCCL_ALGO" in settings and only_all_reduce(settings["NCCL_ALGO"][0])
         through_host = "NCCL_P2P_DISABLE" in settings and settings["NCCL_P2P_DISABLE"][0] == "1"
         nvlink = any(link.startswith("NV") for link in gpu_links(m.facts.topology).values())
-        yield Seen(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad), fix)
+        yield Seen(FAIL if stops or (through_host and nvlink) else WARN, "; ".join(bad))
     else:
         yield Seen(PASS, "none")
 
@@ -199,13 +202,14 @@ def debugging(m: Machine) -> Iterator[Seen]:
 
     Looks at: settings that are for the search of faults
     Why: each kernel waits for the one before, or every collective is checked: a training of a fraction of its speed
+    Fix: unset them
     See: https://docs.pytorch.org/docs/stable/distributed.html#debugging-torch-distributed-applications
     """
     bad = [
         f"{name}={m.environ(name)}" for name, values in DEBUGGING.items() if m.environ(name).upper() in map(str.upper, values)
     ]
     if bad:
-        yield Seen(WARN, ", ".join(bad), "unset them")
+        yield Seen(WARN, ", ".join(bad))
     else:
         yield Seen(PASS, "none")
 
@@ -255,6 +259,7 @@ def threads(m: Machine) -> Iterator[Seen]:
 
     Looks at: OMP_NUM_THREADS as this place finds it
     Why: more threads than cores wait for each other at the end of every loop
+    Fix: unset OMP_NUM_THREADS: jobs of clustertune set it from the job's cores
     See: https://github.com/pytorch/pytorch/issues/22260
     """
     value = m.environ("OMP_NUM_THREADS")
@@ -262,6 +267,6 @@ def threads(m: Machine) -> Iterator[Seen]:
         return
     if int(value) > m.facts.cpus:
         told = f"{value} threads for {m.facts.cpus} CPUs"
-        yield Seen(WARN, told, "unset OMP_NUM_THREADS: jobs of clustertune set it from the job's cores")
+        yield Seen(WARN, told)
     else:
         yield Seen(PASS, value)

@@ -95,6 +95,7 @@ def read_only(m: Machine) -> Iterator[Seen]:
 
     Looks at: file systems that ought to be writable
     Why: a kernel that finds errors mounts a file system read-only: the next checkpoint fails
+    Fix: look at dmesg for errors of the disk; repair it, then mount -o remount,rw; in a container bind it without :ro
     See: https://man7.org/linux/man-pages/man8/mount.8.html
     """
     storage = m.section("storage")
@@ -105,9 +106,8 @@ def read_only(m: Machine) -> Iterator[Seen]:
         if mount is not None and "ro" in mount.options and (mount.point != "/" or not m.in_container):
             bad[mount.point] = mount
     for mount in bad.values():
-        fix = "look at dmesg for errors of the disk; repair it, then mount -o remount,rw; in a container bind it without :ro"
         hard = m.computes and not m.in_container and _named(m).get(mount.point) != "brick"  # a pool passes over such a brick
-        yield Seen(FAIL if hard else WARN, f"{mount.point} ({mount.kind}) is read-only", fix)
+        yield Seen(FAIL if hard else WARN, f"{mount.point} ({mount.kind}) is read-only")
     if m.facts.mounts and not bad:
         yield Seen(PASS, "none that is to be written")
 
@@ -118,14 +118,14 @@ def nfs_options(m: Machine) -> Iterator[Seen]:
 
     Looks at: how NFS is mounted
     Why: a soft mount gives an error to the program where the server is slow, in the middle of a checkpoint: a damaged file
+    Fix: mount it hard and with locks: clustertune ops storage plan prints the lines
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     mounts = [mount for mount in m.facts.mounts if mount.kind.startswith("nfs")]
     for mount in mounts:
         bad = [word for word in mount.options if word in ("soft", "softerr", "softreval", "nolock") or word == "local_lock=all"]
         if bad:
-            fix = "mount it hard and with locks: clustertune ops storage plan prints the lines"
-            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}", fix)
+            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
         else:
             yield Seen(PASS, f"{mount.point}: hard")
 
@@ -136,6 +136,7 @@ def pools(m: Machine) -> Iterator[Seen]:
 
     Looks at: mapped files on a mergerfs pool
     Why: with page caching off files cannot be mapped shared: memory maps and SQLite end with 'no such device'
+    Fix: cache.files=auto-full (or partial) in the pool's fstab line: clustertune ops storage plan
     See: https://github.com/trapexit/mergerfs/issues/674
     """
     f = m.facts
@@ -145,8 +146,7 @@ def pools(m: Machine) -> Iterator[Seen]:
         bad = [word for word in mount.options if word in ("cache.files=off", "direct_io")]
         tried = [p.ok for p in f.probes if p.what == "mmap" and p.ok is not None and m.mount_of(p.folder) is mount]
         if bad and not tried:  # what was tried is known, with kernels that map such files too: the rule mmap tells
-            fix = "cache.files=auto-full (or partial) in the pool's fstab line: clustertune ops storage plan"
-            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}", fix)
+            yield Seen(WARN, f"{mount.point}: {', '.join(bad)}")
 
 
 @rule("nfs-over-fuse", MACHINE)
@@ -155,13 +155,13 @@ def exports(m: Machine) -> Iterator[Seen]:
 
     Looks at: NFS exports of a FUSE file system
     Why: the kernel forgets files of FUSE that a client still has open: 'stale file handle' at any time
+    Fix: export the bricks, not the pool: every node mounts them and makes its own pool
     See: https://github.com/trapexit/mergerfs/issues/1557
     """
     for path in m.facts.exports:
         below = m.mount_of(path)
         if below is not None and below.kind.startswith("fuse."):
-            fix = "export the bricks, not the pool: every node mounts them and makes its own pool"
-            yield Seen(FAIL, f"/etc/exports: {path} lies on {below.kind} at {below.point}", fix)
+            yield Seen(FAIL, f"/etc/exports: {path} lies on {below.kind} at {below.point}")
 
 
 @rule("pool-branch", MACHINE)
@@ -170,6 +170,7 @@ def branches(m: Machine) -> Iterator[Seen]:
 
     Looks at: what the branches of a mergerfs pool lie on
     Why: where a brick is not mounted the pool takes the root disk for the emptiest, and writes checkpoints there
+    Fix: mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune ops storage check
     See: https://manpages.ubuntu.com/manpages/questing/man1/mergerfs.1.html
     """
     for pool in m.facts.mounts:
@@ -179,8 +180,7 @@ def branches(m: Machine) -> Iterator[Seen]:
         paths = [part.partition("=")[0] for part in said.split(":") if part.startswith("/")]
         bare = [path for path in paths if (under := m.mount_of(path)) is not None and under.point == "/"]
         if bare:
-            fix = "mount the bricks, and keep their empty mount points immutable (chattr +i): clustertune ops storage check"
-            yield Seen(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk", fix)
+            yield Seen(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk")
         elif paths:
             yield Seen(PASS, f"{pool.point}: {len(paths)} branches, each on a disk of its own")
 
@@ -268,14 +268,14 @@ def hub_cache(m: Machine) -> Iterator[Seen]:
 
     Looks at: file system of the Hugging Face cache
     Why: weights are mapped page by page: over NFS or FUSE loading takes 10 to 50 times as long
+    Fix: copy models to a disk of the node (clustertune stage), or read them with mmap switched off
     See: https://github.com/huggingface/safetensors/issues/562
     """
     home = m.environ("HOME")
     cache = m.environ("HF_HOME") or (f"{home}/.cache/huggingface" if home else "")
     mount = m.mount_of(cache) if cache and m.computes else None
     if mount is not None and on_network(mount):
-        fix = "copy models to a disk of the node (clustertune stage), or read them with mmap switched off"
-        yield Seen(WARN, f"{cache} lies on {mount.kind} at {mount.point}", fix)
+        yield Seen(WARN, f"{cache} lies on {mount.kind} at {mount.point}")
     elif mount is not None:
         yield Seen(PASS, f"{cache} lies on {mount.kind}")
 
@@ -362,14 +362,14 @@ def container_root(m: Machine) -> Iterator[Seen]:
 
     Looks at: room on the container's own file system
     Why: what is written outside of the binds goes to an overlay of some MB, or to a read-only image
+    Fix: write below bound folders only (TMPDIR, HF_HOME, the run folder); or a larger overlay
     See: https://github.com/apptainer/apptainer-userdocs/blob/master/persistent_overlays.rst
     """
     root = m.mount_of("/") if m.in_container else None
     if root is None or root.kind not in ("overlay", "fuse.fuse-overlayfs") or root.free_bytes is None:
         return
     if root.free_bytes < 64_000_000 and "ro" not in root.options:
-        fix = "write below bound folders only (TMPDIR, HF_HOME, the run folder); or a larger overlay"
-        yield Seen(WARN, f"{gigabytes(root.free_bytes)} left on the container's root", fix)
+        yield Seen(WARN, f"{gigabytes(root.free_bytes)} left on the container's root")
     else:
         yield Seen(PASS, f"{gigabytes(root.free_bytes)} left")
 

@@ -108,10 +108,10 @@ def packages(several: Several) -> Iterator[Seen]:
     Looks at: one version of each package on all nodes
     Why: ranks of different versions name parameters, or order collectives, differently: they hang, or save what cannot be
       loaded
+    Fix: use one image, or one environment on a file system that all nodes see
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
     machines = several.machines
-    fix = "use one image, or one environment on a file system that all nodes see"
     names = sorted({package.name for machine in machines for package in machine.facts.packages})
 
     def version_of(name: str) -> Callable[[Machine], object]:
@@ -127,7 +127,7 @@ def packages(several: Several) -> Iterator[Seen]:
     told = [f"{name}: {text}" for name, value in values if (text := differing(machines, value))]
     if told:
         hard = [text for text in told if CORE.match(text)]
-        yield Seen(FAIL if hard else WARN, "; ".join([*hard, *(text for text in told if text not in hard)][:6]), fix)
+        yield Seen(FAIL if hard else WARN, "; ".join([*hard, *(text for text in told if text not in hard)][:6]))
     elif names:
         yield Seen(PASS, f"{len(names)} packages: the same on {len(machines)} nodes")
 
@@ -251,6 +251,7 @@ def mounts(several: Several) -> Iterator[Seen]:
 
     Looks at: the same network file systems on all nodes
     Why: a rank that does not see the run folder, or sees another one, ends, or writes where nobody looks
+    Fix: mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE
     See: https://github.com/huggingface/accelerate/issues/3010
     """
     machines = several.machines
@@ -268,8 +269,7 @@ def mounts(several: Several) -> Iterator[Seen]:
         elif len(sources) > 1:
             told.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
     if told:
-        fix = "mount it alike on all nodes (clustertune ops storage check), or leave the odd one out: --exclude=NODE"
-        yield Seen(WARN, "; ".join(told[:6]), fix)
+        yield Seen(WARN, "; ".join(told[:6]))
     elif points:
         yield Seen(PASS, f"{len(points)} network file systems: the same on {len(machines)} nodes")
 
@@ -312,8 +312,8 @@ def missing(several: Several) -> Iterator[Seen]:
 
     Looks at: nodes that did not say anything
     Why: a node that does not start a step, or hangs in it, keeps the whole job waiting
+    Fix: look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE
     See: https://slurm.schedmd.com/troubleshoot.html#nodes
     """
-    fix = "look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE"
     for name, words in several.silent.items():
-        yield Seen(FAIL, words, fix, where=name)
+        yield Seen(FAIL, words, where=name)

@@ -22,6 +22,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import clustertune.check
@@ -32,6 +33,9 @@ STATUSES = (PASS, UNKNOWN, WARN, FAIL)
 
 MACHINE, NODES, LINKS, SCRIPT = "machine", "nodes", "links", "script"
 """What rules look at: one machine, the nodes of a job together, links between GPUs as measured and logged, a batch script."""
+RECIPE, REFUSED, STORAGE = "recipe", "refused", "storage"
+"""A resolved recipe with its stack, data and run folder, and why one could not be resolved: rules in ``clustertune/doctor``.
+The storage of a node that ``ops storage`` sets up: rules in ``clustertune/ops/storage/judge.py``."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,11 @@ class Check:
     def __call__(self, subject: Any) -> Iterator[Finding]:
         """What the rule finds on ``subject``."""
         for seen in self.look(subject):
-            fix = "" if seen.status in (PASS, UNKNOWN) else seen.fix or self.rule.fix
+            fix = seen.fix or ("" if seen.status in (PASS, UNKNOWN) else self.rule.fix)
             yield finding(self.rule, seen.status, seen.found, fix, seen.where or getattr(subject, "where", ""))
 
 
-_CHECKS: dict[str, Check] = {}
+_CHECKS: dict[tuple[str, str], Check] = {}
 _FIELD = re.compile(r"^ *(Looks at|Why|Fix|See):\s", re.MULTILINE)
 
 
@@ -102,16 +106,16 @@ def rule(name: str, subject: str, *, rank: int | None = None) -> Callable[[Calla
 
     The docstring's first line says what holds where all is well. ``Looks at:`` is the title (without it the first line),
     ``Why:`` the reason, ``See:`` the link, and ``Fix:`` what to do where the function does not say it. ``subject``:
-    :data:`MACHINE`, :data:`NODES`, :data:`LINKS` or :data:`SCRIPT`. ``rank``: its place in the verdict of ``nccl-check``, where
-    the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
+    :data:`MACHINE`, :data:`NODES`, :data:`LINKS`, :data:`SCRIPT` or :data:`RECIPE`. ``rank``: its place in the verdict of
+    ``nccl-check``, where the lowest of findings that are alike bad comes first; None: ``nccl-check`` does not ask it.
     """
+    return lambda look: register(described(name, look.__doc__ or ""), look, subject, rank)
 
-    def register(look: Callable[[Any], Iterable[Seen]]) -> Check:
-        assert name not in _CHECKS, f"two rules are named {name}"
-        _CHECKS[name] = Check(described(name, look.__doc__ or ""), look, subject, rank)
-        return _CHECKS[name]
 
-    return register
+def register(given: Rule, look: Callable[[Any], Iterable[Seen]], subject: str, rank: int | None = None) -> Check:
+    """Puts a rule into the registry with the function that looks; :func:`rule` does so for functions with a docstring."""
+    assert (subject, given.id) not in _CHECKS, f"two rules are named {given.id}"
+    return _CHECKS.setdefault((subject, given.id), Check(given, look, subject, rank))
 
 
 def described(name: str, docstring: str) -> Rule:
@@ -122,11 +126,11 @@ def described(name: str, docstring: str) -> Rule:
     return Rule(name, title, texts.get("Why", ""), texts.get("See", ""), texts.get("Fix", ""))
 
 
-def checks(*subjects: str) -> list[Check]:
-    """The rules of these subjects, as they stand in the modules of this package that are named for a subject."""
-    for name in sorted(info.name for info in pkgutil.iter_modules(clustertune.check.__path__)):
-        if name.startswith(subjects):
-            importlib.import_module(f"clustertune.check.{name}")
+def checks(*subjects: str, package: ModuleType = clustertune.check, modules: tuple[str, ...] = ()) -> list[Check]:
+    """The rules of these subjects, in the modules of a package whose names begin with a subject, or as ``modules`` say."""
+    for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        if name.startswith(modules or subjects):
+            importlib.import_module(f"{package.__name__}.{name}")
     return sorted((one for one in _CHECKS.values() if one.subject in subjects), key=lambda one: one.look.__module__)
 
 

@@ -202,7 +202,8 @@ class CheckpointStore:
         failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
             try:
-                path.mkdir(parents=True)
+                self.folder.mkdir(exist_ok=True)  # a run folder that was deleted is not made anew, empty but for this
+                path.mkdir()
                 close(path)
             except OSError as error:
                 failure = (error.errno, error.strerror)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.ops.slurm.elsewhere import move_conf, move_gres, move_hosts
+from clustertune.process import captured
 
 _INSTALL_SECONDS = 120.0
 """mariadb-install-db takes 1.5 s on an idle machine."""
@@ -87,9 +87,7 @@ class Given:
         command = ["mariadb-install-db", "--no-defaults", f"--user={me}", f"--datadir={root}/db", "--skip-test-db"]
         command += ["--auth-root-authentication-method=socket", f"--auth-root-socket-user={me}"]
         try:
-            done = subprocess.run(
-                command, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=_INSTALL_SECONDS, check=False
-            )
+            done = captured(command, _INSTALL_SECONDS)
         except FileNotFoundError:
             fix = (
                 "on Debian or Ubuntu: apt-get install --no-install-recommends slurmdbd mariadb-server-core mariadb-client-core"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_argument
+from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option
 
 Rounds = Annotated[
     int | None, typer.Option(min=1, max=100, help="Whole trainings; 2 with --against, in turn.", show_default=False)
@@ -51,14 +51,9 @@ def bench(
     tiny: Tiny = False,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes here; without it, as clustertune run.")] = None,
     cluster: ClusterOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", parser=path_argument, help="For the result; without it docs/results/bench."),
-    ] = None,
+    out: Annotated[Path | None, path_option("For the result; without it docs/results/bench.", "--out")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Write over another result of the same name.")] = False,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The run's new folder; else below runs/bench.")
-    ] = None,
+    run_dir: Annotated[Path | None, path_option("The run's new folder; else below runs/bench.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on the cluster.")] = False,
     time: Annotated[
         str | None, typer.Option(metavar="TIME", help="With --submit: limit of the job.", show_default=False)

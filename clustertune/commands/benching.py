@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from clustertune import chain, secrets
 from clustertune.bench import ask, batch, page, peer, project, published
@@ -26,7 +22,6 @@ from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.launch import places
 from clustertune.launch.local import accelerate_command, rank_program
-from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -279,33 +274,18 @@ def _show(bench: Bench, wanted: Wanted, cluster: Cluster) -> None:
 
 
 def _submit(wanted: Wanted, cluster: Cluster) -> int:
-    from clustertune.launch import slurm
-
     made = batch.make(wanted.asked, cluster, wanted.cluster, wanted.out, wanted.time)
     if wanted.dry_run:
         bench = ask.make(replace(wanted.asked, overrides=made.overrides))
+        told: dict[str, Any] = {}
         if wanted.as_json:
             plan, why = project.predict(bench.whole, cluster, bench.lengths)
-            told = project.brief(plan) if plan is not None else {"unknown": why}
-            emit_json({"file": str(made.path), "script": made.script, "command": made.command(), "plan": told})
+            told["plan"] = project.brief(plan) if plan is not None else {"unknown": why}
         else:
             _show(bench, wanted, cluster)
-            typer.echo(f"# {made.shape}\n# {made.path}\n{made.script}$ {shlex.join(made.command())}")
+        made.show(wanted.as_json, **told)
         return 0
-    if shutil.which("sbatch") is None:
-        fix = "call this on a login node of the cluster; --dry-run needs no Slurm"
-        raise UserError(Problem("sbatch is not on PATH", fix=fix))
-    problems = batch.find_problems(made, cluster, platform.node())
-    if problems:
-        raise UserError(problems)
-    try:
-        made.folder.mkdir(parents=True, exist_ok=True)
-        write_durably(made.path, made.script)
-    except OSError as error:
-        raise storage_error(error, "cannot hold the job", error.filename or made.folder) from None
-    number = slurm.submit(made.options, str(made.path), made.arguments, os.environ)
-    if wanted.as_json:
-        emit_json({"job": number, "folder": str(made.folder), "out": str(wanted.out), "command": made.command()})
-    say(f"job {number}: {made.shape}")
+    places = (("the run folder", made.folder), ("the result's folder", made.out))
+    made.submit(cluster, wanted.as_json, places, out=str(wanted.out))
     say(f"its log: {made.folder}; the result: {wanted.out.absolute()}")
     return 0

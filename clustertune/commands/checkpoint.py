@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, existing_folder, path_argument
+from clustertune.arguments import AsJson, existing_folder, path_given
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError
 
@@ -20,7 +20,7 @@ def add(app: typer.Typer) -> None:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", parser=path_argument, help="A checkpoint folder, or a run.")],
+    path: Annotated[Path, path_given("A checkpoint folder, or a run.", "PATH")],
     as_json: AsJson = False,
 ) -> None:
     """Compare a checkpoint's files with its manifest.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, path_argument
+from clustertune.arguments import AsJson, path_argument, path_option
 
 
 def add(app: typer.Typer) -> None:
@@ -20,10 +20,7 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, results of bench, metrics.json files."),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE.md", parser=path_argument, help="Write the table as Markdown, too."),
-    ] = None,
+    out: Annotated[Path | None, path_option("Write the table as Markdown, too.", "--out", metavar="FILE.md")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Put runs side by side: world size, wall time, tokens per second, memory, and what makes them differ.

@@ -77,29 +77,10 @@ def check(
 
     Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
     """
-    from clustertune.commands import doctoring as program
+    given = dict(locals())  # the options by their names, which are those of Asked
+    from clustertune.commands import doctoring
 
-    if listing:
-        raise typer.Exit(program.show_rules(out, as_json))
-    asked = program.Asked(
-        recipe=recipe,
-        overrides=list(overrides or []),
-        cluster=cluster,
-        tiny=tiny,
-        run_dir=run_dir,
-        ignore=tuple(ignore or ()),
-        everything=everything,
-        place=place,
-        here=here,
-        seconds=seconds,
-        python=python,
-        submit=submit,
-        nodes=nodes,
-        time=time,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
-    raise typer.Exit(program.answer(asked))
+    raise typer.Exit(doctoring.answer(doctoring.Asked(**given)))
 
 
 @doctor_app.command()

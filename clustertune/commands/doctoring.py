@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,11 +34,11 @@ class Asked:
     """The command line."""
 
     recipe: str | None
-    overrides: list[str]
+    overrides: list[str] | None
     cluster: str | None
     tiny: bool
     run_dir: Path | None
-    ignore: tuple[str, ...]
+    ignore: list[str] | None
     everything: bool
     place: str | None
     here: bool
@@ -49,6 +48,8 @@ class Asked:
     nodes: int | None
     time: str | None
     dry_run: bool
+    listing: bool
+    out: Path | None
     as_json: bool
 
 
@@ -79,12 +80,14 @@ def answer(asked: Asked) -> int:
     from clustertune.config.cluster import load_cluster
     from clustertune.doctor import preflight
 
+    if asked.listing:
+        return show_rules(asked.out, asked.as_json)
     if problems := list(_contradictions(asked)):
         raise UserError(problems)
-    if asked.ignore:
-        preflight.check_rules(asked.ignore, COMMAND_LINE, "--ignore")
+    ignore = asked.ignore or []
+    preflight.check_rules(ignore, COMMAND_LINE, "--ignore")
     cluster = load_cluster(asked.cluster)
-    left_out = (*preflight.ignored(cluster), *asked.ignore)
+    left_out = (*preflight.ignored(cluster), *ignore)
     if asked.submit:
         return _submit(asked, cluster)
     allocation = _allocation(asked)
@@ -196,7 +199,7 @@ def _of_recipe(asked: Asked, cluster: Cluster, facts: HostFacts | None) -> list[
     try:
         resolved = _resolve(asked, cluster)
     except UserError as error:
-        return refused(error)
+        return list(refused(error))
     run_dir = asked.run_dir or chain.default_run_dir(resolved, places.runs(cluster))  # as submit takes it
     environment = {**os.environ, **{setting.name: setting.value for setting in places.settings(cluster)}}  # as its jobs have it
     return recipe_findings(resolved, cluster, facts, run_dir=run_dir, environment=environment)
@@ -206,7 +209,7 @@ def _resolve(asked: Asked, cluster: Cluster) -> Resolved:
     from clustertune.launch import shape
 
     assert asked.recipe is not None
-    return shape.resolve_on(asked.recipe, asked.overrides, cluster, tiny=asked.tiny)[0]
+    return shape.resolve_on(asked.recipe, asked.overrides or [], cluster, tiny=asked.tiny)[0]
 
 
 # --- telling -----------------------------------------------------------------------------------------------------------
@@ -242,37 +245,25 @@ def _show_step(asked: Asked, cluster: Cluster, allocation: Allocation) -> int:
 
 
 def _submit(asked: Asked, cluster: Cluster) -> int:
+    """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
     from clustertune.doctor import nodes
-    from clustertune.doctor import submit as submitting
-    from clustertune.launch import places, slurm, visible
-    from clustertune.manifest import write_durably
+    from clustertune.launch import batch, places
+    from clustertune.nccl_check.batch import shape
 
-    folder = (places.runs(cluster) / "doctor" / cluster.name).absolute()
-    job = submitting.make(
-        cluster, asked.nodes, asked.time, asked.seconds + nodes.START_SECONDS, folder, _arguments(asked, cluster)
+    wanted = shape(cluster, asked.nodes, asked.time, asked.seconds + nodes.START_SECONDS)
+    note = "Derived by clustertune doctor --submit from the cluster file."
+    job = batch.BatchJob(
+        shape=wanted,
+        script=batch.render("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
+        folder=(places.runs(cluster) / "doctor" / cluster.name).absolute(),
+        arguments=tuple(_arguments(asked, cluster)),
+        file="doctor.sbatch",
     )
     if asked.dry_run:
-        if asked.as_json:
-            emit_json({"file": str(job.path), "script": job.script, "command": job.command()})
-        else:
-            sys.stdout.write(f"# {job.shape}\n# {job.path}\n{job.script}$ {shlex.join(job.command())}\n")
+        job.show(asked.as_json)
         return 0
-    if shutil.which("sbatch") is None:
-        fix = "call this on a login node of the cluster; --dry-run needs no Slurm"
-        raise UserError(Problem("sbatch is not on PATH", fix=fix))
-    mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    if problems := visible.find_problems([("the checkout", ROOT)], cluster, platform.node(), mounts):
-        raise UserError(problems)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_durably(job.path, job.script)
-    except OSError as error:
-        raise storage_error(error, "cannot hold the job", error.filename or folder) from None
-    number = slurm.submit(job.options, str(job.path), job.arguments, os.environ)
-    if asked.as_json:
-        emit_json({"job": number, "folder": str(folder), "command": job.command()})
-    say(f"job {number}: {job.shape}")
-    say(f"what it finds: {folder}/doctor-{number}.log")
+    number = job.submit(cluster, asked.as_json)
+    say(f"what it finds: {job.folder}/doctor-{number}.log")
     return 0
 
 
@@ -282,8 +273,8 @@ def _arguments(asked: Asked, cluster: Cluster) -> list[str]:
     recipe = asked.recipe
     if recipe is not None and Path(recipe).exists():
         recipe = str(Path(recipe).absolute())
-    words = [*([recipe] if recipe else []), *asked.overrides, "--cluster", word, f"--seconds={asked.seconds:g}"]
+    words = [*([recipe] if recipe else []), *(asked.overrides or []), "--cluster", word, f"--seconds={asked.seconds:g}"]
     words += ["--tiny"] if asked.tiny else []
     words += ["--all"] if asked.everything else []
     words += [f"--run-dir={asked.run_dir.absolute()}"] if asked.run_dir else []
-    return words + [f"--ignore={rule}" for rule in asked.ignore]
+    return words + [f"--ignore={rule}" for rule in asked.ignore or []]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_argument
+from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_option
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
-from clustertune.rundir import STAGES
+from clustertune.rundir import STAGES, require_stage
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
@@ -34,10 +34,10 @@ def job(
     overrides: Overrides = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Scaled down; one rank per GPU of the allocation.")] = False,
     cluster: ClusterOption = None,
-    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The run's folder.")] = None,
+    run_dir: Annotated[Path | None, path_option("The run's folder.")] = None,
     first: Annotated[str, typer.Option("--from", help="Begin with this stage.")] = STAGES[0],
     last: Annotated[str, typer.Option("--to", help="End after this stage.")] = STAGES[-1],
-    sweep: Annotated[Path | None, typer.Option(metavar="DIR", parser=path_argument, help="A sweep; the task picks.")] = None,
+    sweep: Annotated[Path | None, path_option("A sweep; the task picks.")] = None,
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A cache variable such as HF_HOME, for all stages.")
     ] = None,
@@ -56,14 +56,15 @@ def job(
     from clustertune.config.cluster import load_cluster
     from clustertune.launch import allocation, first_node, places, signal_margin
 
-    _check_stages(first, last)
-    words, point_dir = list(overrides or []), None
+    require_stage(first, "--from")
+    require_stage(last, "--to")
+    words = list(overrides or [])
     if sweep is not None:
         chosen = _point(sweep)
-        recipe, words, tiny, point_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
+        recipe, words, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
-    recorded = None if description is None else _recorded(run_dir, description)
+    recorded = _recorded(run_dir, description, of_sweep=sweep is not None)
     machine = recorded[1] if recorded else load_cluster(cluster)
     places.load_modules(machine)
     variables = places.enter(machine, places.parse(env or []))
@@ -81,7 +82,7 @@ def job(
         asked += ["--from", first] if first != STAGES[0] else []
         asked += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
-    path = point_dir or run_dir or chain.default_run_dir(resolved, places.runs(machine))
+    path = run_dir or chain.default_run_dir(resolved, places.runs(machine))
     needed = signal_margin.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
     problems += first_node.find_problems(machine, nodes=len(given.nodes), trains=trains)
@@ -101,16 +102,18 @@ def job(
     say(f"done: {path}")
 
 
-def _check_stages(first: str, last: str) -> None:
-    for key, stage in (("--from", first), ("--to", last)):
-        if stage not in STAGES:
-            raise UserError(Problem(f"there is no stage {stage!r}", key=key, fix=f"one of {', '.join(STAGES)}"))
+def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> tuple[Resolved, Cluster] | None:
+    """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand, and for sweeps of releases without it.
 
-
-def _recorded(run_dir: Path | None, number: int) -> tuple[Resolved, Cluster]:
-    """What ``submit`` decided. Raises UserError where the run folder does not say it."""
+    Raises UserError where the run folder does not say it.
+    """
     from clustertune.rundir import RunDir
 
+    if of_sweep and run_dir is not None and RunDir(run_dir).run_json.exists():
+        body = RunDir(run_dir).read()
+        number = body.get("description") if body.get("cluster") else None
+    if number is None:
+        return None
     if run_dir is None:
         raise UserError(Problem("of which run?", file="command line", key="--description", fix="give --run-dir as well"))
     found = RunDir(run_dir).description(number)
@@ -170,7 +173,7 @@ def _point(sweep: Path) -> Point:
 
 
 def node(
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A prepared run folder.")],
+    run_dir: Annotated[Path, path_option("A prepared run folder.")],
     attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")],
     node_rank: Annotated[int | None, typer.Option("--node", min=0, help="Which node; without it, as Slurm says.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Log only.")] = False,
@@ -189,13 +192,15 @@ def node(
 
 def part(
     stage: Annotated[str, typer.Argument(help="One stage of the chain.")],
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", parser=path_argument, help="A run folder.")],
+    run_dir: Annotated[Path, path_option("A run folder.")],
+    servers: Annotated[Path | None, path_option("The job's vLLM servers, for the stage eval.")] = None,
 ) -> None:
     """Run one stage of a run that somebody else holds: what a job starts inside its container."""
     from clustertune import chain
-    from clustertune.rundir import RunDir
+    from clustertune.evaluate.servers import GIVEN
+    from clustertune.rundir import RunDir, require_stage
 
-    if stage not in STAGES:
-        raise UserError(Problem(f"there is no stage {stage!r}", fix=f"one of {', '.join(STAGES)}"))
+    require_stage(stage)
     run = RunDir(run_dir)
-    chain.Chain(run, run.resolved()).run_stage(stage)
+    with secrets.lent({GIVEN: str(servers)} if servers else {}):
+        chain.Chain(run, run.resolved()).run_stage(stage)

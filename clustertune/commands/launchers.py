@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_argument
+from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
 
 RunDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir", metavar="DIR", parser=path_argument, help="The run's folder, which all nodes see; without it below runs/."
-    ),
+    Path | None, path_option("The run's folder, which all nodes see; without it below runs/.", "--run-dir")
 ]
 
 
@@ -69,11 +65,12 @@ def torchrun_node(
 def _run_as_first_node(resolved: Resolved, path: Path, place: Any, as_json: bool) -> None:
     from clustertune import chain, launched
     from clustertune.launch.torchrun import RendezvousServer
-    from clustertune.rundir import RunDir
+    from clustertune.rundir import RunDir, keep_private
 
     here, _ = place.describe()
     for warning in resolved.warnings:
         say(f"warning: {warning}")
+    keep_private()
     with RunDir(path).lock():
         run = chain.open_run(resolved, path, chain.command_line())
         with RendezvousServer(path, place.nodes, place.ranks_per_node, here) as server:
@@ -135,7 +132,7 @@ def ray_train(
     from clustertune.config.megatron import require_startable
     from clustertune.config.resolve import resolve
     from clustertune.launch import places
-    from clustertune.rundir import RunDir
+    from clustertune.rundir import RunDir, keep_private
 
     resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=workers)
     require_startable(resolved)
@@ -145,6 +142,7 @@ def ray_train(
     path = run_dir or chain.default_run_dir(resolved, below)
     for warning in resolved.warnings:
         say(f"warning: {warning}")
+    keep_private()
     with RunDir(path).lock():
         run = chain.open_run(resolved, path, chain.command_line())
         links = raytrain.RayChain(run, resolved, quiet=as_json, max_failures=max_failures)
@@ -159,15 +157,22 @@ def ray_train(
 def finish(run: Any, results: dict[str, dict[str, Any]], as_json: bool) -> None:
     """What a finished chain says: a table on stderr, or one document on stdout."""
     from clustertune import summary
+    from clustertune.evaluate.scores import read_result
 
-    scores = None
-    if (run.eval / "ifeval.json").is_file():
-        scores = json.loads((run.eval / "ifeval.json").read_bytes())
+    found = read_result(run.eval)
     stages = {name: {"seconds": r["seconds"], "status": r["status"]} for name, r in results.items()}
     if as_json:
-        emit_json({"run_dir": str(run.path), "stages": stages, "ifeval": scores["scores"] if scores else None})
+        emit_json({"run_dir": str(run.path), "stages": stages, **_scores(found)})
         return
-    summary.render(run, stages, scores, console.stderr)
+    summary.render(run, stages, found, console.stderr)
+
+
+def _scores(found: dict[str, Any] | None) -> dict[str, Any]:
+    """``tasks``, and ``paired`` where the base was scored; ``ifeval``: its four scores, as before there were tasks."""
+    if found is None:
+        return {"tasks": None, "ifeval": None}
+    paired = {"paired": found["paired"]} if found.get("paired") else {}
+    return {"tasks": found["tasks"], "ifeval": found.get("scores"), **paired}
 
 
 def sky(
@@ -184,7 +189,7 @@ def sky(
         bool, typer.Option("--spot", help="Use machines that can be taken away; the job goes on elsewhere.")
     ] = False,
     tiny: Tiny = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", parser=path_argument, help="Write it there.")] = None,
+    out: Annotated[Path | None, path_option("Write it there.", "--out", metavar="FILE")] = None,
 ) -> None:
     """Print a recipe as a SkyPilot task.
 

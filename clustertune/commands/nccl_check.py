@@ -58,7 +58,7 @@ def nccl_check(
     between CPUs. Exit 0: nothing to fix; 1: warnings, or the verdict is unknown; 2: what would stop or spoil a job.
     """
     given = dict(locals())  # the options by their names, which are those of Asked
-    from clustertune.commands import nccl_checking, nccl_submitting
+    from clustertune.commands import nccl_checking
 
     asked = nccl_checking.Asked(**given)
-    raise typer.Exit(nccl_submitting.submit(asked) if submit else nccl_checking.answer(asked))
+    raise typer.Exit(nccl_checking.submit(asked) if submit else nccl_checking.answer(asked))

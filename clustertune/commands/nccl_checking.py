@@ -266,6 +266,52 @@ def new_folder(asked: Asked, cluster: Cluster, name: str | None = None) -> Path:
     return path
 
 
+# --- as a job ----------------------------------------------------------------------------------------------------------
+
+
+def submit(asked: Asked) -> int:
+    """Submit the job, or show it. Returns the exit code. Raises UserError."""
+    from clustertune.config.cluster import load_cluster
+    from clustertune.nccl_check import batch
+
+    check_usage(asked)
+    cluster = load_cluster(asked.cluster)
+    folder = new_folder(asked, cluster, "NEW" if asked.dry_run else None)
+    seconds = asked.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
+    wanted = batch.shape(cluster, asked.nodes, asked.time, seconds * (2 if asked.tune else 1))
+    job = batch.make(wanted, folder, arguments(asked, cluster))
+    if asked.dry_run:
+        job.show(asked.as_json)
+        return 0
+    job.submit(cluster, asked.as_json, (("the folder", folder),))
+    say(f"its log and result.json: {folder}")
+    return 0
+
+
+def arguments(asked: Asked, cluster: Cluster) -> list[str]:
+    """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
+    from clustertune.config.cluster import argument, named
+
+    word = argument(asked.cluster or named(cluster))
+    given: list[tuple[str, Any, Any]] = [
+        ("--seconds", asked.seconds, None),
+        ("--min", asked.smallest, "1K"),
+        ("--max", asked.largest, None),
+        ("--factor", asked.factor, 4),
+        ("--iterations", asked.iterations, 20),
+        ("--warmup", asked.warmup, 5),
+        ("--collectives", asked.collectives, None),
+        ("--scopes", asked.scopes, None),
+        ("--backend", asked.backend, "auto"),
+        ("--ranks", asked.ranks, None),
+    ]
+    words = ["--cluster", word]
+    for key, value, default in given:
+        if value != default:
+            words += [key, f"{value:g}" if isinstance(value, float) else str(value)]
+    return [*words, *(["--save"] if asked.save else []), *(["--tune"] if asked.tune else [])]
+
+
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_argument
+from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_option
 from clustertune.commands import ops_slurm
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError
 
 if TYPE_CHECKING:
-    from clustertune.config.cluster_schema import Cluster
+    from clustertune.config.cluster_schema import Cluster, Host
 
 ops_app = typer.Typer(no_args_is_help=True, help="Set up the machines of a cluster file.")
 storage_app = typer.Typer(no_args_is_help=True, help="Bricks, exports, mounts and the pool of one node.")
@@ -28,12 +28,7 @@ ops_slurm.add(ops_app)
 NodeOption = Annotated[
     str | None, typer.Option("--node", metavar="NAME", help="A machine of the file; without it this one.", show_default=False)
 ]
-RootOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--root", metavar="DIR", parser=path_argument, help="A tree (an image) instead of this machine; runs no commands."
-    ),
-]
+RootOption = Annotated[Path | None, path_option("A tree (an image) instead of this machine; runs no commands.", "--root")]
 Force = Annotated[bool, typer.Option("--force", help="Replace our block in a file even where somebody edited it by hand.")]
 
 
@@ -47,40 +42,11 @@ def _group() -> None:
     """Set up the machines of a cluster file."""
 
 
-def node_name(cluster: Cluster, node: str | None) -> str:
-    """The machine that is meant: ``--node``, else this one. Raises UserError where the file does not name it."""
-    host = cluster.host(node or socket.gethostname())
-    if host:
-        return host.name
-    from clustertune.config.load import did_you_mean
-
-    names = [other.name for other in cluster.nodes]
-    if node is None:
-        message, fix = f"this machine, {socket.gethostname()}, is not in {cluster.source}", f"name one: {', '.join(names[:5])}"
-    else:
-        message, fix = f"{cluster.name} has no machine {node[:80]!r}", did_you_mean(node, names) or f"{', '.join(names[:5])}"
-    raise UserError(Problem(message, file="command line", key="--node", fix=fix))
-
-
-def is_here(cluster: Cluster, node: str) -> bool:
-    """Whether ``node`` is this machine."""
-    here = cluster.host(socket.gethostname())
-    return here is not None and here.name == node
-
-
-def require_here(cluster: Cluster, node: str) -> None:
-    """Raise UserError unless ``node`` is this machine: its files are written, its mounts are looked at."""
-    if not is_here(cluster, node):
-        message = f"this machine is {socket.gethostname()}, not {node}"
-        raise UserError(
-            Problem(message, file="command line", key="--node", fix=f"run it on {node}, or into a tree: --root DIR")
-        )
-
-
 @contextlib.contextmanager
-def place(cluster: Cluster, node: str, root: Path | None) -> Iterator[Path]:
+def place(cluster: Cluster, node: Host, root: Path | None) -> Iterator[Path]:
     """What a plan compares with: the tree that was given, this machine, or for another machine one that has nothing."""
     from clustertune.ops.files import NODE
+    from clustertune.ops.nodes import is_here
     from clustertune.ops.storage.plan import empty_tree
 
     if root is not None:
@@ -88,7 +54,7 @@ def place(cluster: Cluster, node: str, root: Path | None) -> Iterator[Path]:
     elif is_here(cluster, node):
         yield NODE
     else:
-        say(f"note: this machine is {socket.gethostname()}: what follows is the whole of a {node} that has nothing yet")
+        say(f"note: this machine is {socket.gethostname()}: what follows is the whole of a {node.name} that has nothing yet")
         with empty_tree() as empty:
             yield Path(empty)
 
@@ -110,17 +76,18 @@ def plan(
 
 def _plan(cluster: str | None, node: str | None, root: Path | None, force: bool, as_json: bool) -> None:
     from clustertune.config.cluster import load_cluster
+    from clustertune.ops.nodes import choose_node
     from clustertune.ops.storage.plan import make_plan, words
 
     found = load_cluster(cluster)
-    name = node_name(found, node)
-    with place(found, name, root) as where:
-        made = make_plan(found, name, where, force=force)
+    host = choose_node(found, node)
+    with place(found, host, root) as where:
+        made = make_plan(found, host.name, where, force=force)
         if as_json:
             emit_json(made.as_dict())
         for line in words(made) if not as_json else []:
             sys.stdout.write(escape(line) + "\n")
-    say(f"{name}: {'the above is to be done' if made.needed else 'nothing to do'}")
+    say(f"{host.name}: {'the above is to be done' if made.needed else 'nothing to do'}")
     if made.needed:
         raise typer.Exit(int(ExitCode.FAILED))
 
@@ -145,16 +112,17 @@ def apply(
     """
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.files import NODE
+    from clustertune.ops.nodes import choose_node, require_here
     from clustertune.ops.storage.apply import apply as run_apply
 
     if dry_run:
         _plan(cluster, node, root, force, as_json)
         return
     found = load_cluster(cluster)
-    name = node_name(found, node)
-    problems = []
+    host, problems = choose_node(found, node), []
+    name = host.name
     if root is None:
-        require_here(found, name)
+        require_here(found, host)
         if os.geteuid() != 0:
             problems.append(Problem("needs root", file="command line", fix="run it with sudo; plan shows what it would do"))
     elif format_device:
@@ -197,14 +165,16 @@ def check(
     from clustertune.check import rule
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.files import NODE
+    from clustertune.ops.nodes import choose_node, require_here
     from clustertune.ops.storage.judge import judge
     from clustertune.ops.storage.look import collect
     from clustertune.ops.storage.plan import by_hand, layout_of
 
     found = load_cluster(cluster)
-    name = node_name(found, node)
+    host = choose_node(found, node)
+    name = host.name
     if root is None:
-        require_here(found, name)
+        require_here(found, host)
     where = existing_folder(root, "a node's tree").resolve() if root else NODE
     wanted = layout_of(found, name, where)
     facts = collect(wanted, where, seconds, found.source)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_argument
+from clustertune.arguments import AsJson, ClusterOption, existing_folder, path_option
 from clustertune.console import emit_json, escape, say
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 slurm_app = typer.Typer(no_args_is_help=True, help="Slurm's files and folders on each machine.")
 
 Node = Annotated[str | None, typer.Option(metavar="NAME", help="The machine; without it, this one.", show_default=False)]
-Root = Annotated[
-    Path, typer.Option(metavar="DIR", parser=path_argument, help="A tree that will be that machine's root, such as an image.")
-]
+Root = Annotated[Path, path_option("A tree that will be that machine's root, such as an image.")]
 Accounting = Annotated[
     bool | None,
     typer.Option("--accounting/--no-accounting", help="slurmdbd and sacct; without it, what slurm.accounting says."),
@@ -109,8 +107,9 @@ def apply(
 
 def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | None, adopt: bool, force: bool) -> Plan:
     from clustertune.config.cluster import load_cluster
+    from clustertune.ops.nodes import choose_node
     from clustertune.ops.slurm.check import require_slurm
-    from clustertune.ops.slurm.planning import choose_node, make_plan
+    from clustertune.ops.slurm.planning import make_plan
     from clustertune.ops.slurm.verify import checked
 
     found = load_cluster(cluster)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from clustertune.config.prices import price
 from clustertune.config.resolve import resolve
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.serving import Evaluation, evaluation
 from clustertune.plan import document, words
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths, read_lengths
@@ -72,7 +73,7 @@ def answer(asked: Asked) -> None:
     elif asked.advise:
         _advise(place, plans[0], asked)
     else:
-        _show(plans[0], tuple(asked.overrides), asked.as_document)
+        _show(plans[0], tuple(asked.overrides), asked.as_document, evaluation(plans[0].resolved, place.cluster))
 
 
 def _check_usage(asked: Asked) -> None:
@@ -106,13 +107,13 @@ def _plan(place: Place, recipe: str, changes: list[str], tiny: bool, lengths: Le
     return make_plan(resolved, place.machine(resolved.recipe.slurm.nodes), place.constants, lengths=lengths)
 
 
-def _show(found: Plan, given: tuple[str, ...], as_document: bool) -> None:
+def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
     from clustertune.plan.remedy import remedies
 
     money = price(found.machine.gpu)
     better = [] if found.fits else remedies(found, given)
     if as_document:
-        body = document.as_json(found, money)
+        body = document.as_json(found, money) | {"evaluation": {**asdict(scored), "gpu_hours": scored.gpu_hours}}
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
@@ -120,6 +121,8 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool) -> None:
         from clustertune.plan import tables
 
         tables.render(found, money, console.stderr)
+        cost = scored.gpu_hours and money and money.on_demand and scored.gpu_hours * money.on_demand
+        say(f"\n{scored}" + (f", {cost:.2f} {money.currency} on demand" if cost and money else ""))
     if found.fits:
         return
     if not as_document:

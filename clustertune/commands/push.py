@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import AsJson, existing_folder, path_argument
+from clustertune.arguments import AsJson, existing_folder, path_given
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError
 from clustertune.rundir import RunDir
@@ -29,7 +29,7 @@ def add(app: typer.Typer) -> None:
 
 
 def push(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", parser=path_argument, help="A run folder with an adapter.")],
+    run_dir: Annotated[Path, path_given("A run folder with an adapter.", "RUN")],
     repo: Annotated[
         str | None,
         typer.Option(metavar="OWNER/NAME", help="The repository; else HF_REPO_ID of .env.", show_default=False),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, RecipeArgument, path_argument
+from clustertune.arguments import AsJson, RecipeArgument, path_option
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 
@@ -223,10 +223,7 @@ def demo_slurm(
     nodes: Nodes = "2",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; each is one process here.")] = 1,
     isolation: IsolationOption = Isolation.auto,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it a new one in runs/rehearsal/."),
-    ] = None,
+    run_dir: Annotated[Path | None, path_option("The run's folder; without it a new one in runs/rehearsal/.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rehearse a recipe on a throw-away Slurm: the real job script, scaled down to a tiny model.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clustertune import secrets
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
 from clustertune.console import emit_json, say, show_error
 from clustertune.errors import ExitCode, Problem, UserError
 
@@ -36,26 +36,13 @@ def stage(
     overrides: Overrides = None,
     cluster: ClusterOption = None,
     node_local: Annotated[bool, typer.Option("--node-local", help="Only this node; else all of the allocation.")] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="The run whose data is copied; without it the recipe's."),
-    ] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="DIR", parser=path_argument, help="Collect all that the recipe needs in one folder."),
-    ] = None,
-    ifeval: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="google/IFEval's prompts, for --to.")
-    ] = None,
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            "--verify", metavar="DIR", parser=path_argument, help="Check such a folder, and rehearse without network."
-        ),
-    ] = None,
+    run_dir: Annotated[Path | None, path_option("The run whose data is copied; without it the recipe's.")] = None,
+    to: Annotated[Path | None, path_option("Collect all that the recipe needs in one folder.", "--to")] = None,
+    ifeval: Annotated[Path | None, path_option("google/IFEval's prompts, for --to.", metavar="FILE")] = None,
+    verify: Annotated[Path | None, path_option("Check such a folder, and rehearse without network.", "--verify")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the copies that no job uses.")] = False,
     tiny: Tiny = False,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Blocks that are read side by side.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Files that are read side by side.")] = None,
     stall: Annotated[float | None, typer.Option(min=1, help="Give up after so many seconds without a byte.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     as_json: AsJson = False,

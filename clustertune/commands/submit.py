@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
-import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, existing_folder, path_argument
+from clustertune.arguments import (
+    AsJson,
+    ClusterOption,
+    OptionalRecipe,
+    Overrides,
+    Tiny,
+    existing_folder,
+    path_option,
+)
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.rundir import STAGES, RunDir
+from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
@@ -42,10 +48,7 @@ def submit(
     overrides: Overrides = None,
     tiny: Tiny = False,
     cluster: ClusterOption = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="The run's folder; without it runs/<recipe>/<fingerprint>."),
-    ] = None,
+    run_dir: Annotated[Path | None, path_option("The run's folder; without it runs/<recipe>/<fingerprint>.")] = None,
     first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
     last: Annotated[str, typer.Option("--to", metavar="STAGE", help="End after this stage.")] = STAGES[-1],
     one_job: Annotated[bool, typer.Option("--one-job", help="All stages in one job of the training's size.")] = False,
@@ -53,9 +56,7 @@ def submit(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --dry-run: the scripts, the environment with its reasons, and all commands.")
     ] = False,
-    status: Annotated[
-        Path | None, typer.Option("--status", metavar="RUN", parser=path_argument, help="Show the jobs of a run instead.")
-    ] = None,
+    status: Annotated[Path | None, path_option("Show the jobs of a run instead.", "--status", metavar="RUN")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the chain on Slurm: each stage a job of its own size.
@@ -119,9 +120,8 @@ class Submission:
         from clustertune.staging import bundle
 
         for key, stage in (("--from", first), ("--to", last)):
-            if stage is not None and stage not in STAGES:
-                fix = f"one of {', '.join(STAGES)}"
-                raise UserError(Problem(f"there is no stage {stage!r}", file="command line", key=key, fix=fix))
+            if stage is not None:
+                require_stage(stage, key)
         machine = load_cluster(cluster)
         resolved, shaped = shape.resolve_on(recipe, overrides, machine, tiny=tiny)
         variables = places.settings(machine)
@@ -161,11 +161,10 @@ class Submission:
 
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
-        from clustertune import secrets
         from clustertune.config.resolved import is_there
-        from clustertune.launch import megatron, shape, signal_margin, visible
+        from clustertune.launch import megatron, shape, signal_margin
+        from clustertune.launch import submit as launch
         from clustertune.staging import bundle
-        from clustertune.tree import ROOT, env_file
 
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
         problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
@@ -185,19 +184,11 @@ class Submission:
             problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
         if dry_run:
             return problems
-        try:
-            secrets.read_env(env_file())
-        except UserError as error:
-            problems += error.problems
-        if shutil.which("sbatch") is None:
-            fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
-            problems.append(Problem("sbatch is not on PATH", fix=fix))
+        fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"
+        problems += launch.find_missing(self.machine, [("the run folder", self.path)], fix)
         if self.machine.slurm is None:
             fix = "add a slurm section to its file, or --cluster names another one"
             problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
-        places = [("the run folder", self.path), ("the checkout", ROOT)]
-        mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-        problems += visible.find_problems(places, self.machine, platform.node(), mounts)
         return [*problems, *self._image_problems()]
 
     def _megatron_problems(self) -> list[Problem]:
@@ -228,11 +219,10 @@ class Submission:
         """What is allowed and probably not meant."""
         from clustertune.launch import shape, visible
 
-        mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
         caches = [
             (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
         ]
-        unseen = map(str, visible.find_problems(caches, self.machine, platform.node(), mounts))
+        unseen = map(str, visible.find_problems(caches, self.machine))
         return [
             *self.resolved.warnings,
             *self.machine.notes,
@@ -271,6 +261,8 @@ class Submission:
 
     def show(self, as_json: bool, verbose: bool) -> None:
         """Print what ``submit`` would do: a line for each job, or with ``verbose`` everything."""
+        from clustertune.launch import serving
+
         if as_json:
             settings, command = self.node_lines()
             jobs = [
@@ -279,6 +271,7 @@ class Submission:
             ]
             margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
+            document["evaluation"] = asdict(serving.evaluation(self.resolved, self.machine))
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = self._megatron()
@@ -289,6 +282,8 @@ class Submission:
 
     def summary(self) -> list[str]:
         """What would be submitted, a line for each job."""
+        from clustertune.launch import serving
+
         found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
         if not self.jobs:
             return [*found, DONE]
@@ -297,6 +292,7 @@ class Submission:
         found += [
             "",
             *(f"{job.stage:<{width}}  {job.shape}{then}" for job, then in zip(self.jobs, after, strict=False)),
+            *([str(serving.evaluation(self.resolved, self.machine))] if "eval" in self.stages else []),
             *self._site_lines(),
             "",
             *([f"warned {self.margin.seconds} s before the time limit: {self.margin.reason}"] if self.trains else []),
@@ -356,6 +352,7 @@ class Submission:
         from clustertune.launch import slurm
         from clustertune.launch import submit as launch
 
+        keep_private(self.machine)
         opened = chain.open_run(self.resolved, self.path, chain.command_line())
         folder = self.path / "jobs"
         if self.image is not None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_argument
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.rundir import STAGES
+from clustertune.rundir import require_stage
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
@@ -40,13 +38,9 @@ def sweep(
     last: Annotated[
         str | None, typer.Option("--to", metavar="STAGE", help="End each after this stage; without it what --metric needs.")
     ] = None,
-    metric: Annotated[str, typer.Option("--metric", help="Sort by: eval_loss, loss, or an IFEval score.")] = "eval_loss",
-    sweep_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", parser=path_argument, help="The sweep's folder; without it below runs/.")
-    ] = None,
-    results: Annotated[
-        Path | None, typer.Option("--results", metavar="DIR", parser=path_argument, help="Show what a sweep reached instead.")
-    ] = None,
+    metric: Annotated[str, typer.Option("--metric", help="Sort by: eval_loss, loss, or a score: TASK.METRIC.")] = "eval_loss",
+    sweep_dir: Annotated[Path | None, path_option("The sweep's folder; without it below runs/.")] = None,
+    results: Annotated[Path | None, path_option("Show what a sweep reached instead.", "--results")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and the job; needs no Slurm.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -54,6 +48,7 @@ def sweep(
 
     A grid, or random draws, as one job array: each point is a run of its own, and what is finished is not run again.
     """
+    from clustertune.config.cluster import load_cluster
     from clustertune.sweep import results as outcome
     from clustertune.sweep.points import read_sweep, same_weights
 
@@ -63,16 +58,15 @@ def sweep(
         return
     if recipe is None:
         raise UserError(Problem("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b"))
-    if last is not None and last not in STAGES:
-        raise UserError(
-            Problem(f"there is no stage {last!r}", file="command line", key="--to", fix=f"one of {', '.join(STAGES)}")
-        )
+    if last is not None:
+        require_stage(last, "--to")
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
     options: dict[str, Any] = {"tiny": tiny, "last": last, "draws": draws, "seed": seed, "path": sweep_dir}
     if here:
         made, resolved = _here(recipe, settings or [], at_once, cluster, options)
     else:
-        made, resolved, job = _array(recipe, settings or [], at_once, cluster, options, dry_run)
+        machine = load_cluster(cluster)
+        made, resolved, job = _array(recipe, settings or [], at_once, cluster, machine, options, dry_run)
     for warning in same_weights(made, resolved):
         say(f"warning: {warning}")
     if dry_run:
@@ -80,7 +74,7 @@ def sweep(
     elif here:
         _run_here(made, metric, as_json)
     else:
-        _submit(made, job, as_json)
+        _submit(made, resolved, machine, job, as_json)
 
 
 def _here(
@@ -110,47 +104,41 @@ def _here(
 
 
 def _array(
-    recipe: str, settings: list[str], at_once: int | None, cluster: str | None, options: dict[str, Any], dry_run: bool
+    recipe: str,
+    settings: list[str],
+    at_once: int | None,
+    cluster: str | None,
+    machine: Cluster,
+    options: dict[str, Any],
+    dry_run: bool,
 ) -> tuple[Sweep, list[Resolved], Any]:
     """The sweep and its job array (None where nothing is left), everything checked that can be before it is submitted."""
-    from clustertune.config.cluster import argument, load_cluster
+    from clustertune.config.cluster import argument
     from clustertune.launch import places, shape
+    from clustertune.launch import submit as launch
+    from clustertune.staging import bundle
     from clustertune.sweep import array
     from clustertune.sweep.points import make_sweep
 
-    machine = load_cluster(cluster)
     # Every task sees the ranks of a tiny training, whatever the allocation.
     shaped = [word for word in settings if word.startswith("slurm.")]
     more = shape.tiny_size(recipe, shaped, machine) if options["tiny"] else []
     made, resolved = make_sweep(recipe, settings, more=more, **options, runs=places.runs(machine))
+    models = places.folder(machine, "models")
+    offers = [bundle.offered(item, models) for item in resolved]
+    resolved = [item.with_staged(found) if found else item for item, (found, _) in zip(resolved, offers, strict=True)]
+    for note in dict.fromkeys(note for _, notes in offers for note in notes):
+        say(f"warning: {note}")
     problems = array.find_problems(made, resolved, machine)
     if not dry_run:
-        problems += _find_missing(made, machine)
+        fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
+        problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
     if problems:
         raise UserError(problems)
     flags = [] if cluster is None else ["--cluster", argument(cluster)]
     flags += places.flags(places.settings(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None
     return made, resolved, job
-
-
-def _find_missing(made: Sweep, machine: Cluster) -> list[Problem]:
-    """What this machine lacks for a submission."""
-    from clustertune import secrets
-    from clustertune.launch import visible
-    from clustertune.tree import ROOT, env_file
-
-    problems: list[Problem] = []
-    try:
-        secrets.read_env(env_file())
-    except UserError as error:
-        problems += error.problems
-    if shutil.which("sbatch") is None:
-        fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
-        problems.append(Problem("sbatch is not on PATH", fix=fix))
-    mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
-    places = [("the sweep folder", made.path.absolute()), ("the checkout", ROOT)]
-    return problems + visible.find_problems(places, machine, platform.node(), mounts)
 
 
 def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
@@ -183,10 +171,10 @@ def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
         raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _submit(made: Sweep, job: Any, as_json: bool) -> None:
+def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, as_json: bool) -> None:
     from clustertune.sweep import array
 
-    number = array.send(made, job) if job else None
+    number = array.send(made, resolved, machine, job) if job else None
     if as_json:
         emit_json({"sweep_dir": str(made.path), "job": number, "points": len(made.points), "left": len(made.left())})
         return

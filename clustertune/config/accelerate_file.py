@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.config import deepspeed_keys as ds
+from clustertune.config.findings import Found
 from clustertune.config.library_facts import facts
-from clustertune.config.load import COMMAND_LINE, did_you_mean, nearest
-from clustertune.config.modeling import layer_classes, modeling_classes
-from clustertune.config.native_rules import show_value
-from clustertune.config.yamlfile import Document
-from clustertune.errors import Problem
+from clustertune.config.load import did_you_mean, nearest
+from clustertune.config.native_rules import is_whole, show_value
+from clustertune.config.values import layer_classes, modeling_classes
 
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED", "NO")
 PRECISIONS = ("no", "bf16")
@@ -58,8 +57,6 @@ _WORDS = {
     "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
 }
 """Keys that take one of the words of a list in ``accelerate/utils/constants.py``."""
-
-Add = Callable[[tuple[str, ...], str, str | None], None]
 
 
 def top_keys() -> frozenset[str]:
@@ -178,54 +175,52 @@ def offload_device(body: Mapping[str, Any], deepspeed: Mapping[str, Any] | None,
 # --- what is wrong with a file --------------------------------------------------------------------------------------------
 
 
-def find_problems(document: Document, folder: Path, kind: str | None) -> list[Problem]:
+def find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
     """Everything that is wrong with a recipe's accelerate file. ``kind`` is the model type where it is known."""
-    body, problems = document.data, []
+    return ((("accelerate", *path), message, fix) for path, message, fix in _find_problems(body, folder, kind))
 
-    def add(path: tuple[str, ...], message: str, fix: str | None = None) -> None:
-        place = document.place(path)
-        key = ".".join(("accelerate", *path) if place == COMMAND_LINE else path)
-        problems.append(Problem(message, file=place, key=key, fix=fix))
 
+def _find_problems(body: Mapping[str, Any], folder: Path, kind: str | None) -> Iterator[Found]:
     for key in body:
         if key in _MACHINE:
-            add((key,), "a fact of one machine or one launch", "leave it out: ranks and addresses are derived")
+            yield (key,), "a fact of one machine or one launch", "leave it out: ranks and addresses are derived"
         elif key not in top_keys():
-            add((key,), "accelerate has no such key", did_you_mean(key, top_keys() - set(_MACHINE)))
+            yield (key,), "accelerate has no such key", did_you_mean(key, top_keys() - set(_MACHINE))
     if body.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        add(("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None)
+        yield ("compute_environment",), f"{show_value(body['compute_environment'])} is not LOCAL_MACHINE", None
     kind_of = body.get("distributed_type")
     if kind_of not in DISTRIBUTED_TYPES:
         message = "missing" if kind_of is None else f"{show_value(kind_of)} is not one of {', '.join(DISTRIBUTED_TYPES)}"
-        add(("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None)
-    _check_precision(body, add)
+        yield ("distributed_type",), message, did_you_mean(str(kind_of), DISTRIBUTED_TYPES) if kind_of is not None else None
+    yield from _check_precision(body)
     for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
         if body.get(name) is not None and not isinstance(body[name], dict):
-            add((name,), "must hold keys and values", None)
-    _check_sections(body, add)
+            yield (name,), "must hold keys and values", None
+    yield from _check_sections(body)
     if section(body, "fsdp_config") and kind_of != "FSDP":
         text = f"accelerate reads it only with distributed_type: FSDP, here it is {kind_of}"
-        add(("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null")
+        yield ("fsdp_config",), text, "leave it out, on the command line accelerate.fsdp_config=null"
     elif kind_of == "FSDP":
-        _check_parallel(parallel_sizes(body), add)
-        _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), add, kind)
+        sizes = parallel_sizes(body)
+        if "cp" in sizes and "sp" in sizes:  # accelerate/parallelism_config.py:325, whatever the number of ranks is
+            yield ("parallelism_config",), "cp and sp both split a sequence", "set one of the two to 1"
+        yield from _check_fsdp(section(body, "fsdp_config"), section(body, "parallelism_config"), kind)
     if kind_of == "DEEPSPEED":
-        _check_deepspeed(section(body, "deepspeed_config"), body.get("mixed_precision"), folder, add)
-    return problems
+        yield from _check_deepspeed(body, folder)
 
 
-def _check_precision(body: Mapping[str, Any], add: Add) -> None:
+def _check_precision(body: Mapping[str, Any]) -> Iterator[Found]:
     precision = body.get("mixed_precision", "no")
     if isinstance(precision, str) and precision in _NO_PRECISION:
         text, fix = _NO_PRECISION[precision]
-        add(("mixed_precision",), f"{precision}: {text}", fix)
+        yield ("mixed_precision",), f"{precision}: {text}", fix
     elif precision is not False and precision not in PRECISIONS:  # YAML 1.1 reads `no` as false, as accelerate does
-        add(("mixed_precision",), f"{show_value(precision)} is not one of {', '.join(PRECISIONS)}", "leave it out")
+        yield ("mixed_precision",), f"{show_value(precision)} is not one of {', '.join(PRECISIONS)}", "leave it out"
     if section(body, "fp8_config"):
-        add(("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out")
+        yield ("fp8_config",), "has no effect: mixed_precision fp8 is none that the trainer takes", "leave it out"
 
 
-def _check_sections(body: Mapping[str, Any], add: Add) -> None:
+def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
     known = launch_arguments()
     # accelerate adds the prefix of these two where a key lacks it; a parallelism key without its own is read as nothing.
     added = {"dynamo_config": "dynamo_", "fp8_config": "fp8_"}
@@ -235,106 +230,103 @@ def _check_sections(body: Mapping[str, Any], add: Add) -> None:
         for key, value in section(body, name).items():
             full = key if key.startswith(prefix) else prefix + key
             if full not in inside:
-                add((name, key), "accelerate launch has no such option", did_you_mean(key, inside))
-            elif name == "parallelism_config" and key.endswith("_size") and not _whole(value):
-                add((name, key), f"{show_value(value)} is not a whole number from 1", None)
+                yield (name, key), "accelerate launch has no such option", did_you_mean(key, inside)
+            elif name == "parallelism_config" and key.endswith("_size") and not is_whole(value):
+                yield (name, key), f"{show_value(value)} is not a whole number from 1", None
+            elif (words := facts("accelerate")["choices"].get(full)) and not _is_one_of(value, words):
+                yield (name, key), f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words)
 
 
-def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], add: Add, kind: str | None) -> None:
+def _is_one_of(value: object, words: list[str]) -> bool:
+    """Upper and lower case are one for accelerate; YAML reads ``no`` as false."""
+    return ("no" if value is False else str(value).lower()) in map(str.lower, words)
+
+
+def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
     known = {name for name in launch_arguments() if name.startswith("fsdp_")}
     values = {}
     for key, value in config.items():
         full = key if key.startswith("fsdp") else f"fsdp_{key}"
         if full not in known:
-            add(("fsdp_config", key), "accelerate has no such FSDP key and would ignore it", did_you_mean(full, known))
+            yield ("fsdp_config", key), "accelerate has no such FSDP key and would ignore it", did_you_mean(full, known)
             continue
         values[full] = (key, value)
         if key != full:  # accelerate launch adds the prefix; all others that read the file do not
-            add(("fsdp_config", key), "is only known with its prefix", f"write {full}")
+            yield ("fsdp_config", key), "is only known with its prefix", f"write {full}"
     version = str(values.get("fsdp_version", ("", ""))[1])
     if version not in {"1", "2"}:
         text = f"{show_value(version)} is not 1 or 2" if version else "missing; accelerate would take 1"
-        add(("fsdp_config", "fsdp_version"), text, "write fsdp_version: 2")
+        yield ("fsdp_config", "fsdp_version"), text, "write fsdp_version: 2"
     for full, (key, value) in values.items():
         path = ("fsdp_config", key)
         if version == "2" and full in _FSDP1_ONLY:
-            add(path, "has no meaning under fsdp_version: 2", _FSDP1_ONLY[full])
+            yield path, "has no meaning under fsdp_version: 2", _FSDP1_ONLY[full]
         elif full in _BOOLEANS or (full == "fsdp_reshard_after_forward" and version == "2"):
             if str(value).lower() not in {"true", "false"}:
-                add(path, f"{show_value(value)} is not true or false", None)
+                yield path, f"{show_value(value)} is not true or false", None
         elif full in _WORDS:
             words = facts("accelerate")[_WORDS[full]]
             if not isinstance(value, str) or value.upper() not in words:
-                add(path, f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words))
-        elif full == "fsdp_min_num_params" and not _whole(value):
-            add(path, f"{show_value(value)} is not a whole number from 1", None)
+                yield path, f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words)
+        elif full == "fsdp_min_num_params" and not is_whole(value):
+            yield path, f"{show_value(value)} is not a whole number from 1", None
         elif full == "fsdp_reshard_after_forward":
-            add(path, "is FSDP2's key", "write fsdp_sharding_strategy")
-    _check_fsdp_choices({full: value for full, (_, value) in values.items()}, version, parallel, add)
-    _check_wrap(values, add, kind)
+            yield path, "is FSDP2's key", "write fsdp_sharding_strategy"
+    yield from _check_fsdp_choices({full: value for full, (_, value) in values.items()}, version, parallel)
+    yield from _check_wrap(values, kind)
 
 
-def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mapping[str, Any], add: Add) -> None:
+def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mapping[str, Any]) -> Iterator[Found]:
     """What accelerate or clustertune refuses for two keys together."""
     kind = values.get("fsdp_state_dict_type")
     if str(kind).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
-        add(("fsdp_config", "fsdp_state_dict_type"), f"{kind}: checkpoints are written sharded", "write SHARDED_STATE_DICT")
+        yield ("fsdp_config", "fsdp_state_dict_type"), f"{kind}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
     if version == "1" and parallel:
-        add(("parallelism_config",), "accelerate takes it only with fsdp_version: 2", None)
+        yield ("parallelism_config",), "accelerate takes it only with fsdp_version: 2", None
     if flag(values, "activation_checkpointing_offload") and not (version == "2" and flag(values, "activation_checkpointing")):
-        add(
-            ("fsdp_config", "fsdp_activation_checkpointing_offload"),
-            "needs fsdp_version: 2 and fsdp_activation_checkpointing: true",
-            None,
-        )
+        text = "needs fsdp_version: 2 and fsdp_activation_checkpointing: true"
+        yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), text, None
     states = values.get("fsdp_sync_module_states")
     loading = flag(values, "cpu_ram_efficient_loading")
     if version == "1" and loading and states is not None and not flag(values, "sync_module_states"):
-        add(
-            ("fsdp_config", "fsdp_sync_module_states"),
-            "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights",
-            "set both true or both false",
-        )
+        text = "false, while fsdp_cpu_ram_efficient_loading: true leaves all ranks but the first without weights"
+        yield ("fsdp_config", "fsdp_sync_module_states"), text, "set both true or both false"
 
 
-def _check_parallel(sizes: Mapping[str, int], add: Add) -> None:
-    """What accelerate/parallelism_config.py:325 refuses whatever the number of ranks is."""
-    if sizes.get("cp", 1) > 1 and sizes.get("sp", 1) > 1:
-        add(("parallelism_config",), "cp and sp both split a sequence", "set one of the two to 1")
-
-
-def _check_wrap(values: Mapping[str, tuple[str, Any]], add: Add, kind: str | None) -> None:
+def _check_wrap(values: Mapping[str, tuple[str, Any]], kind: str | None) -> Iterator[Found]:
     policy = str(values.get("fsdp_auto_wrap_policy", ("", ""))[1]).upper()
     key, names = values.get("fsdp_transformer_layer_cls_to_wrap", ("", None))
     if names is None:
         return
     path = ("fsdp_config", key)
     if policy != "TRANSFORMER_BASED_WRAP":
-        add(path, "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None)
+        yield path, "is read only with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None
     if not isinstance(names, str) or not names:
-        add(path, f"{show_value(names)} is not the name of a class (several with commas between)", None)
+        yield path, f"{show_value(names)} is not the name of a class (several with commas between)", None
     elif kind is not None:
         for name in names.split(","):
             if name not in modeling_classes(kind):
                 layers = layer_classes(kind)
                 close = nearest(name, layers) or (layers[0] if len(layers) == 1 else None)
                 fix = f"did you mean {close}?" if close else did_you_mean(name, modeling_classes(kind))
-                add(path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix)
+                yield path, f"{kind} of the pinned transformers has no class {show_value(name)}", fix
 
 
-def _check_deepspeed(config: Mapping[str, Any], precision: object, folder: Path, add: Add) -> None:
+def _check_deepspeed(body: Mapping[str, Any], folder: Path) -> Iterator[Found]:
+    config, precision = section(body, "deepspeed_config"), body.get("mixed_precision")
     if not config:
-        add(("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}")
+        yield ("deepspeed_config",), "missing", "write deepspeed_config: {deepspeed_config_file: deepspeed.json}"
     name = config.get("deepspeed_config_file")
     if name is None:
+        stage = zero_stage(body, None)
+        if stage > 3:
+            yield ("deepspeed_config", "zero_stage"), f"there is no ZeRO stage {stage}", "write 0, 1, 2 or 3"
+        for part, text, fix in ds.offload_problems(stage, {part: str(config.get(f"{part}_device")) for part in ds.OFFLOADS}):
+            yield ("deepspeed_config", f"{part}_device"), text, fix
         return
     if not isinstance(name, str) or "/" in name or "\0" in name or not (folder / name).is_file():
-        add(("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None)
+        yield ("deepspeed_config", "deepspeed_config_file"), f"{show_value(name)} is not a file of the recipe folder", None
     for key in _OF_DEEPSPEED_FILE & set(config):
-        add(("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there")
+        yield ("deepspeed_config", key), f"accelerate takes it from {show_value(name)} alone", "leave it out, or write it there"
     if precision is not None:
-        add(("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", "leave it out: bf16 stands there")
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        yield ("mixed_precision",), f"accelerate refuses it beside {show_value(name)}", "leave it out: bf16 stands there"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.config.load import did_you_mean
-from clustertune.config.modeling import (
+from clustertune.config.native_rules import is_number, is_whole
+from clustertune.config.parameters import count
+from clustertune.config.values import (
+    Values,
     config_aliases,
     config_defaults,
     config_fields,
@@ -16,9 +20,7 @@ from clustertune.config.modeling import (
     model_types,
     modeling_classes,
 )
-from clustertune.config.parameters import count
-from clustertune.config.values import Values
-from clustertune.config.yamlfile import read_text
+from clustertune.config.yamlfile import parse_json, read_text
 from clustertune.errors import Problem, UserError
 
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -27,6 +29,11 @@ _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto
 """Keys of published ``config.json`` files that are not fields of the installed configuration class."""
 _ROPE_LISTS = ("short_factor", "long_factor", "mrope_section")
 _MAX_INTEGER = 10**9
+_MAX_LAYERS = 10_000
+"""Layers are counted one by one, which takes minutes and gigabytes above; published models have 126 at most."""
+
+Wrong = tuple[str, str, str | None]
+"""A key, what is wrong with it, and what to do."""
 
 TINY_LAYERS = 2
 TINY_HIDDEN = 128
@@ -62,15 +69,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def read_architecture(path: Path, shown: str) -> dict[str, Any]:
     """Read and check a ``model.json``. Raises UserError with every problem found."""
-    text = read_text(path, shown)
-    try:
-        body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise UserError(Problem("not valid JSON: nested too deep", file=shown)) from None
-    except json.JSONDecodeError as error:
-        raise UserError(Problem(f"not valid JSON: {error.msg}", file=f"{shown}:{error.lineno}")) from None
-    except ValueError as error:
-        raise UserError(Problem(f"not valid JSON: {error}", file=shown)) from None
+    body = parse_json(read_text(path, shown), shown)
     if not isinstance(body, dict) or not body:
         raise UserError(Problem("must hold the model's config.json keys", file=shown, fix='write {"model_type": "llama", ...}'))
     problems = find_problems(body, shown)
@@ -88,171 +87,145 @@ def common_names(body: dict[str, Any]) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in body.items()}
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands twice")
-    return result
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a number")
-
-
 def find_problems(body: dict[str, Any], shown: str) -> list[Problem]:
     """Everything that is wrong with an architecture."""
-    problems: list[Problem] = []
-
-    def add(key: str, message: str, fix: str | None = None) -> None:
-        problems.append(Problem(message, file=shown, key=key, fix=fix))
-
     kind = body.get("model_type")
-    known = model_types()
-    if not isinstance(kind, str) or kind not in known:
-        add(
-            "model_type",
-            "missing" if kind is None else f"{kind!r} is not a model type of the pinned transformers' language models",
-            did_you_mean(str(kind), known) if kind is not None else "as in the model's config.json, such as llama",
-        )
-        return problems
+    if not isinstance(kind, str) or kind not in model_types():
+        missing = "missing", "as in the model's config.json, such as llama"
+        unknown = f"{kind!r} is not a model type of the pinned transformers' language models"
+        found = [("model_type", *(missing if kind is None else (unknown, did_you_mean(str(kind), model_types()))))]
+    else:
+        found = list(_check_keys(body, kind))
+        body = common_names(body)
+        found += [*_check_numbers(body, kind), *_check_rest(body, kind)]
+        bad = {key for key, _, _ in found}
+        found += [wrong for wrong in _check_types(body, kind) if wrong[0] not in bad]
+        found = found or list(_check_heads(body)) or list(_check_count(body))
+    return [Problem(text, file=shown, key=key, fix=fix) for key, text, fix in found]
+
+
+def _check_keys(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     names = config_fields(kind)
     for key in body:
         if key not in names | _OLD_KEYS:
-            add(key, f"{kind} has no such key", did_you_mean(key, names))
+            yield key, f"{kind} has no such key", did_you_mean(key, names)
         elif (other := config_aliases(kind).get(key)) in body:
-            add(key, f"is the same as {other}", "write one of them")
-    body = common_names(body)
+            yield key, f"is the same as {other}", "write one of them"
     if body.get("auto_map") is not None:
-        add("auto_map", "code from a model repository is never run", "leave it out")
+        yield "auto_map", "code from a model repository is never run", "leave it out"
     if body.get("quantization_config") is not None:
-        add("quantization_config", "the architecture is given unquantized", "leave it out")
-    problems += _check_numbers(body, shown, names)
-    problems += _check_rest(body, shown)
-    known_bad = {problem.key for problem in problems}
-    problems += [problem for problem in _check_types(body, shown) if problem.key not in known_bad]
-    if not problems:
-        problems += _check_heads(body, shown)
-    return problems or _check_count(body, shown)
+        yield "quantization_config", "the architecture is given unquantized", "leave it out"
 
 
-def _check_numbers(body: dict[str, Any], shown: str, names: frozenset[str]) -> list[Problem]:
+def _check_numbers(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     """What must be there, and that counts and sizes are whole numbers."""
-    problems = []
+    names = config_fields(kind)
     for key in INTEGERS:
         if key not in names:
-            text = f"{body['model_type']} has no such key, and nothing is planned or tried without it"
-            problems.append(Problem(text, file=shown, key=key, fix="take a decoder with attention"))
+            text = f"{kind} has no such key, and nothing is planned or tried without it"
+            yield key, text, "take a decoder with attention"
         elif key not in body:
-            problems.append(Problem("missing", file=shown, key=key, fix="take it from the model's config.json"))
+            yield key, "missing", "take it from the model's config.json"
     for key, value in body.items():
-        if key in names and (key in INTEGERS or key.startswith("num_") or key.endswith("_size")):
-            optional = value is None and key not in INTEGERS
-            if not optional and not _whole(value, 1):
-                problems.append(Problem(f"{_short(value)} is not a whole number from 1 to {_MAX_INTEGER}", file=shown, key=key))
-    return problems
+        counted = key in names and (key in INTEGERS or key.startswith("num_") or key.endswith("_size"))
+        most = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_INTEGER
+        if counted and (value is not None or key in INTEGERS) and not (is_whole(value) and value <= most):
+            yield key, f"{_short(value)} is not a whole number from 1 to {most:,}", None
 
 
-def _check_types(body: dict[str, Any], shown: str) -> list[Problem]:
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_experts", "num_local_experts", "tie_word_embeddings",
+)  # fmt: skip
+"""What adapter shapes, merge and plan follow from."""
+
+
+def contradictions(architecture: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The sizes in which model.json and the base's own ``config.json`` differ, for a message; empty where they agree.
+
+    Of a model with pictures the ``text_config`` counts. A key that one of the two leaves out is no difference.
+    """
+    inner = config.get("text_config")
+    theirs = {**config, **inner} if isinstance(inner, dict) else config
+    differ = [key for key in SIZES if key in architecture and key in theirs and architecture[key] != theirs[key]]
+    return ", ".join(f"{key} {_short(architecture[key])} (config.json: {_short(theirs[key])})" for key in differ)
+
+
+def _check_types(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     """Values by the annotations of the configuration class, as far as these are plain; what is per layer must be so many."""
-    problems = []
     for key, value in body.items():
-        annotation = "int" if key in _STEPS else config_types(str(body["model_type"])).get(key, "")
+        annotation = "int" if key in _STEPS else config_types(kind).get(key, "")
         kinds = set(annotation.split(" | ")) - {"None"}
         if value is None or len(kinds) != 1 or key in _TOKENS:
             continue
-        least = 1 if key in _STEPS else 0
-        if kinds == {"int"} and not _whole(value, least):
-            problems.append(Problem(f"{_short(value)} is not a whole number from {least}", file=shown, key=key))
+        least, items = int(key in _STEPS), value if isinstance(value, list) else None
+        if kinds == {"int"} and not (is_whole(value, least) and value <= _MAX_INTEGER):
+            yield key, f"{_short(value)} is not a whole number from {least}", None
         elif kinds == {"bool"} and not isinstance(value, bool):
-            problems.append(Problem("must be true or false", file=shown, key=key))
-        elif kinds == {"list[int]"} and not (isinstance(value, list) and all(_whole(item, 0) for item in value)):
-            problems.append(Problem(f"{_short(value)} is not a list of whole numbers", file=shown, key=key))
-        elif kinds == {"list[str]"} and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            problems.append(Problem(f"{_short(value)} is not a list of words", file=shown, key=key))
-        elif key in _PER_LAYER and isinstance(value, list) and value and len(value) != body.get("num_hidden_layers"):
-            text = f"has {len(value)} entries, the model {body.get('num_hidden_layers')} layers"
-            problems.append(Problem(text, file=shown, key=key))
-    return problems
+            yield key, "must be true or false", None
+        elif kinds == {"list[int]"} and (items is None or not all(is_whole(item, 0) for item in items)):
+            yield key, f"{_short(value)} is not a list of whole numbers", None
+        elif kinds == {"list[str]"} and (items is None or not all(isinstance(item, str) for item in items)):
+            yield key, f"{_short(value)} is not a list of words", None
+        elif key in _PER_LAYER and items and len(items) != body.get("num_hidden_layers"):
+            yield key, f"has {len(items)} entries, the model {body.get('num_hidden_layers')} layers", None
 
 
-def _check_count(body: dict[str, Any], shown: str) -> list[Problem]:
+def _check_count(body: dict[str, Any]) -> Iterator[Wrong]:
     """What a family of :data:`clustertune.config.parameters.KNOWN` cannot be built without."""
     try:
         count(body)
     except KeyError as error:
-        return [Problem("missing", file=shown, key=str(error.args[0]), fix="take it from the model's config.json")]
-    return []
+        yield str(error.args[0]), "missing", "take it from the model's config.json"
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MAX_INTEGER
-
-
-def _check_rest(body: dict[str, Any], shown: str) -> list[Problem]:
-    problems = []
-    kind = str(body["model_type"])
+def _check_rest(body: dict[str, Any], kind: str) -> Iterator[Wrong]:
     causal = sorted(name for name in modeling_classes(kind) if name.endswith(("ForCausalLM", "LMHeadModel")))
     given = body.get("architectures")
     if not isinstance(given, list) or len(given) != 1 or given[0] not in causal:
-        problems.append(
-            Problem(
-                "missing" if given is None else f"{_short(given)} is not one causal language model class of {kind}",
-                file=shown,
-                key="architectures",
-                fix=f"write {json.dumps(causal[:1])}" if causal else None,
-            )
-        )
+        text = "missing" if given is None else f"{_short(given)} is not one causal language model class of {kind}"
+        yield "architectures", text, f"write {json.dumps(causal[:1])}" if causal else None
     for key in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range", "head_dim"):
-        value = body.get(key)
-        if value is not None and not _positive(value):
-            problems.append(Problem(f"{_short(value)} is not a positive number", file=shown, key=key))
+        if body.get(key) is not None and not _positive(body[key]):
+            yield key, f"{_short(body[key])} is not a positive number", None
     if not isinstance(body.get("tie_word_embeddings", False), bool):
-        problems.append(Problem("must be true or false", file=shown, key="tie_word_embeddings"))
+        yield "tie_word_embeddings", "must be true or false", None
     vocabulary = body.get("vocab_size")
     for key in _TOKENS:
         ids = body.get(key)
         for value in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if not whole or (isinstance(vocabulary, int) and value >= vocabulary):
-                problems.append(Problem(f"{_short(value)} is not a token of a vocabulary of {vocabulary}", file=shown, key=key))
+            if not is_whole(value, 0) or (isinstance(vocabulary, int) and value >= vocabulary):
+                yield key, f"{_short(value)} is not a token of a vocabulary of {vocabulary}", None
     for key in ("rope_parameters", "rope_scaling"):
         if body.get(key) is not None:
-            problems += _check_rope(body[key], shown, key)
-    return problems
+            yield from _check_rope(body[key], key)
 
 
-def _check_rope(rope: object, shown: str, key: str) -> list[Problem]:
+def _check_rope(rope: object, key: str) -> Iterator[Wrong]:
     """Positive numbers, but for the kind, longrope's lists, and models with one set of values per kind of layer."""
     if not isinstance(rope, dict):
-        return [Problem("must hold rope_type and its values", file=shown, key=key)]
-    problems = []
+        yield key, "must hold rope_type and its values", None
+        return
     for name, value in rope.items():
         if isinstance(value, dict) and name.endswith("_attention"):
-            problems += _check_rope(value, shown, f"{key}.{name}")
+            yield from _check_rope(value, f"{key}.{name}")
         elif name in ("rope_type", "type"):
             if not isinstance(value, str):
-                problems.append(Problem(f"{_short(value)} is not a word", file=shown, key=f"{key}.{name}"))
+                yield f"{key}.{name}", f"{_short(value)} is not a word", None
         elif not all(map(_positive, value if isinstance(value, list) and name in _ROPE_LISTS else [value])):
-            problems.append(Problem(f"{_short(value)} is not a positive number", file=shown, key=f"{key}.{name}"))
-    return problems
+            yield f"{key}.{name}", f"{_short(value)} is not a positive number", None
 
 
-def _check_heads(body: dict[str, Any], shown: str) -> list[Problem]:
-    hidden, heads = body.get("hidden_size"), body.get("num_attention_heads")
-    problems = []
+def _check_heads(body: dict[str, Any]) -> Iterator[Wrong]:
+    hidden, heads, groups = (body.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if hidden and heads and not body.get("head_dim") and hidden % heads:
-        problems.append(Problem(f"{hidden} is no multiple of num_attention_heads {heads}", file=shown, key="hidden_size"))
-    groups = body.get("num_key_value_heads")
+        yield "hidden_size", f"{hidden} is no multiple of num_attention_heads {heads}", None
     if heads and groups and heads % groups:
-        problems.append(
-            Problem(f"{heads} is no multiple of num_key_value_heads {groups}", file=shown, key="num_attention_heads")
-        )
-    return problems
+        yield "num_attention_heads", f"{heads} is no multiple of num_key_value_heads {groups}", None
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_number(value) and math.isfinite(value) and value > 0
 
 
 def _short(value: object) -> str:

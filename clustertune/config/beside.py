@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.load import COMMAND_LINE
-from clustertune.config.yamlfile import Document, KeyPath, read_text
+from clustertune.config.yamlfile import Document, KeyPath, leaves, parse_json, read_text
 from clustertune.errors import Problem, UserError
 
 ACCELERATE, DEEPSPEED = "accelerate.yaml", "deepspeed.json"
@@ -58,17 +57,7 @@ def top(overrides: Document | None) -> frozenset[str]:
 
 def flat(overrides: Document | None) -> dict[str, Any]:
     """The overrides by their dotted key path."""
-    found: dict[str, Any] = {}
-
-    def walk(body: Mapping[str, Any], prefix: str) -> None:
-        for key, value in body.items():
-            if isinstance(value, dict) and value:
-                walk(value, f"{prefix}{key}.")
-            else:
-                found[f"{prefix}{key}"] = value
-
-    walk(overrides.data if overrides else {}, "")
-    return found
+    return {".".join(path): value for path, value in leaves(overrides.data) if path} if overrides else {}
 
 
 def read_deepspeed(
@@ -94,12 +83,7 @@ def read_deepspeed(
 
 def _parse(path: Path, shown: str) -> dict[str, Any]:
     """A DeepSpeed configuration. Raises UserError where it is none."""
-    try:
-        body = json.loads(read_text(path, shown))
-    except json.JSONDecodeError as error:
-        raise UserError(Problem(f"not valid JSON: {error.msg}", file=f"{shown}:{error.lineno}")) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(Problem(f"not valid JSON: {error}", file=shown)) from None
+    body = parse_json(read_text(path, shown), shown)
     if not isinstance(body, dict) or not isinstance(body.get("zero_optimization", {}), dict):
         fix = 'write {"zero_optimization": {"stage": 3}}'
         raise UserError(Problem("must hold DeepSpeed's sections", file=shown, fix=fix))

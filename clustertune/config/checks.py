@@ -1,150 +1,90 @@
-"""Every problem of a recipe's sections, each with the file, the key, what is wrong and the nearest valid name."""
+"""What is wrong with a recipe's sections, each alone and its keys with one another."""
 
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from clustertune.config import native, native_rules, quantization
+from clustertune.config.findings import SECRET_FIX, Found, schema_findings
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native import NativeField
 from clustertune.config.native_rules import Range, names_secret, show_value
 from clustertune.config.parameters import adapter_modules, head_names, matches
-from clustertune.config.schema import Recipe
+from clustertune.config.schema import METRICS, Eval, Recipe
 from clustertune.config.yamlfile import KeyPath
-from clustertune.errors import Problem
 from clustertune.host.credentials import holds_secret
 
-Place = Callable[[KeyPath], str]
-"""The ``file:line`` of a key path."""
-
-_PATTERNS = {
-    "revision": "a Hub commit of 40 hex digits in lower case",
-    "name": "a Hub id such as owner/name, or a plain name (letters, digits, '.', '_' and '-')",
-    "accelerate": "the name of a .yaml file in the recipe folder",
-    "chat_template": "the name of a file in the recipe folder",
-    "time": "a Slurm time such as 48:00:00 or 2-00:00:00",
-    "language": "a language code such as en",
-}
 QUANTIZATION = "quantization_config"
-_SECRET_FIX = "take it out of the file: log in with `hf auth login` or `wandb login`, and renew what was written down"  # noqa: S105
+_MISSING = {
+    ("model",): "write model: {name: owner/model, revision: <commit>}",
+    ("data",): "write data: {name: owner/dataset, revision: <commit>, format: oasst-tree}",
+    ("train",): "write train: with at least global_batch_size, or base: sft-lora",
+    ("data", "format"): "one of oasst-tree, alpaca, messages, lima",
+}
+"""What to write for keys that every recipe has."""
 
 
-def find_schema_problems(values: Mapping[str, Any], place: Place) -> list[Problem]:
-    """What pydantic finds in the sections, and what the model and data sections demand together."""
-    problems = _find_secrets(values, place, ())
+def check_schema(values: Mapping[str, Any], place: Callable[[KeyPath], str]) -> Iterator[Found]:
+    """What pydantic finds in the sections, and what the model and data sections demand together. ``place``: ``file:line``."""
+    yield from _find_secrets(values, ())
     try:
         Recipe.model_validate(values)
     except ValidationError as error:
-        for item in error.errors(include_url=False):
-            path = tuple(str(part) for part in item["loc"] if part != "[key]")
-            problems.append(_schema_problem(item, path, place))
+        yield from schema_findings(Recipe, error, _MISSING)
+    yield from _check_scores(values)
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
-        hub = model.get("weights", "hub") == "hub" and not model.get("path")
-        problems += _demand_revision(model, "model", hub, "weights: random, or path, needs none", place)
+        if model.get("weights", "hub") == "hub" and not model.get("path"):
+            yield from _demand_revision(model, "model", "weights: random, or path, needs none")
         if model.get("weights") == "random" and model.get("path"):
-            text = "given, while weights: random makes the weights"
-            problems.append(_problem(place, ("model", "path"), text, "leave out one"))
+            yield ("model", "path"), "given, while weights: random makes the weights", "leave out one"
     if isinstance(data, dict):
-        problems += _demand_revision(data, "data", not data.get("input"), "a local input needs none", place)
+        if not data.get("input"):
+            yield from _demand_revision(data, "data", "a local input needs none")
         other = data.get("format") in ("alpaca", "messages", "lima")
+        language, form = ("data", "language"), ("data", "format")
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
-        if data.get("language") and other and _same_layer(place, ("data", "language"), ("data", "format")):
-            problems.append(_problem(place, ("data", "language"), f"{data['format']} rows carry no language", "leave it out"))
-    return problems
+        if data.get("language") and other and place(language).rsplit(":", 1)[0] == place(form).rsplit(":", 1)[0]:
+            yield language, f"{data['format']} rows carry no language", "leave it out"
 
 
-def _same_layer(place: Place, one: KeyPath, other: KeyPath) -> bool:
-    return place(one).rsplit(":", 1)[0] == place(other).rsplit(":", 1)[0]
+def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
+    """Tasks and metrics of scores that are probably mistyped. lm-eval's own lists take seconds to load and are not asked."""
+    sections: dict[str, dict[str, Any]] = {
+        name: found if isinstance(found := values.get(name), dict) else {} for name in ("eval", "expect")
+    }
+    tasks = sections["eval"].get("tasks", Eval.model_fields["tasks"].default)
+    tasks = [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
+    for path in (("eval", "pass_mark"), ("eval", "pass_difference"), ("expect", "tasks")):
+        scores = sections[path[0]].get(path[1])
+        for task, metrics in scores.items() if isinstance(scores, dict) else ():
+            part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
+            if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
+                yield (*path, str(task)), "is none of eval.tasks", did_you_mean(str(task), tasks)
+            known = METRICS.get(task, ())
+            for metric in metrics if known and isinstance(metrics, dict) else ():
+                if str(metric).removesuffix(",none") not in known:
+                    yield (*path, str(task), str(metric)), f"{task} has no such metric", did_you_mean(str(metric), known)
 
 
-def _demand_revision(section: Mapping[str, Any], name: str, hub: bool, otherwise: str, place: Place) -> list[Problem]:
-    if not hub or section.get("revision") is not None or section.get("name") is None:
-        return []
-    fix = f"pin the Hub commit of {section['name']} (40 hex digits); {otherwise}"
-    return [_problem(place, (name, "revision"), "missing: what comes from the Hub is pinned", fix)]
+def _demand_revision(section: Mapping[str, Any], name: str, otherwise: str) -> Iterator[Found]:
+    if section.get("revision") is None and section.get("name") is not None:
+        fix = f"pin the Hub commit of {section['name']} (40 hex digits); {otherwise}"
+        yield (name, "revision"), "missing: what comes from the Hub is pinned", fix
 
 
-def _problem(place: Place, path: KeyPath, message: str, fix: str | None = None) -> Problem:
-    return Problem(message, file=place(path), key=".".join(path), fix=fix)
-
-
-def _find_secrets(values: Mapping[str, Any], place: Place, path: KeyPath) -> list[Problem]:
-    problems = []
+def _find_secrets(values: Mapping[str, Any], path: KeyPath) -> Iterator[Found]:
     for key, value in values.items():
         here = (*path, str(key))
         if isinstance(value, dict):
-            problems += _find_secrets(value, place, here)
+            yield from _find_secrets(value, here)
         elif any(holds_secret(item) for item in (value if isinstance(value, list) else [value])):
-            problems.append(_problem(place, here, "holds an access token (not shown)", _SECRET_FIX))
-    return problems
-
-
-def _schema_problem(item: Mapping[str, Any], path: KeyPath, place: Place) -> Problem:
-    kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
-    name = path[-1] if path else ""
-    fix = None
-    if kind == "extra_forbidden":
-        if names_secret(name) and nearest(name, _siblings(path)) is None:
-            return _problem(place, path, "looks like a secret and is no key of a recipe (value not shown)", _SECRET_FIX)
-        message, fix = "unknown key", did_you_mean(name, _siblings(path))
-    elif kind == "missing":
-        message = "missing"
-        fix = _hint_missing(path)
-    elif kind == "literal_error":
-        words = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        if item["loc"][-1] == "[key]":
-            message, fix = "unknown key", did_you_mean(name, words)
-        else:
-            message = f"{show_value(value, name)} is not one of {', '.join(words)}"
-            fix = did_you_mean(value, words) if isinstance(value, str) else None
-    elif kind == "string_pattern_mismatch" and name in _PATTERNS:
-        message = f"{show_value(value, name)} is not {_PATTERNS[name]}"
-    elif kind in {"dict_type", "model_type", "model_attributes_type"}:
-        message = f"{show_value(value, name)} is not a section of keys and values" if value is not None else "empty"
-    elif kind == "value_error":
-        message = f"{show_value(value, name)}: {str(item['msg']).removeprefix('Value error, ')}"
-    else:
-        text = str(item["msg"]).replace("Input should be", "should be").replace("Input", "it")
-        message = f"{show_value(value, name)} {text}"
-        if kind == "string_type" and value is not None:
-            fix = "put it in quotes"
-    return _problem(place, path, message, fix)
-
-
-def _hint_missing(path: KeyPath) -> str | None:
-    return {
-        ("model",): "write model: {name: owner/model, revision: <commit>}",
-        ("data",): "write data: {name: owner/dataset, revision: <commit>, format: oasst-tree}",
-        ("train",): "write train: with at least global_batch_size, or base: sft-lora",
-        ("data", "format"): "one of oasst-tree, alpaca, messages, lima",
-    }.get(path)
-
-
-def _siblings(path: KeyPath) -> list[str]:
-    """The keys that the section of a path takes."""
-    current: type[BaseModel] = Recipe
-    for part in path[:-1]:
-        info = current.model_fields.get(part)
-        found = _section_class(info.annotation) if info else None
-        if found is None:
-            return []
-        current = found
-    return list(current.model_fields)
-
-
-def _section_class(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in {Union, types.UnionType}:
-        return next((found for part in get_args(annotation) if (found := _section_class(part))), None)
-    return None
+            yield here, "holds an access token (not shown)", SECRET_FIX
 
 
 @dataclass(frozen=True)
@@ -160,6 +100,14 @@ class NativeSection:
     own: frozenset[str] = frozenset()
     """Keys of this section that the dataclass does not have."""
 
+    def check(self, field: NativeField, value: Any) -> Any:
+        """The value as the field takes it. Raises ValueError with what it takes."""
+        result = native.check_value(field, value)
+        allowed = self.ranges.get(field.name)
+        if allowed and isinstance(result, int | float) and not isinstance(result, bool) and not allowed.holds(result):
+            raise ValueError(f"must be {allowed}")
+        return result
+
 
 def train_section() -> NativeSection:
     rules = native_rules
@@ -174,167 +122,183 @@ def lora_section() -> NativeSection:
     return NativeSection("lora", "LoraConfig", native.lora_fields(), rules.LORA_OWNED, rules.LORA_REMOVED, rules.LORA_RANGES)
 
 
-def check_native(section: NativeSection, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
+def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
     """The values of a section as the foreign dataclass takes them, and everything that is wrong with them."""
     checked: dict[str, Any] = {}
-    problems: list[Problem] = []
+    found: list[Found] = []
     known = set(section.fields) - set(section.owned) | section.own
     for key, value in given.items():
-        path = (section.name, key)
+        path, fix = (section.name, key), None
         if key in section.own or holds_secret(value):  # a secret was reported with the schema's problems
             continue
         if key in section.owned:
-            problems.append(_problem(place, path, f"a recipe does not set it: {section.owned[key]}", "leave it out"))
-        elif key not in section.fields:
-            if key in section.removed:
-                text = f"{section.owner} of the pinned release has no such field"
-                problems.append(_problem(place, path, text, section.removed[key]))
-            elif names_secret(key) and nearest(key, known) is None:
-                problems.append(_problem(place, path, "looks like a secret (value not shown)", _SECRET_FIX))
-            else:
-                text = f"{section.owner} of the pinned release has no such field"
-                problems.append(_problem(place, path, text, did_you_mean(key, known)))
+            found.append((path, f"a recipe does not set it: {section.owned[key]}", "leave it out"))
+        elif key in section.fields:
+            field = section.fields[key]
+            try:
+                checked[key] = section.check(field, value)
+            except ValueError as error:
+                fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
+                shown = "" if value is None else f"{show_value(value)}: "
+                known_words = f"{len(field.choices)} words are known here" if fix and len(field.choices) > 8 else str(error)
+                found.append((path, f"{shown}{known_words}", fix))
+        elif key not in section.removed and names_secret(key) and nearest(key, known) is None:
+            found.append((path, "looks like a secret (value not shown)", SECRET_FIX))
         else:
-            _check_field(section, key, value, place, checked, problems)
-    return checked, problems
+            fix = section.removed.get(key) or did_you_mean(key, known)
+            found.append((path, f"{section.owner} of the pinned release has no such field", fix))
+    return checked, found
 
 
-def _check_field(
-    section: NativeSection, key: str, value: Any, place: Place, checked: dict[str, Any], problems: list[Problem]
-) -> None:
-    field, path = section.fields[key], (section.name, key)
-    try:
-        result = native.check_value(field, value)
-    except ValueError as error:
-        fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
-        shown = "" if value is None else f"{show_value(value)}: "
-        text = f"{len(field.choices)} words are known here" if fix and len(field.choices) > 8 else str(error)
-        problems.append(_problem(place, path, f"{shown}{text}", fix))
-        return
-    allowed = section.ranges.get(key)
-    if allowed and isinstance(result, int | float) and not isinstance(result, bool) and not allowed.holds(result):
-        problems.append(_problem(place, path, f"{show_value(value)} is outside: it is {allowed}"))
-        return
-    checked[key] = result
-
-
-def find_train_problems(train: Mapping[str, Any], place: Place) -> list[Problem]:
+def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
     """What ``SFTConfig`` or clustertune refuses for the values of several keys together."""
-    problems = []
-
-    def add(key: str, message: str, fix: str | None = None) -> None:
-        problems.append(_problem(place, ("train", key), message, fix))
-
     if train.get("fp16"):
         # Its scale starts at 65536 and comes down by overflows: gradients that are not finite, which end a run here.
         text = "true: its loss scale makes steps that are not finite and leaves them out, which ends a run here"
-        add("fp16", text, "leave it out: bf16 is the default; float32, where a GPU has no bf16, is train.bf16=false")
+        fix = "leave it out: bf16 is the default; float32, where a GPU has no bf16, is train.bf16=false"
+        yield ("train", "fp16"), text, fix
     if train.get("lr_scheduler_type") in {"reduce_lr_on_plateau", "greedy"} and train.get("eval_strategy", "no") == "no":
-        add("lr_scheduler_type", f"{train['lr_scheduler_type']} needs an eval_strategy", "write eval_strategy: steps")
+        text = f"{train['lr_scheduler_type']} needs an eval_strategy"
+        yield ("train", "lr_scheduler_type"), text, "write eval_strategy: steps"
     if train.get("dataloader_prefetch_factor") is not None and not train.get("dataloader_num_workers"):
-        add("dataloader_prefetch_factor", "needs dataloader_num_workers of at least 1")
+        yield ("train", "dataloader_prefetch_factor"), "needs dataloader_num_workers of at least 1", None
     if train.get("packing") and "max_length" in train and train["max_length"] is None:
-        add("max_length", "empty, while packing fills sequences to it", "write a number of tokens")
+        yield ("train", "max_length"), "empty, while packing fills sequences to it", "write a number of tokens"
     if train.get("pad_token") is not None and train.get("pad_token") == train.get("eos_token"):
-        add("pad_token", "is the eos_token: the model would never learn to stop", "name a token of its own")
+        yield ("train", "pad_token"), "is the eos_token: the model would never learn to stop", "name a token of its own"
     if train.get("save_only_model"):
-        add("save_only_model", "true: a run could not be resumed", "leave it out")
-    problems += _check_model_init(train.get("model_init_kwargs"), place)
+        yield ("train", "save_only_model"), "true: a run could not be resumed", "leave it out"
+    steps, warm = train.get("max_steps", -1), train.get("warmup_steps") or 0
+    if 0 < steps < warm:
+        text = f"{warm:g}, while max_steps is {steps}: the learning rate would never be reached"
+        yield ("train", "warmup_steps"), text, "write a share of all steps, such as 0.03"
+    yield from _check_arguments(train)
+    yield from _check_model_init(train.get("model_init_kwargs"))
     named = train.get("report_to")
+    known = (*native.reporters(), "none", "all")
     for name in [named] if isinstance(named, str) else named or []:
-        known = (*native.reporters(), "none", "all")
         if name not in known:
-            add("report_to", f"{show_value(name)} is not a tracker of the pinned transformers", did_you_mean(name, known))
+            text = f"{show_value(name)} is not a tracker of the pinned transformers"
+            yield ("train", "report_to"), text, did_you_mean(name, known)
     for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if isinstance(given := train.get(key), dict) and given.get("preserve_rng_state") is False:
             text = "preserve_rng_state is false: a layer with dropout, computed again, would drop other values"
-            add(key, text, "leave it out: it saves nothing where there is no dropout")
+            yield ("train", key), text, "leave it out: it saves nothing where there is no dropout"
     old, new = train.get("gradient_checkpointing"), train.get("activation_checkpointing")
     if old is not None and new is not None and old != new:
-        add("gradient_checkpointing", f"{old}, while activation_checkpointing is {new}: they are one", "keep the second")
-    return problems
+        text = f"{old}, while activation_checkpointing is {new}: they are one"
+        yield ("train", "gradient_checkpointing"), text, "keep the second"
 
 
-def _check_model_init(given: Any, place: Place) -> list[Problem]:
+def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
+    """Arguments of the schedule and of the optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
+    schedule, optimizer = (str(train.get(key) or native.train_fields()[key].default) for key in ("lr_scheduler_type", "optim"))
+    known = native.schedule_arguments(schedule)
+    for key in train.get("lr_scheduler_kwargs") or {}:
+        if key not in known:
+            text = f"{show_value(key)} is no argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
+            yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
+    taken, path = native.optimizer_arguments(optimizer), ("train", "optim_args")
+    for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
+        key, equals, value = item.partition("=")
+        if not (key and equals and value):
+            yield path, f"{show_value(item)} is not of the form key=value", "write key=value, several with commas"
+        elif taken is not None and key not in taken:
+            text = f"{show_value(key)} has no effect with optim {optimizer}; it reads {', '.join(taken) or 'no optim_args'}"
+            yield path, text, did_you_mean(key, taken) if taken else "leave it out"
+
+
+def _check_model_init(given: Any) -> Iterator[Found]:
     path = ("train", "model_init_kwargs")
-    if not isinstance(given, dict):
-        return [] if given is None else [_problem(place, path, f"{show_value(given)} is not a mapping")]
-    problems = []
-    for key, value in given.items():
+    if given is not None and not isinstance(given, dict):
+        yield path, f"{show_value(given)} is not a mapping", None
+    for key, value in given.items() if isinstance(given, dict) else ():
         words = native_rules.MODEL_INIT.get(key)
         if key == QUANTIZATION:
-            for inner, text, fix in quantization.find_problems(value) if value is not None else ():
-                problems.append(_problem(place, (*path, key, *inner), text, fix))
+            inner = quantization.find_problems(value) if value is not None else ()
+            yield from (((*path, key, *rest), text, fix) for rest, text, fix in inner)
         elif words is None:
-            fix = did_you_mean(key, [*native_rules.MODEL_INIT, QUANTIZATION])
-            problems.append(_problem(place, (*path, key), "is not taken here", fix))
+            yield (*path, key), "is not taken here", did_you_mean(key, [*native_rules.MODEL_INIT, QUANTIZATION])
         elif value not in words:
             text = f"{show_value(value)} is not one of {', '.join(words)}"
-            problems.append(_problem(place, (*path, key), text, did_you_mean(str(value), words)))
-    return problems
+            yield (*path, key), text, did_you_mean(str(value), words)
 
 
-def find_quantization_problems(train: Mapping[str, Any], lora: Any, place: Place) -> list[Problem]:
+def check_quantization(train: Mapping[str, Any], lora: Any) -> Iterator[Found]:
     """A quantised base takes adapters only."""
-    if quantization.of(train) is None or lora is not None:
-        return []
-    fix = "add a lora section, or leave the quantisation out"
-    path = ("train", "model_init_kwargs", QUANTIZATION)
-    return [_problem(place, path, "quantised weights cannot be trained themselves", fix)]
+    if quantization.of(train) is not None and lora is None:
+        fix = "add a lora section, or leave the quantisation out"
+        yield ("train", "model_init_kwargs", QUANTIZATION), "quantised weights cannot be trained themselves", fix
 
 
-def find_lora_problems(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None, place: Place) -> list[Problem]:
+def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
     """What PEFT or the chain (export, merge) refuses, and targets that the architecture does not have."""
-    problems = []
-
-    def add(key: str, message: str, fix: str | None = None) -> None:
-        problems.append(_problem(place, ("lora", key), message, fix))
-
     for key, what in native_rules.LORA_UNSUPPORTED.items():
         if lora.get(key):
-            add(key, f"{what} cannot be exported and merged", "leave it out")
+            yield ("lora", key), f"{what} cannot be exported and merged", "leave it out"
     if lora.get("init_lora_weights", True) not in native_rules.LORA_PLAIN_INIT:
-        add("init_lora_weights", f"{lora['init_lora_weights']} changes the base weights or trains otherwise", "leave it out")
+        text = f"{lora['init_lora_weights']} changes the base weights or trains otherwise"
+        yield ("lora", "init_lora_weights"), text, "leave it out"
     if lora.get("bias", "none") != "none":
-        add("bias", f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none")
+        yield ("lora", "bias"), f"{lora['bias']}: trained biases cannot be exported and merged", "write bias: none"
     if lora.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
-        add("task_type", f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM")
+        yield ("lora", "task_type"), f"{lora['task_type']} is not what is trained here", "write CAUSAL_LM"
     target = lora.get("target_modules")
     if isinstance(target, str) and (lora.get("layers_to_transform") is not None or lora.get("layers_pattern") is not None):
-        add("target_modules", "a pattern, which PEFT takes only without layers_to_transform and layers_pattern")
+        text = "a pattern, which PEFT takes only without layers_to_transform and layers_pattern"
+        yield ("lora", "target_modules"), text, None
     if lora.get("layers_pattern") and lora.get("layers_to_transform") is None:
-        add("layers_pattern", "needs layers_to_transform")
+        yield ("lora", "layers_pattern"), "needs layers_to_transform", None
     if target is None or target == []:
-        add("target_modules", "missing", "name the modules, such as [q_proj, v_proj], or all-linear")
+        yield ("lora", "target_modules"), "missing", "name the modules, such as [q_proj, v_proj], or all-linear"
     elif architecture is not None:
-        _check_targets(lora, architecture, add)
-    return problems
+        yield from _check_targets(lora, architecture)
 
 
-def _check_targets(
-    lora: Mapping[str, Any], architecture: Mapping[str, Any], add: Callable[[str, str, str | None], None]
-) -> None:
+def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
     kind, target = str(architecture["model_type"]), lora["target_modules"]
     modules = adapter_modules(architecture)
     if not is_pattern(target):
-        add("target_modules", f"{show_value(target)} is no regular expression", None)
+        yield ("lora", "target_modules"), f"{show_value(target)} is no regular expression", None
         return
-    _check_head(lora, architecture, add)
+    yield from _check_head(lora, architecture)
     if not modules:
         return
     last = {name.split(".")[-1] for name in modules}
-    if isinstance(target, str):
-        if target.lower() != "all-linear" and not any(matches(target, name) for name in modules):
-            add("target_modules", f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last))
-    else:
-        _check_names("target_modules", target, modules, kind, add)
-    for key in ("modules_to_save", "exclude_modules"):
-        if isinstance(lora.get(key), list):
-            _check_names(key, lora[key], modules, kind, add)
+    if isinstance(target, str) and not is_all_linear(target) and not any(matches(target, name) for name in modules):
+        yield ("lora", "target_modules"), f"{show_value(target)} matches no module of {kind}", did_you_mean(target, last)
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        for name in names if isinstance(names := lora.get(key), list) else ():
+            if not any(matches([name], module) for module in modules):
+                yield ("lora", key), f"{kind} has no module {show_value(name)}", did_you_mean(name, last)
+    targeted = [name for name in modules if is_all_linear(target) or matches(target, name)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in (lora.get(key) or {}).items():
+            yield from ((("lora", key), text, fix) for text, fix in _check_pattern(key, pattern, value, targeted))
     layers, chosen = int(architecture["num_hidden_layers"]), lora.get("layers_to_transform")
     for index in [chosen] if isinstance(chosen, int) else chosen or []:
         if not 0 <= index < layers:
-            add("layers_to_transform", f"{index} is not a layer: the model has {layers}, counted from 0", None)
+            text = f"{index} is not a layer: the model has {layers}, counted from 0"
+            yield ("lora", "layers_to_transform"), text, None
+
+
+def is_all_linear(target: object) -> bool:
+    """Whether ``target_modules`` is PEFT's word for all linear modules but the head."""
+    return isinstance(target, str) and target.lower() == "all-linear"
+
+
+def _check_pattern(key: str, pattern: str, value: Any, targets: list[str]) -> Iterator[tuple[str, str | None]]:
+    """An entry of ``rank_pattern`` or ``alpha_pattern``: PEFT matches the end of a module's name."""
+    allowed = native_rules.LORA_RANGES["r" if key == "rank_pattern" else "lora_alpha"]
+    kind = int if key == "rank_pattern" else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not allowed.holds(value):
+        number = "a whole number" if key == "rank_pattern" else "a number"
+        yield f"{show_value(pattern)}: {show_value(value)} is not {number} that is {allowed}", None
+    if not is_pattern(pattern):
+        yield f"{show_value(pattern)} is no regular expression", None
+    elif not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
+        text = f"{show_value(pattern)} matches none of the modules that target_modules names: it has no effect"
+        yield text, did_you_mean(pattern, {name.split(".")[-1] for name in targets})
 
 
 def is_pattern(target: str | list[str]) -> bool:
@@ -346,21 +310,12 @@ def is_pattern(target: str | list[str]) -> bool:
     return True
 
 
-def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any], add: Callable[[str, str, str | None], None]) -> None:
+def _check_head(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> Iterator[Found]:
     """TRL multiplies by the output projection's weight itself and refuses an adapter on it (sft_trainer.py:1066)."""
     target, chosen, excluded = lora["target_modules"], lora.get("layers_to_transform"), lora.get("exclude_modules")
-    if chosen not in (None, []) or (isinstance(target, str) and target.lower() == "all-linear"):
+    if chosen not in (None, []) or is_all_linear(target):
         return  # PEFT takes layers alone, and leaves the head out of all-linear
     for head in head_names(architecture):
         if matches(target, head) and not (excluded and is_pattern(excluded) and matches(excluded, head)):
             text = f"{show_value(target)} takes in {head}, of which TRL reads the weight alone: an adapter would not be trained"
-            add("target_modules", text, f"leave {head} out")
-
-
-def _check_names(
-    key: str, names: list[str], modules: list[str], kind: str, add: Callable[[str, str, str | None], None]
-) -> None:
-    last = {name.split(".")[-1] for name in modules}
-    for name in names:
-        if not any(matches([name], module) for module in modules):
-            add(key, f"{kind} has no module {show_value(name)}", did_you_mean(name, last))
+            yield ("lora", "target_modules"), text, f"leave {head} out"

@@ -4,45 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.config.cluster_checks import read_cluster
 from clustertune.config.cluster_look import Seen, collect, judge
-from clustertune.config.cluster_schema import (
-    Brick,
-    Cluster,
-    Compute,
-    Container,
-    Host,
-    Network,
-    Pool,
-    SlurmFacts,
-    Storage,
-    same_host,
-)
+from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.schema import NAME
 from clustertune.config.yamlfile import read_yaml
 from clustertune.errors import Problem, UserError
 from clustertune.tree import ROOT
-
-__all__ = [
-    "CLUSTERS",
-    "LOCAL",
-    "Brick",
-    "Cluster",
-    "Compute",
-    "Container",
-    "Host",
-    "Network",
-    "Pool",
-    "SlurmFacts",
-    "Storage",
-    "known_clusters",
-    "load_cluster",
-    "same_host",
-]
 
 CLUSTERS = ROOT / "ops" / "clusters"
 """The cluster files that come with the project, and where an operator puts the own one."""
@@ -66,7 +38,7 @@ def load_cluster(name_or_path: str | None = None, *, look: Callable[[], Seen] = 
     if name_or_path == LOCAL:
         return judge(look())
     if not name_or_path or "\0" in name_or_path or len(name_or_path) > 4096:
-        raise UserError(Problem(f"{name_or_path[:60]!r} is not a cluster", file=COMMAND_LINE, key="--cluster"))
+        raise _refused(f"{name_or_path[:60]!r} is not a cluster")
     known = known_clusters()
     if name_or_path in known:
         return _read(known[name_or_path])
@@ -76,17 +48,15 @@ def load_cluster(name_or_path: str | None = None, *, look: Callable[[], Seen] = 
             return _read(path)
         exists = path.exists()
     except OSError as error:
-        text = f"{name_or_path[:60]!r} cannot be read: {error.strerror or error}"
-        raise UserError(Problem(text, file=COMMAND_LINE, key="--cluster")) from None
+        raise _refused(f"{name_or_path[:60]!r} cannot be read: {error.strerror or error}") from None
+    fix = did_you_mean(path.stem, [*known, LOCAL])
     if exists or path.suffix in (".yaml", ".yml") or "/" in name_or_path:
-        what = "is not a file" if exists else "does not exist"
-        raise UserError(Problem(f"{name_or_path} {what}", file=COMMAND_LINE, key="--cluster", fix=_names(name_or_path, known)))
-    text = f"there is no cluster {name_or_path!r}"
-    raise UserError(Problem(text, file=COMMAND_LINE, key="--cluster", fix=_names(name_or_path, known)))
+        raise _refused(f"{name_or_path} {'is not a file' if exists else 'does not exist'}", fix)
+    raise _refused(f"there is no cluster {name_or_path!r}", fix)
 
 
-def _names(given: str, known: Iterable[str]) -> str | None:
-    return did_you_mean(Path(given).stem, [*known, LOCAL])
+def _refused(text: str, fix: str | None = None) -> UserError:
+    return UserError(Problem(text, file=COMMAND_LINE, key="--cluster", fix=fix))
 
 
 def _read(path: Path) -> Cluster:

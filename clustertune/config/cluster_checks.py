@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.config.cluster_compute import ABOVE, check_compute
-from clustertune.config.cluster_environment import check_environment
 from clustertune.config.cluster_schema import (
     CONTAINER_OPTIONS,
     NETWORKS,
+    Brick,
     Cluster,
     ClusterFile,
     Compute,
     Container,
     Host,
     Network,
+    Pool,
     SlurmFacts,
 )
-from clustertune.config.cluster_storage import check_storage
-from clustertune.config.cluster_words import Found, key_of, place_of, salvage, schema_problems
+from clustertune.config.findings import Found, as_problems, salvage, schema_findings
+from clustertune.config.hardware import Gpu, load_hardware, read_hardware
+from clustertune.config.load import did_you_mean
 from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem, UserError
+from clustertune.host.cpus import parse_cpu_list
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 """One label of a host name (RFC 1123, 2.1)."""
@@ -33,25 +35,22 @@ _BIND = re.compile(r"(/[^\s,:\x00-\x1f]*)(:/[^\s,:\x00-\x1f]*(:(ro|rw))?)?")
 
 
 def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
-    """The cluster of a file. ``name``: what its file name says. Raises UserError with every problem."""
-    problems, facts = [], None
+    """The cluster of a file. ``name``: what its file name says. Raises UserError with all problems in their order."""
+    found: list[Found] = []
     try:
         facts = ClusterFile.model_validate(document.data)
     except ValidationError as error:
-        problems = schema_problems(ClusterFile, error, document)
-    told = {problem.key for problem in problems}
-    for path, message, fix in (*_check_name(document.data.get("name"), name), *_contradictions(document.data)):
-        if key_of(document, path) in told:  # what cannot be read was said already, and is no fact to compare
-            continue
-        problems.append(Problem(message, file=place_of(document, path), key=key_of(document, path), fix=fix))
-    if facts is None or problems:
+        found = list(schema_findings(ClusterFile, error))
+    unread = {path for path, _, _ in found}  # no facts to compare
+    more = (*_check_name(document.data.get("name"), name), *_contradictions(document.data))
+    if problems := as_problems([*found, *(item for item in more if item[0] not in unread)], document):
         raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
 
 
 def _line(problem: Problem) -> int:
-    """Problems are told in the order of the file."""
-    return int((problem.file or "").rpartition(":")[2]) if re.search(r":\d+$", problem.file or "") else 0
+    found = re.search(r":(\d+)$", problem.file or "")
+    return int(found[1]) if found else 0
 
 
 def _check_name(said: object, name: str | None) -> Iterator[Found]:
@@ -173,11 +172,8 @@ def _check_speed(network: Network) -> Iterator[Found]:
         nominal = network.gbit * network.ports / 8
         if network.measured_gb_s > ABOVE * nominal:
             message = f"{network.measured_gb_s:g}: more than {network.ports} x {network.gbit:g} Gbit/s carry, {nominal:g} GB/s"
-            yield (
-                ("network", "measured_gb_s"),
-                message,
-                "busbw of all_gather_perf over several nodes in GB/s; or fix gbit or ports",
-            )
+            fix = "busbw of all_gather_perf over several nodes in GB/s; or fix gbit or ports"
+            yield ("network", "measured_gb_s"), message, fix
 
 
 def _check_addresses(network: Network, hosts: Sequence[Host | None], several: bool) -> Iterator[Found]:
@@ -223,7 +219,8 @@ def _check_container(container: Container) -> Iterator[Found]:
             "a .sqsh that all nodes see, or docker://NAME@sha256:DIGEST" if runtime == "pyxis" else "a .sif that all nodes see"
         )
         yield ("container", "image"), f"missing, while runtime is {runtime}", kind
-    for key, named in {"image": image, "megatron": container.megatron}.items() if runtime != "none" else ():
+    named_images = {"image": image, "megatron": container.megatron, "vllm": container.vllm}
+    for key, named in named_images.items() if runtime != "none" else ():
         if runtime == "pyxis" and named and named.endswith(".sif"):
             yield ("container", key), "a .sif, which enroot cannot open", "runtime: apptainer; or a .sqsh of enroot import"
         elif runtime and runtime != "pyxis" and named and named.startswith("docker://"):
@@ -234,8 +231,303 @@ def _check_container(container: Container) -> Iterator[Found]:
     for index, bind in enumerate(container.binds or ()):
         match = _BIND.fullmatch(bind)
         if not match or "/../" in f"{bind}/".replace(":", "/"):
-            yield (
-                ("container", "binds", str(index)),
-                f"{bind[:60]!r} is no bind",
-                "write /path, /path:/inside or /path:/inside:ro",
-            )
+            fix = "write /path, /path:/inside or /path:/inside:ro"
+            yield ("container", "binds", str(index)), f"{bind[:60]!r} is no bind", fix
+
+
+# --- the compute section: counts, GPUs and NUMA nodes ------------------------------------------------------------------
+# A part that could not be read is None here: the rest is still compared.
+
+
+ABOVE = 1.05
+"""Above the nominal bandwidth by more than this, a measured one is wrong; vendors and nccl-tests both count 10^9 bytes."""
+
+
+def check_compute(compute: Compute) -> Iterator[Found]:
+    if compute.gpus:
+        yield from _check_gpu(compute)
+    elif compute.gpus == 0:
+        for key in ("gpu", "interconnect", "nvlink_domain", "measured_gb_s"):
+            if getattr(compute, key) not in (None, "none"):
+                yield ("compute", key), f"{getattr(compute, key)}, while gpus is 0", "leave it out, or say how many"
+    if compute.threads and compute.cores:
+        each, left = divmod(compute.threads, compute.cores)
+        if left:
+            message = f"{compute.threads} is no multiple of {compute.cores} cores"
+            yield ("compute", "threads"), message, "threads of the whole node"
+        elif each > 8:
+            yield ("compute", "threads"), f"{each} threads per core: no CPU has them", None
+    if compute.cores and compute.sockets and compute.cores % compute.sockets:
+        message = f"{compute.cores} does not divide by {compute.sockets} sockets"
+        yield ("compute", "cores"), message, "cores of the whole node"
+    yield from _check_numa(compute)
+
+
+def _check_gpu(compute: Compute) -> Iterator[Found]:
+    known = load_hardware()
+    if not compute.gpu:
+        yield ("compute", "gpu"), f"missing, while gpus is {compute.gpus}", f"one of {', '.join(known)}"
+    elif compute.gpu not in known:
+        fix = did_you_mean(compute.gpu, known)
+        yield ("compute", "gpu"), f"ops/hardware.yaml has no {compute.gpu}", f"{fix or 'name one'}, or add it there"
+    if not compute.interconnect:
+        fix = "pcie5 where GPUs are PCIe cards, nvlink4 for HGX H100, none for one GPU"
+        yield ("compute", "interconnect"), f"missing, while gpus is {compute.gpus}", fix
+    elif compute.interconnect == "none" and compute.gpus > 1:
+        yield ("compute", "interconnect"), f"none, while a node has {compute.gpus} GPUs", "at least PCIe connects them: pcie5"
+    elif compute.interconnect:
+        yield from _check_links(compute, known.get(compute.gpu or ""))
+
+
+def _check_links(compute: Compute, gpu: Gpu | None) -> Iterator[Found]:
+    """What is said of the link against the GPU, the node and the nominal speed."""
+    link = compute.interconnect or ""
+    if gpu and link.startswith("nvlink") and link != f"nvlink{gpu.nvlink}":
+        has = f"NVLink {gpu.nvlink}" if gpu.nvlink else "no NVLink that joins all GPUs of a node"
+        fix = f"nvlink{gpu.nvlink}" if gpu.nvlink else gpu.host_link
+        yield ("compute", "interconnect"), f"{link}, but a {compute.gpu} has {has}", f"write {fix}"
+    domain = compute.nvlink_domain
+    if domain and not link.startswith("nvlink"):
+        yield ("compute", "nvlink_domain"), f"given, while interconnect is {link}", "leave it out"
+    elif domain and (domain < compute.gpus or domain % compute.gpus):
+        message = f"{domain} GPUs are not several whole nodes of {compute.gpus}"
+        yield ("compute", "nvlink_domain"), message, "GPUs of the whole domain, over all its nodes: 72 in an NVL72"
+    facts = read_hardware().links.get(link)
+    if compute.measured_gb_s and (facts is None or compute.measured_gb_s > ABOVE * facts.gb_s):
+        what = f"more than the {facts.gb_s:g} GB/s of {link}" if facts else "given, while interconnect is none"
+        fix = "busbw of all_gather_perf, of one GPU in one direction, in GB/s" if facts else "leave it out"
+        yield ("compute", "measured_gb_s"), f"{compute.measured_gb_s:g}: {what}" if facts else what, fix
+
+
+def _check_numa(compute: Compute) -> Iterator[Found]:
+    groups, lists = compute.numa_gpus or (), compute.numa_cpus or ()
+    if groups and isinstance(compute.gpus, int):
+        yield from _check_partition(groups, compute.gpus)
+        yield from _check_groups("numa_gpus", len(groups), compute.sockets)
+    if lists:
+        if groups and len(groups) != len(lists):
+            message = f"{len(lists)} NUMA nodes, but numa_gpus has {len(groups)}"
+            yield ("compute", "numa_cpus"), message, "one entry for each NUMA node in both"
+        yield from _check_groups("numa_cpus", len(lists), compute.sockets)
+        yield from _check_lists(lists, compute.threads)
+
+
+def _check_partition(groups: Sequence[Sequence[int]], gpus: int) -> Iterator[Found]:
+    key = ("compute", "numa_gpus")
+    flat = [gpu for group in groups for gpu in group]
+    for gpu in sorted(set(flat)):
+        if flat.count(gpu) > 1:
+            yield key, f"GPU {gpu} stands twice", "each GPU has one NUMA node"
+        if gpu >= gpus:
+            yield key, f"there is no GPU {gpu}: {gpus} are counted from 0", None
+    if missing := sorted(set(range(gpus)) - set(flat)):
+        text = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        yield key, f"{text} missing: of each GPU the NUMA node", "nvidia-smi topo -m shows it"
+
+
+def _check_lists(lists: Sequence[str], threads: int | None) -> Iterator[Found]:
+    key, fix = ("compute", "numa_cpus"), "lscpu shows the lists"
+    seen: dict[int, int] = {}
+    readable = True
+    for index, text in enumerate(lists):
+        try:
+            cpus = parse_cpu_list(text)
+        except ValueError as error:
+            yield (*key, str(index)), str(error), fix
+            readable = False
+            continue
+        if not cpus:
+            yield (*key, str(index)), "empty", fix
+        if twice := sorted(cpu for cpu in cpus if seen.setdefault(cpu, index) != index):
+            yield (*key, str(index)), f"CPU {twice[0]} is also of NUMA node {seen[twice[0]]}", fix
+    if readable and threads and len(seen) != threads:
+        yield key, f"{len(seen)} CPUs in all, but threads is {threads}", "every CPU belongs to one NUMA node"
+
+
+def _check_groups(key: str, count: int, sockets: int | None) -> Iterator[Found]:
+    """A socket is one NUMA node or, by a BIOS setting (NPS2, SNC4), several; never the other way round."""
+    if sockets and count % sockets:
+        yield ("compute", key), f"{count} NUMA nodes, but {sockets} sockets", "each socket has the same number: lscpu shows it"
+
+
+# --- variables of the libraries that carry the bytes between ranks -----------------------------------------------------
+# What network.environment may hold. They reach every rank, run.json and reports: nothing that a program would run by, or that
+# nobody else may read, belongs there.
+
+
+PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_")
+"""NCCL, gloo, UCX and libfabric."""
+KEY = ("network", "environment")
+MOST = 64
+"""Variables."""
+_NAME = re.compile(r"(NCCL|GLOO|UCX|FI)(_[A-Z0-9]+)+")
+_VALUE = re.compile(r"[A-Za-z0-9_=^.,:;/%+*\[\]-]{1,256}")
+"""What values of these libraries are made of: nothing that a shell between here and a rank would read otherwise."""
+_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY)(_|$)")
+_OWN = {
+    "NCCL_COMM_ID": "every job has one of its own",
+    "NCCL_HOSTID": "every node has one of its own: with one for all NCCL takes them for one machine",
+}
+_KNOWN = (
+    "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA",
+    "NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_SL", "NCCL_IB_SPLIT_DATA_ON_QPS", "NCCL_IB_TC", "NCCL_IB_TIMEOUT",
+    "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NET_GDR_LEVEL", "NCCL_NET_PLUGIN", "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS", "NCCL_TOPO_FILE", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "UCX_NET_DEVICES", "UCX_TLS",
+)  # fmt: skip
+"""For a hint where a name is none."""
+
+
+def check_environment(values: Mapping[str, object] | None) -> Iterator[Found]:
+    """What is wrong with names and values."""
+    for name, value in (values or {}).items():
+        path = (*KEY, name)
+        if name in _OWN:
+            yield path, _OWN[name], "leave it out"
+        elif not _NAME.fullmatch(name) or len(name) > 64:
+            fix = did_you_mean(name, _KNOWN) or f"names that begin with {', '.join(PREFIXES)}"
+            yield path, "no variable of NCCL, gloo, UCX or libfabric", fix
+        elif _SECRET.search(name):
+            yield path, "a secret: everybody reads this file", "leave it out"
+        elif not isinstance(value, str):
+            continue  # the schema has told that
+        elif not _VALUE.fullmatch(value) or "://" in value:
+            yield path, f"{value[:60]!r} is no value of such a variable", "letters, digits and _ = ^ . , : ; / % + * [ ] -"
+    if len(values or {}) > MOST:
+        yield KEY, f"{len(values or {})} variables", f"{MOST} at most"
+
+
+# --- the storage section, as whoever mounts it would meet it -----------------------------------------------------------
+
+
+_SYSTEM = re.compile(r"/(bin|boot|dev|etc|lib|lib64|proc|root|run|sbin|sys|tmp|usr|var)?")
+"""A file system that is mounted there hides what a machine needs to run."""
+_KERNEL = re.compile(r"/(dev|proc|run|sys)(/.*)?")
+"""Nothing that is made there is there after the next boot."""
+
+
+def check_storage(storage: Mapping[str, Any], hosts: Sequence[Host | None]) -> Iterator[Found]:
+    """Everything that is wrong with bricks, pool and folders; a part that could not be read is None."""
+    listed = storage.get("bricks", [])
+    found = [salvage(Brick, item) for item in listed] if isinstance(listed, list) else []
+    bricks = [(("storage", "bricks", str(index)), brick) for index, (brick, _) in enumerate(found) if brick]
+    whole = isinstance(listed, list) and all(good for _, good in found)
+    names = {host.name: host for host in hosts if host and host.name}
+    for path, brick in bricks:
+        host = names.get(brick.node)
+        if host is None and all(host and host.name for host in hosts):
+            yield (*path, "node"), f"there is no machine {brick.node}", did_you_mean(str(brick.node), names)
+        elif host is not None and host.roles is not None and "nfs" not in host.roles:
+            yield (*path, "node"), f"{brick.node} has a brick but not the role nfs", "add nfs to its roles"
+        yield from _check_brick(path, brick, _root_device(storage, host))
+    yield from _twice(bricks, "mount", "two file systems cannot be mounted there")
+    yield from _twice(bricks, "path", "one folder of one machine", per_node=True)
+    yield from _twice(bricks, "device", "its space would count twice", per_node=True)
+    yield from _crossed(bricks)
+    owners = {brick.node for _, brick in bricks}
+    for index, host in enumerate(hosts):
+        if whole and host and "nfs" in (host.roles or ()) and host.name not in owners:
+            message = f"{host.name} has the role nfs but no brick"
+            yield ("nodes", str(index), "roles"), message, "add it to storage.bricks, or take the role away"
+    pool, _ = salvage(Pool, storage.get("pool"))
+    if pool and pool.mount:
+        yield from _check_pool(pool, bricks, whole)
+    mounts = [brick.mount for _, brick in bricks if brick.mount] + ([pool.mount] if pool and pool.mount else [])
+    yield from _check_folders(storage, mounts, whole)
+
+
+def _root_device(storage: Mapping[str, Any], host: Host | None) -> str | None:
+    """What a machine boots from; None: nobody said, as only compute nodes are alike."""
+    root = storage.get("root")
+    return root.get("device") if isinstance(root, dict) and host and "compute" in (host.roles or ()) else None
+
+
+def _check_brick(path: tuple[str, ...], brick: Brick, root: str | None) -> Iterator[Found]:
+    """What one brick alone says."""
+    for key, place in (("mount", brick.mount), ("path", brick.path)):
+        if place and _is_system(place):
+            fix = "mount it elsewhere" if key == "mount" else "a folder of its own"
+            yield (*path, key), f"{place} is the system's own", fix
+    if brick.mount and brick.path and _nested(brick.mount, brick.path):
+        message = f"{brick.path} and {brick.mount}, where it is seen, lie in each other"
+        yield (*path, "mount"), message, "the same folder, or one beside it"
+    if brick.device and not brick.device.startswith("/dev/"):
+        yield (*path, "device"), f"{brick.device} is no device", "write it as /dev/disk/by-id/...; lsblk shows them"
+    if brick.device and brick.device == root:
+        yield (*path, "device"), f"{brick.device} is storage.root.device, which the machine boots from", "the brick's own disk"
+
+
+def _is_system(place: str) -> bool:
+    return bool(_SYSTEM.fullmatch(place) or _KERNEL.fullmatch(place))
+
+
+def _crossed(bricks: Sequence[tuple[tuple[str, ...], Brick]]) -> Iterator[Found]:
+    """A brick that is seen, on the machine of another one, where that has its own exported folder."""
+    for path, brick in bricks:
+        for _, other in bricks:
+            mine, theirs = brick.mount, other.path
+            if other is brick or not (mine and theirs):
+                continue
+            if mine == theirs or _nested(mine, theirs):
+                what = "is" if mine == theirs else f"lies in, or around, {theirs},"
+                message = f"{mine} {what} the exported folder of another brick, on {other.node}"
+                yield (*path, "mount"), message, "see each brick at a place of its own"
+
+
+def _twice(bricks: Sequence[tuple[tuple[str, ...], Brick]], key: str, why: str, *, per_node: bool = False) -> Iterator[Found]:
+    """Bricks at one place, or one inside of another."""
+    for number, (path, brick) in enumerate(bricks):
+        for _, other in bricks[:number]:
+            if per_node and other.node != brick.node:
+                continue
+            mine, theirs = getattr(brick, key), getattr(other, key)
+            if not (mine and theirs):
+                continue
+            if mine == theirs:
+                yield (*path, key), f"{mine} is also the {key} of another brick: {why}", "give each its own"
+            elif key != "device" and _nested(mine, theirs):
+                yield (*path, key), f"{mine} and {theirs} of another brick lie in each other", "give each its own"
+
+
+def _inside(inner: str, outer: str) -> bool:
+    return inner != outer and inner.startswith(outer.rstrip("/") + "/")
+
+
+def _nested(one: str, other: str) -> bool:
+    return _inside(one, other) or _inside(other, one)
+
+
+def _check_pool(pool: Pool, bricks: Sequence[tuple[tuple[str, ...], Brick]], complete: bool) -> Iterator[Found]:
+    path = ("storage", "pool", "mount")
+    if not bricks and complete:
+        yield ("storage", "pool"), "a pool without bricks", "name them in storage.bricks"
+    if _is_system(pool.mount):
+        yield path, f"{pool.mount} is the system's own", "mount it elsewhere"
+    for _, brick in bricks:
+        for place in filter(None, (brick.mount, brick.path)):
+            if pool.mount == place or _nested(pool.mount, place):
+                what = "is also" if pool.mount == place else "and"
+                tail = f"a folder of the brick of {brick.node}" if pool.mount == place else f"{place} lie in each other"
+                yield path, f"{pool.mount} {what} {tail}", "a pool has a mount point of its own"
+                break
+    if pool.min_free_gb and complete and bricks and pool.min_free_gb >= 1000 * min(brick.tb for _, brick in bricks):
+        yield ("storage", "pool", "min_free_gb"), "more than the smallest brick holds: no file would go there", None
+
+
+def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: bool) -> Iterator[Found]:
+    shared, scratch = storage.get("shared"), storage.get("scratch", "")
+    staging = storage["staging"].get("path") if isinstance(storage.get("staging"), dict) else None
+    if complete and mounts and isinstance(shared, str) and not any(_inside(shared, m) or shared == m for m in mounts):
+        message = f"{shared} lies on none of the mounts {', '.join(mounts)}: other machines do not see it"
+        yield ("storage", "shared"), message, "choose a folder below one of them"
+    if isinstance(staging, str) and _SYSTEM.fullmatch(staging):
+        yield ("storage", "staging", "path"), f"{staging} is the system's own", "a folder of its own on a local disk"
+    for key, place in (("scratch", scratch), ("staging", staging)):
+        for mount in mounts:
+            if key == "staging" and isinstance(place, str) and _inside(mount, place):
+                yield ("storage", key, "path"), f"{mount} lies in {place}, where copies make room for others", "one beside it"
+                break
+            if isinstance(place, str) and (place == mount or _inside(place, mount)):
+                at = ("storage", key) if key == "scratch" else ("storage", key, "path")
+                yield at, f"{place} lies on {mount}, which all machines share", "a folder of a local disk"
+                break

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clustertune.config.schema import NAME, Count, Number, Positive, Section
+from clustertune.config.schema import Count, Number, Plain, Positive, Section, form
 
 ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
@@ -55,13 +55,20 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-HostName = Annotated[str, Field(pattern=rf"^{HOST}$")]
-Plain = Annotated[str, Field(pattern=rf"^{NAME}$")]
-AbsolutePath = Annotated[str, Field(max_length=1024, pattern=rf"^({PATH})$")]
-Place = Annotated[str, Field(max_length=1024, pattern=rf"^{PLACE}$")]
-Account = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}$")]
+_PLAIN_PATH = "an absolute path of letters, digits and . _ @ + -"
+HostName = Annotated[str, form(HOST, "a name of letters, digits, '.', '_' and '-'")]
+AbsolutePath = Annotated[
+    str, Field(max_length=1024), form(PATH, f"{_PLAIN_PATH} (it becomes a field of fstab and an argument)")
+]
+Image = Annotated[
+    str, Field(max_length=1024), form(rf"{PATH}|{DOCKER}", f"{_PLAIN_PATH}, nor docker://NAME@sha256:DIGEST (a tag moves)")
+]
+Place = Annotated[str, Field(max_length=1024), form(PLACE, "an absolute path, nor one below ~ or a variable such as $SCRATCH")]
+Account = Annotated[str, form(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", "a name of letters, digits, '.', '_', '@' and '-'")]
 Quantity = Annotated[Number, Field(gt=0)]
-Version = Annotated[str, BeforeValidator(_text), Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}$")]
+Version = Annotated[str, BeforeValidator(_text), form(r"[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}", "a version, as 23.11.4")]
+Adapter = Annotated[str, form(r"[A-Za-z0-9_]{1,32}(:[0-9]{1,3})?", "an RDMA adapter, as mlx5_0 or mlx5_0:1")]
+Module = Annotated[str, form(MODULE, "the name of an environment module, as cuda/12.8")]
 Words = Annotated[str, BeforeValidator(_text)]
 
 
@@ -106,7 +113,7 @@ class Compute(Section):
 class Network(Section):
     """The network between the compute nodes."""
 
-    interface: Annotated[str, Field(pattern=rf"^{INTERFACE}$")] | None = None
+    interface: Annotated[str, form(INTERFACE, "the name of a network interface, as bond0")] | None = None
     """Interface for all traffic between ranks, the same name on every node; None: the one that the route takes."""
     kind: Literal[NETWORKS]  # type: ignore[valid-type]
     gbit: Quantity | None = None
@@ -117,11 +124,11 @@ class Network(Section):
     """Bus bandwidth of an NCCL all-gather over several nodes, GB/s: what a node's ports carry together in one direction."""
     subnet: Annotated[str, Field(max_length=64)] | None = None
     """Where the nodes' addresses lie, as 10.0.0.0/24."""
-    hca: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}(:[0-9]{1,3})?$")], ...], Field(max_length=32)] = ()
+    hca: Annotated[tuple[Adapter, ...], Field(max_length=32)] = ()
     """RDMA adapters (and port) to use, as mlx5_0:1; empty: all active ones."""
     environment: dict[str, Words] = Field(default_factory=dict)
     """Variables of NCCL, gloo, UCX and libfabric for every rank, instead of those that are derived from the keys above: what
-    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster_environment` says which."""
+    ``nccl-check --tune`` found. :mod:`clustertune.config.cluster_checks` says which."""
 
 
 class Brick(Section):
@@ -185,6 +192,8 @@ class Storage(Section):
     """Folder below which runs lie. None: ``checkpoints/$USER`` below ``shared`` in the same way, else ``runs`` here."""
     group: Plain | None = None
     """Unix group whose members share what is in it; None: everybody may write, as in /tmp."""
+    group_reads: bool = False
+    """Whether the group of a run's folder may read the run (umask 027). False: its user alone (umask 077)."""
     scratch: AbsolutePath = "/tmp"  # noqa: S108 - what is put there is created with mode 0700
     """Folder on a disk of the node itself, for compiler caches."""
     staging: Staging | None = None
@@ -210,20 +219,23 @@ class SlurmFacts(Section):
     """How jobs are submitted. The controller is the node with the role ``slurmctld``."""
 
     partition: Plain
-    gres: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
+    gres: Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a GRES type name, as rtx_pro_6000")] | None = None
     """Type name of the GPUs, as in ``gpu:TYPE:8``; None: they have none. The count is ``compute.gpus``."""
     account: Account | None = None
     """Who pays (``--account``), as ``abc@h100``; SBATCH_ACCOUNT of the shell that submits wins, and so for the next three."""
     qos: Account | None = None
-    constraint: Annotated[str, Field(pattern=rf"^{CONSTRAINT}$")] | None = None
+    constraint: Annotated[str, form(CONSTRAINT, "what sbatch takes as --constraint, without blanks and quotes")] | None = None
     """Features of the nodes (``--constraint``), as ``h100`` or ``v100-32g``."""
     reservation: Account | None = None
-    modules: Annotated[tuple[Annotated[str, Field(pattern=rf"^{MODULE}$")], ...], Field(max_length=32)] = ()
+    modules: Annotated[tuple[Module, ...], Field(max_length=32)] = ()
     """Environment modules that a job loads on its first node before anything else (``module load``), in this order; what they
     set reaches the other nodes too."""
     accounting: bool = False
     """Whether slurmdbd runs and ``sacct`` answers."""
-    max_time: Annotated[str, Field(pattern=r"^(UNLIMITED|(\d{1,4}-)?\d{1,3}(:\d{2}){0,2})$")] = "UNLIMITED"
+    max_time: Annotated[
+        str,
+        form(r"UNLIMITED|(\d{1,4}-)?\d{1,3}(:\d{2}){0,2}", "UNLIMITED or a Slurm time such as 48:00:00 or 2-00:00:00"),
+    ] = "UNLIMITED"
     """Longest ``--time`` of the partition, in Slurm's form."""
     version: Version | None = None
 
@@ -238,10 +250,12 @@ class Container(Section):
 
     runtime: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
     """``none``: the Python environment of the checkout, which all nodes see. ``pyxis``: enroot through srun's plugin."""
-    image: Annotated[str, Field(max_length=1024, pattern=rf"^({PATH}|{DOCKER})$")] | None = None
+    image: Image | None = None
     """A file that all nodes see (``.sif``; with pyxis ``.sqsh``), or with pyxis ``docker://NAME@sha256:DIGEST``."""
-    megatron: Annotated[str, Field(max_length=1024, pattern=rf"^({PATH}|{DOCKER})$")] | None = None
+    megatron: Image | None = None
     """The same for the ranks of Megatron recipes: NVIDIA's image of ``containers/megatron.def``."""
+    vllm: Annotated[str, Field(max_length=1024, pattern=rf"^({PATH}|{DOCKER})$")] | None = None
+    """The same for vLLM's servers, which evaluations ask; with ``none`` vLLM's program."""
     binds: tuple[Annotated[str, Field(max_length=2048)], ...] = ()
     """Folders that the container sees beside the run's own: ``/path``, ``/path:/inside`` or ``/path:/inside:ro``."""
     program: AbsolutePath | None = None

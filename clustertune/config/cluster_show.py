@@ -58,11 +58,8 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     if storage.pool:
         yield "pool", f"{storage.pool.mount}: {storage.pool.kind}, create={storage.pool.create}"
     yield "folders", f"shared {storage.shared or 'not said'}, scratch {storage.scratch}"
-    for what, default in (
-        ("caches", "~/.cache, or HF_HOME of the shell"),
-        ("models", "the caches"),
-        ("runs", "runs of the checkout"),
-    ):
+    kept = {"caches": "~/.cache, or HF_HOME of the shell", "models": "the caches", "runs": "runs of the checkout"}
+    for what, default in kept.items():
         yield what, storage.place(what) or default
     if slurm:
         count = cluster.gres(compute.gpus) if compute.gpus else "no gres"
@@ -75,3 +72,5 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield "container", f"{cluster.container.runtime}" + (f" {cluster.container.image}" if cluster.container.image else "")
     if cluster.container.megatron:
         yield "container of Megatron recipes", cluster.container.megatron
+    if cluster.container.vllm:
+        yield "vLLM", cluster.container.vllm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ from clustertune.config import deepspeed_keys as keys
 from clustertune.config.deepspeed_keys import OFFLOADS, ZERO, get
 from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.distribution import mixed_precision
+from clustertune.config.findings import Found
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.native import train_fields
-from clustertune.config.native_rules import show_value
+from clustertune.config.native_rules import is_number, show_value
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
 from clustertune.config.yamlfile import Document
-from clustertune.errors import Problem
 
 AUTO = "auto"
 NVME_BUFFER = 10**8
@@ -70,9 +70,6 @@ _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adagrad": "adagrad", "lion": 
 _OFFLOADED_AS_THEY_ARE = ("adamw", "adagrad", "lion")
 """What accelerate maps to an optimizer of the same kind on the CPU (utils/deepspeed.py, map_pytorch_optim_to_deepspeed);
 everything else becomes Adam there, without a message."""
-
-Add = Callable[[str, str, str | None], None]
-
 
 REDUCED_IN = "communication_data_type"
 """DeepSpeed's key for the type in which gradients are summed over ranks; bfloat16 under mixed precision by default."""
@@ -146,24 +143,23 @@ def read(
     return Meant(train, int(batch), micro, accumulation, dp, hidden or None, largest, lora)
 
 
-def find_problems(document: Document, meant: Meant) -> list[Problem]:
+Wrong = Iterator[tuple[str, str, str | None]]
+"""A dotted key path, what is wrong with it, and what to do."""
+
+
+def find_problems(document: Document, meant: Meant) -> Iterator[Found]:
     """Everything that is wrong with the file, by itself and against the recipe's train section."""
-    problems: list[Problem] = []
-
-    def add(path: str, message: str, fix: str | None = None) -> None:
-        place = document.place(tuple(path.split(".")))
-        key = f"deepspeed.{path}" if place == COMMAND_LINE else path
-        problems.append(Problem(message, file=place, key=key, fix=fix))
-
     body = document.data
-    _check_names(body, add)
-    _check_only(body, add)
-    _check_zero(body, add, lambda path: document.place(tuple(path.split("."))) == COMMAND_LINE)
-    _check_buffers(body, meant, add)
-    _check_meant(body, meant, add)
-    _check_optimizer(body, meant, add)
-    _check_scheduler(body, meant, add)
-    return problems
+    for path, message, fix in (
+        *_check_names(body),
+        *_check_only(body),
+        *_check_zero(body, lambda path: document.place(tuple(path.split("."))) == COMMAND_LINE),
+        *_check_buffers(body, meant),
+        *_check_meant(body, meant),
+        *_check_optimizer(body, meant),
+        *_check_scheduler(body, meant),
+    ):
+        yield ("deepspeed", *path.split(".")), message, fix
 
 
 def filled(body: Mapping[str, Any], meant: Meant) -> list[Derived]:
@@ -185,98 +181,79 @@ def filled(body: Mapping[str, Any], meant: Meant) -> list[Derived]:
     return found
 
 
-def _check_names(body: Mapping[str, Any], add: Add) -> None:
+def _check_names(body: Mapping[str, Any]) -> Wrong:
     """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nobody fills in."""
     for key, value in body.items():
-        if key in keys.REMOVED or key in _REFUSED:
-            add(
-                key,
-                "DeepSpeed has removed it" if key in keys.REMOVED else "not a recipe's to set",
-                keys.REMOVED.get(key) or _REFUSED[key],
-            )
-        elif key not in keys.top_keys():
-            add(key, "DeepSpeed has no such key and would ignore it", did_you_mean(key, keys.top_keys() - set(_REFUSED)))
-        elif value == AUTO and key not in keys.AUTO:
-            add(key, '"auto", which nobody fills in here', "leave it out, or write a value")
+        yield from _check_key(
+            key, value, None, keys.top_keys() - set(_REFUSED), "DeepSpeed has no such key and would ignore it"
+        )
     for section, known in keys.sections().items():
         found = get(body, section)
-        if found is None:
-            continue
-        if not isinstance(found, Mapping):
-            add(section, f"{show_value(found)} holds no keys and values", None)
-            continue
-        for key, value in found.items():
-            _check_key(section, key, value, known, add)
+        if found is not None and not isinstance(found, Mapping):
+            yield section, f"{show_value(found)} holds no keys and values", None
+        for key, value in found.items() if isinstance(found, Mapping) else ():
+            yield from _check_key(f"{section}.{key}", value, known.get(key), known, "DeepSpeed has no such key")
 
 
-def _check_key(section: str, key: str, value: Any, known: Mapping[str, str], add: Add) -> None:
-    path = f"{section}.{key}"
-    kind = known.get(key)
-    if path in keys.REMOVED or path in _REFUSED:
-        add(
-            path,
-            "DeepSpeed has removed it" if path in keys.REMOVED else "not a recipe's to set",
-            keys.REMOVED.get(path) or _REFUSED[path],
-        )
-    elif kind is None:
-        add(path, "DeepSpeed has no such key", did_you_mean(key, set(known)))
+def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], unknown: str) -> Wrong:
+    """One key: ``kind`` is its type where DeepSpeed's models say one, ``known`` the names beside it."""
+    key = path.rpartition(".")[2]
+    if path in keys.REMOVED:
+        yield path, "DeepSpeed has removed it", keys.REMOVED[path]
+    elif path in _REFUSED:
+        yield path, "not a recipe's to set", _REFUSED[path]
+    elif key not in known:
+        yield path, unknown, did_you_mean(key, known)
     elif value == AUTO:
         if path not in keys.AUTO:
-            add(path, '"auto", which nobody fills in here: DeepSpeed would take its default', "leave it out, or write a value")
+            yield path, '"auto", which nobody fills in here: DeepSpeed would take its default', "leave it out, or write a value"
     elif kind == "bool" and not isinstance(value, bool):
-        add(path, f"{show_value(value)} is not true or false", None)
-    elif kind == "int" and not (_number(value) and value == int(value) and value >= 0):
-        add(path, f"{show_value(value)} is not a whole number from 0", None)
-    elif kind == "float" and not (_number(value) and value >= 0):
-        add(path, f"{show_value(value)} is not a number from 0", None)
+        yield path, f"{show_value(value)} is not true or false", None
+    elif kind == "int" and not (is_number(value) and value == int(value) and value >= 0):
+        yield path, f"{show_value(value)} is not a whole number from 0", None
+    elif kind == "float" and not (is_number(value) and value >= 0):
+        yield path, f"{show_value(value)} is not a number from 0", None
 
 
-def _check_only(body: Mapping[str, Any], add: Add) -> None:
+def _check_only(body: Mapping[str, Any]) -> Wrong:
     for path, only, fix in _ONLY:
         value = get(body, path)
         if value is not None and value != only and not (value == AUTO and path in keys.AUTO):
-            add(path, f"{show_value(value)}: not carried here", fix)
+            yield path, f"{show_value(value)}: not carried here", fix
 
 
-def _check_zero(body: Mapping[str, Any], add: Add, from_command_line: Callable[[str], bool]) -> None:
+def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool]) -> Wrong:
     """The stage, and what may be offloaded where (deepspeed/runtime/zero/config.py, offload_config.py)."""
     zero = body.get(ZERO)
     if zero is None:
-        add(ZERO, "missing; accelerate refuses a file without it", 'write "zero_optimization": {"stage": 3}')
+        yield ZERO, "missing; accelerate refuses a file without it", 'write "zero_optimization": {"stage": 3}'
     if not isinstance(zero, Mapping):
         return
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        add(f"{ZERO}.stage", f"{show_value(stage)} is not 0, 1, 2 or 3", None)
+        yield f"{ZERO}.stage", f"{show_value(stage)} is not 0, 1, 2 or 3", None
         return
-    for part, lowest in zip(OFFLOADS, (3, 1), strict=True):
-        path = f"{ZERO}.{part}"
-        if not isinstance(offload := zero.get(part), Mapping):
-            continue
-        device = offload.get("device", "none")
+    offloads = {part: found for part in OFFLOADS if isinstance(found := zero.get(part), Mapping)}
+    devices = {part: str(offload.get("device", "none")) for part, offload in offloads.items()}
+    for part, text, fix in keys.offload_problems(stage, devices):
+        yield f"{ZERO}.{part}.device", text, fix
+    for part, device in devices.items():
         if device not in ("none", "cpu", "nvme"):
-            add(f"{path}.device", f"{show_value(device)} is not none, cpu or nvme", None)
-        elif device != "none" and stage < lowest:
-            what = "parameters are" if lowest == 3 else "optimizer state is"
-            add(
-                f"{path}.device", f"{what} offloaded from stage {lowest} on, here it is {stage}", "use stage 3, or leave it out"
-            )
-        elif device == "nvme" and stage < 3:
-            add(f"{path}.device", f"nvme takes state of stage 3 only, here it is {stage}", "use cpu")
-        elif device == "nvme":
-            _check_nvme(path, offload.get("nvme_path"), add, from_command_line)
+            yield f"{ZERO}.{part}.device", f"{show_value(device)} is not none, cpu or nvme", None
+        elif device == "nvme" and stage == 3:
+            yield from _check_nvme(f"{ZERO}.{part}", offloads[part].get("nvme_path"), from_command_line)
 
 
-def _check_nvme(path: str, given: Any, add: Add, from_command_line: Callable[[str], bool]) -> None:
+def _check_nvme(path: str, given: Any, from_command_line: Callable[[str], bool]) -> Wrong:
     """The place is a fact of the cluster. On the command line somebody may know better."""
     key = f"{path}.nvme_path"
     if given == AUTO or (from_command_line(key) and isinstance(given, str) and given.startswith("/")):
         return
     text = "missing" if given is None else f"{show_value(given)}, the path of one site"
-    add(key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job')
+    yield key, text, 'write "auto": storage.scratch of the cluster file holds it, in a folder for each job'
 
 
-def _check_buffers(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+def _check_buffers(body: Mapping[str, Any], meant: Meant) -> Wrong:
     """A buffer between memory and NVMe takes one rank's part of a weight (swap_tensor/partitioned_param_swapper.py)."""
     offload = get(body, f"{ZERO}.offload_param")
     if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
@@ -284,14 +261,14 @@ def _check_buffers(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
     if meant.lora:
         # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: DeepSpeed 0.19 asks for a frozen weight twice.
         text = "nvme, and the base is frozen (lora): DeepSpeed ends in the first steps, without a buffer for what it reads"
-        add(f"{ZERO}.offload_param.device", text, "write cpu, or leave offload_param out; offload_optimizer may be on nvme")
+        yield f"{ZERO}.offload_param.device", text, "write cpu, or leave offload_param out; offload_optimizer may be on nvme"
     size = offload.get("buffer_size", NVME_BUFFER)
-    if _number(size) and size < meant.largest:
+    if is_number(size) and size < meant.largest:
         text = f"{size:,.0f} elements, one rank's part of the largest weight has {meant.largest:,}"
-        add(f"{ZERO}.offload_param.buffer_size", text, f"write at least {meant.largest}")
+        yield f"{ZERO}.offload_param.buffer_size", text, f"write at least {meant.largest}"
 
 
-def _check_meant(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+def _check_meant(body: Mapping[str, Any], meant: Meant) -> Wrong:
     """What the recipe says as well must be the same, and must not be left to another default."""
     missing = {
         "train_micro_batch_size_per_gpu": "DeepSpeed refuses a file without it",
@@ -305,55 +282,45 @@ def _check_meant(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
             inside = section == "optimizer.params" and get(body, "optimizer") is not None
             why = missing.get(key, "") or ("DeepSpeed would take its own default" if inside else "")
             if why:
-                add(
-                    key,
-                    f"missing, while {where.partition(':')[0]} is {show_value(value)}: {why}",
-                    f'write "{key.rpartition(".")[2]}": "auto"',
-                )
+                text = f"missing, while {where.partition(':')[0]} is {show_value(value)}: {why}"
+                yield key, text, f'write "{key.rpartition(".")[2]}": "auto"'
         elif given != AUTO and not _equal(given, value) and not (key == "fp16.enabled" and given is True):
-            add(key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"')
+            yield key, f"{show_value(given)}, while {where.partition(':')[0]} is {show_value(value)}", 'write "auto"'
 
 
-def _check_optimizer(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+def _check_optimizer(body: Mapping[str, Any], meant: Meant) -> Wrong:
     named = str(meant.get("optim"))
     kind = get(body, "optimizer.type")
     if body.get("optimizer") is not None:
         wanted = _OPTIMIZERS.get(str(kind).lower())
         if not isinstance(kind, str):
-            add("optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it')
+            yield "optimizer.type", "missing", 'write "AdamW", or leave the optimizer out: train.optim says it'
         elif meant.train.get("optim") is not None and (wanted is None or not named.startswith(wanted)):
             fix = "leave the optimizer out, or train.optim: two places that say it must agree"
-            add("optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix)
+            yield "optimizer.type", f"{show_value(kind)}, while train.optim is {named}", fix
         return
     device = get(body, f"{ZERO}.offload_optimizer.device")
     forced = body.get("zero_force_ds_cpu_optimizer", True)
     if device in ("cpu", "nvme") and forced and not named.startswith(_OFFLOADED_AS_THEY_ARE):
         fix = "train.optim=adamw_torch, or zero_force_ds_cpu_optimizer: false"
-        add(
-            f"{ZERO}.offload_optimizer.device",
-            f"train.optim is {named}: offloaded, accelerate makes it Adam without a message",
-            fix,
-        )
+        text = f"train.optim is {named}: offloaded, accelerate makes it Adam without a message"
+        yield f"{ZERO}.offload_optimizer.device", text, fix
 
 
-def _check_scheduler(body: Mapping[str, Any], meant: Meant, add: Add) -> None:
+def _check_scheduler(body: Mapping[str, Any], meant: Meant) -> Wrong:
     if body.get("scheduler") is None:
         return
     kind, named = get(body, "scheduler.type"), str(meant.get("lr_scheduler_type"))
     if _SCHEDULERS.get(str(kind)) != named:
         fix = "leave the scheduler out: train.lr_scheduler_type says it"
-        add("scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix)
+        yield "scheduler.type", f"{show_value(kind)}, while train.lr_scheduler_type is {named}", fix
         return
     if get(body, "scheduler.params.warmup_type") != "linear":
         text = "not linear, as train's warm-up is: DeepSpeed's default is a logarithm"
-        add("scheduler.params.warmup_type", text, 'write "warmup_type": "linear", or leave the scheduler out')
+        yield "scheduler.params.warmup_type", text, 'write "warmup_type": "linear", or leave the scheduler out'
     for key in ("warmup_num_steps", "total_num_steps"):
         if get(body, f"scheduler.params.{key}") not in (None, AUTO):
-            add(f"scheduler.params.{key}", "train says how many steps there are", 'write "auto"')
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            yield f"scheduler.params.{key}", "train says how many steps there are", 'write "auto"'
 
 
 def _equal(given: object, value: object) -> bool:

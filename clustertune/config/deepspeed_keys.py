@@ -7,7 +7,7 @@ nobody fills it in as if the key were not there (runtime/config_utils.py, DeepSp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune.config.library_facts import facts
@@ -73,6 +73,17 @@ def secondary_partition(body: Mapping[str, Any]) -> bool:
 def quantizes_traffic(body: Mapping[str, Any]) -> bool:
     """Whether weights or gradients travel quantised (ZeRO++)."""
     return any(bool(get(body, f"{ZERO}.zero_quantized_{what}")) for what in ("weights", "gradients"))
+
+
+def offload_problems(stage: int, devices: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """What a ZeRO stage does not offload: the part of ``devices``, what is wrong, and what to do
+    (deepspeed/runtime/zero/config.py, offload_config.py)."""
+    for part, lowest, what in (("offload_param", 3, "parameters are"), ("offload_optimizer", 1, "optimizer state is")):
+        device = devices.get(part)
+        if device in ("cpu", "nvme") and stage < lowest:
+            yield part, f"{what} offloaded from stage {lowest} on, here it is {stage}", "use stage 3, or leave it out"
+        elif device == "nvme" and stage < 3:
+            yield part, f"nvme takes state of stage 3 only, here it is {stage}", "use cpu"
 
 
 def nvme_paths(body: Mapping[str, Any]) -> dict[str, str]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.beside import SHARD_SIZE
-from clustertune.config.checks import Place
 from clustertune.config.distribution import mixed_precision
-from clustertune.config.native_rules import show_value
+from clustertune.config.findings import Found
+from clustertune.config.native_rules import show_value, usable
 from clustertune.config.resolved import Derived
 from clustertune.config.schema import Megatron
-from clustertune.errors import Problem
 
+_MESH = ("accelerate", "parallelism_config")
 DEFAULT_MICRO_BATCH = 8
 """``TrainingArguments``' own ``per_device_train_batch_size``."""
 FEW = "the gradients of adapters are few: to sum them in float32 costs next to nothing"
@@ -32,18 +32,10 @@ def size(values: Mapping[str, Any]) -> dict[str, int]:
     """``slurm.nodes`` and ``slurm.gpus_per_node``."""
     slurm = values.get("slurm")
     slurm = slurm if isinstance(slurm, dict) else {}
-    return {f"slurm.{key}": _at_least_1(slurm.get(key, 1)) for key in ("nodes", "gpus_per_node")}
+    return {f"slurm.{key}": min(usable(slurm.get(key), 1), 10_000) for key in ("nodes", "gpus_per_node")}
 
 
-def _at_least_1(value: object) -> int:
-    """What the schema refuses counts as 1 here, so that the rest can still be checked."""
-    try:
-        return min(max(1, int(value)), 10_000) if isinstance(value, int | float | str) and not isinstance(value, bool) else 1
-    except (ValueError, OverflowError):
-        return 1
-
-
-def shard_size(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[Derived | None, list[Problem]]:
+def shard_size(accelerate: Mapping[str, Any], world: int) -> tuple[Derived | None, list[Found]]:
     """``dp_shard`` of FSDP2 where the file gives other sizes and not this one: the ranks that are left to shard over.
 
     accelerate would take 1 and refuse: the product of its sizes must be the number of ranks (parallelism_config.py:372), and
@@ -57,11 +49,11 @@ def shard_size(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[De
         if world % (others // sizes.get("dp_replicate", 1)):
             return None, []  # data_parallel says so
         text = f"dp_replicate {sizes['dp_replicate']} x tp x cp x sp is {others}, which does not divide {world} ranks"
-        return None, [Problem(text, file=file, key="parallelism_config", fix=f"use a multiple of {others} ranks")]
+        return None, [(_MESH, text, f"use a multiple of {others} ranks")]
     left = world // others
     if left == 1 and ("cp" not in sizes or "dp_replicate" in sizes):
         text = f"its sizes take all {world} ranks: FSDP has none left to shard over"
-        return None, [Problem(text, file=file, key="parallelism_config", fix="use smaller sizes or more ranks")]
+        return None, [(_MESH, text, "use smaller sizes or more ranks")]
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     reason = f"{world} ranks" + (f" / ({shown})" if shown else "")
     return Derived(f"accelerate.parallelism_config.{SHARD_SIZE}", left, reason), []
@@ -74,51 +66,47 @@ def megatron_parallel(m: Megatron, world: int) -> tuple[int, Derived]:
     return size, Derived("data_parallel_size", size, f"{world} ranks" + (f" / {shared} (tp x pp x cp)" if shared > 1 else ""))
 
 
-def data_parallel(accelerate: Mapping[str, Any], world: int, file: str) -> tuple[int, Derived, list[Problem]]:
+def data_parallel(accelerate: Mapping[str, Any], world: int) -> tuple[int, Derived, list[Found]]:
     """The ranks that read different sequences: all, but for those that share a sequence or a layer (tp, cp, sp)."""
     sizes = acc.parallel_sizes(accelerate)
     shared = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
     fsdp = accelerate.get("distributed_type") == "FSDP"
     stated = fsdp and acc.section(accelerate, "parallelism_config").get(SHARD_SIZE) is not None
     replicas = 1 if fsdp and not stated else sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
-    problems = []
+    found: list[Found] = []
     if world % shared:
         text = f"tp x cp x sp is {shared}, which does not divide {world} ranks"
-        problems.append(Problem(text, file=file, key="parallelism_config", fix=f"use a multiple of {shared} ranks"))
+        found.append((_MESH, text, f"use a multiple of {shared} ranks"))
     elif (replicas > 1 or stated) and replicas * shared != world:
         text = f"its sizes make {replicas * shared} ranks; there are {world}"
         fix = f"let dp_replicate x dp_shard x tp x cp x sp be the number of ranks, or leave {SHARD_SIZE} out: it is derived"
-        problems.append(Problem(text, file=file, key="parallelism_config", fix=fix))
+        found.append((_MESH, text, fix))
     elif stated and world > 1 and "dp_shard" not in sizes and ("cp" not in sizes or "dp_replicate" in sizes):
         # accelerate 1.15, parallelism_config.py:325 and 381: a KeyError or a ValueError of every rank.
         text = f"{SHARD_SIZE} is 1: FSDP has no ranks to shard over"
-        problems.append(
-            Problem(text, file=file, key="parallelism_config", fix=f"use smaller sizes, and leave {SHARD_SIZE} out")
-        )
+        found.append((_MESH, text, f"use smaller sizes, and leave {SHARD_SIZE} out"))
     size = max(1, world // shared)
     reason = f"{world} ranks" + (f" / {shared} (tp x cp x sp)" if shared > 1 else "")
-    return size, Derived("data_parallel_size", size, reason), problems
+    return size, Derived("data_parallel_size", size, reason), found
 
 
-def alone(accelerate: Mapping[str, Any], world: int, file: str) -> list[Problem]:
+def alone(accelerate: Mapping[str, Any], world: int) -> Iterator[Found]:
     """``distributed_type: NO`` with several ranks: each would train a model of its own, on all of the data."""
-    if accelerate.get("distributed_type") != "NO" or world == 1:
-        return []
-    text = f"NO starts one process; there are {world} ranks"
-    fix = "write MULTI_GPU (the whole model on every rank) or FSDP, or use slurm.nodes=1 slurm.gpus_per_node=1"
-    return [Problem(text, file=file, key="distributed_type", fix=fix)]
+    if accelerate.get("distributed_type") == "NO" and world > 1:
+        fix = "write MULTI_GPU (the whole model on every rank) or FSDP, or use slurm.nodes=1 slurm.gpus_per_node=1"
+        yield ("accelerate", "distributed_type"), f"NO starts one process; there are {world} ranks", fix
 
 
-def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) -> tuple[Derived | None, list[Problem]]:
+def accumulation(train: Mapping[str, Any], world: int, dp: int) -> tuple[Derived | None, list[Found]]:
     """``gradient_accumulation_steps`` = global batch / (micro batch x data-parallel ranks), or what would divide."""
     path = ("train", "global_batch_size")
     batch = train.get("global_batch_size")
     if batch is None:
         fix = "write how many sequences one optimizer step takes over all ranks, such as 32"
-        return None, [Problem("missing", file=place(path), key=".".join(path), fix=fix)]
+        return None, [(path, "missing", fix)]
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= 10**7:
         text = f"{show_value(batch)} is not a whole number from 1"
-        return None, [Problem(text, file=place(path), key=".".join(path), fix="write how many sequences one step takes")]
+        return None, [(path, text, "write how many sequences one step takes")]
     micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
     per_pass = micro * dp
     if batch % per_pass == 0:
@@ -135,12 +123,10 @@ def accumulation(train: Mapping[str, Any], world: int, dp: int, place: Place) ->
     elif batch % micro:
         fix += f", or a per_device_train_batch_size that divides {batch}"
     text = f"{batch} is no multiple of {per_pass} = per_device_train_batch_size {micro} x {dp} data-parallel ranks"
-    return None, [Problem(text, file=place(path), key=".".join(path), fix=fix)]
+    return None, [(path, text, fix)]
 
 
-def checkpointing(
-    train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place
-) -> tuple[Derived, list[Problem]]:
+def checkpointing(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str) -> tuple[Derived, list[Found]]:
     """Activations are checkpointed once: by FSDP where accelerate.yaml says so, else by the model.
 
     Both together recompute every layer twice and gather its weights again (huggingface/transformers#30404); TRL's default
@@ -152,8 +138,7 @@ def checkpointing(
     if wrapped and stated:
         named = key if train.get(key) is not None else "gradient_checkpointing"
         text = f"true, and {file} has fsdp_activation_checkpointing: true: activations would be checkpointed twice"
-        problem = Problem(text, file=place(("train", named)), key=f"train.{named}", fix="keep one of the two (FSDP's)")
-        return Derived(f"train.{key}", False, ""), [problem]
+        return Derived(f"train.{key}", False, ""), [(("train", named), text, "keep one of the two (FSDP's)")]
     if wrapped:
         return Derived(f"train.{key}", False, f"FSDP checkpoints them ({file}); once is enough"), []
     if stated is not None:
@@ -163,8 +148,8 @@ def checkpointing(
 
 
 def reduce_dtype(
-    given: object, train: Mapping[str, Any], accelerate: Mapping[str, Any], place: Place, *, lora: bool
-) -> tuple[Derived | None, list[Problem]]:
+    given: object, train: Mapping[str, Any], accelerate: Mapping[str, Any], *, lora: bool
+) -> tuple[Derived | None, list[Found]]:
     """The type in which FSDP sums gradients under mixed precision; None where the recipe says it or it is no choice.
 
     accelerate 1.15 takes bfloat16 for all (utils/dataclasses.py:2137). ``given``: the recipe's ``reduce_dtype``.
@@ -180,16 +165,12 @@ def reduce_dtype(
         return None, []
     fix = "leave it out; under DeepSpeed write communication_data_type in its own file"
     text = f"{given}, which only FSDP under mixed precision reads: elsewhere gradients are summed in the type that they have"
-    return None, [Problem(text, file=place(("reduce_dtype",)), key="reduce_dtype", fix=fix)]
+    return None, [(("reduce_dtype",), text, fix)]
 
 
-def precision_problems(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> list[Problem]:
+def check_precision(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> Iterator[Found]:
     """``mixed_precision`` of the accelerate file must be what ``bf16`` says: the trainer follows that."""
-    named = accelerate.get("mixed_precision", None)
-    if named is None or named not in ("no", "bf16", False):
-        return []
-    wanted = mixed_precision(train)
-    if (named or "no") == wanted:
-        return []
-    text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"
-    return [Problem(text, file=file, key="mixed_precision", fix=f"leave it out, or change {place(('train',))}")]
+    named, wanted = accelerate.get("mixed_precision"), mixed_precision(train)
+    if named in ("no", "bf16", False) and (named or "no") != wanted:
+        text = f"{named or 'no'}, while the recipe's train section means {wanted} (TRL's default is bf16)"
+        yield ("accelerate", "mixed_precision"), text, "leave it out, or change train.bf16"

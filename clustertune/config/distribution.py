@@ -14,7 +14,6 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config import deepspeed_keys as ds
 from clustertune.config import quantization
 from clustertune.config.schema import Megatron, Recipe
-from clustertune.errors import Problem
 
 _HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 VERSION = "fsdp_version"
@@ -39,7 +38,7 @@ class Recompute:
     """Megatron's: the attention alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Distribution:
     """One way to spread a training over ranks. Sizes are counts of ranks."""
 
@@ -195,15 +194,14 @@ def read(
     layers: int,
     reduce_dtype: str | None,
 ) -> Distribution:
-    """The distribution of a checked recipe; :func:`find_problems` says what of it would be refused on the ranks.
+    """The distribution of a checked recipe.
 
     ``train``: the arguments after derivation. ``deepspeed``: DeepSpeed's file, None where there is none; records of former
     releases do not have it, and stage 3 is taken for them. ``layers``: decoder layers.
     """
-    kind = _kind(recipe, accelerate, deepspeed)
     compiled, by_layer = acc.compiled(train, accelerate)
-    common = Distribution(
-        kind=kind,
+    found = Distribution(
+        kind=_kind(recipe, accelerate, deepspeed),
         world_size=world,
         ranks_per_node=min(recipe.slurm.gpus_per_node, world),
         data_parallel_size=data_parallel,
@@ -215,15 +213,16 @@ def read(
         dynamic_shapes_said=acc.says_dynamic(accelerate),
     )
     if recipe.megatron is not None:
-        found = _megatron(common, recipe.megatron)
-    elif common.is_fsdp:
-        found = _fsdp(common, accelerate, quantization.of(train))
-    elif common.is_deepspeed:
-        found = _deepspeed(common, accelerate, deepspeed, quantization.of(train))
-    elif kind == "DDP":
-        found = _with_mesh(common, accelerate)
-    else:
-        found = common
+        found = _megatron(found, recipe.megatron)
+    elif found.kind != "NO":
+        sizes = acc.parallel_sizes(accelerate)
+        if found.kind != "FSDP1":
+            mesh = {axis: sizes[axis] for axis in acc.AXES if axis in sizes}
+            found = replace(found, mesh=mesh, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1))
+        if found.is_fsdp:
+            found = _fsdp(found, accelerate, quantization.of(train), sizes.get("dp_replicate", 1))
+        elif found.is_deepspeed:
+            found = _deepspeed(found, accelerate, deepspeed, quantization.of(train))
     return replace(found, **_shards(found))
 
 
@@ -238,13 +237,6 @@ def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str,
     return "DDP" if named == "MULTI_GPU" else "NO"
 
 
-def _with_mesh(found: Distribution, accelerate: Mapping[str, Any]) -> Distribution:
-    sizes = acc.parallel_sizes(accelerate)
-    mesh = {axis: sizes[axis] for axis in acc.AXES if axis in sizes}
-    notes = [*found.notes, *([f"sp {sizes['sp']} (Ulysses) is counted as context parallelism"] if "sp" in sizes else [])]
-    return replace(found, mesh=mesh, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), sp=sizes.get("sp", 1), notes=tuple(notes))
-
-
 def _shards(found: Distribution) -> dict[str, Any]:
     """Over how many ranks weights, gradients and states are split, and whether weights are given back in between."""
     world, stage = found.world_size, found.zero_stage
@@ -257,18 +249,13 @@ def _shards(found: Distribution) -> dict[str, Any]:
         hybrid = found.strategy in _HYBRID
         shards = 1 if found.strategy == "NO_SHARD" else found.ranks_per_node if hybrid else world
         replicas = max(1, world // shards) if hybrid else 1
-        return _all(shards) | {
-            "reshard": found.strategy in ("FULL_SHARD", "HYBRID_SHARD") and shards > 1,
-            "replicas": replicas,
-        }
+        reshard = found.strategy in ("FULL_SHARD", "HYBRID_SHARD") and shards > 1
+        return _all(shards) | {"reshard": reshard, "replicas": replicas}
     if stage is not None:
         # Sequence-parallel ranks (Ulysses) are among those over which ZeRO splits (DeepSpeed's ALST).
         ranks = max(1, world // found.tp)
-        split = {
-            name: ranks if stage >= at else 1
-            for at, name in enumerate(("state_shards", "gradient_shards", "weight_shards"), start=1)
-        }
-        return {**split, "reshard": stage >= 3 and ranks > 1}
+        names = ("state_shards", "gradient_shards", "weight_shards")
+        return dict.fromkeys(names[:stage], ranks) | dict.fromkeys(names[stage:], 1) | {"reshard": stage >= 3 and ranks > 1}
     if found.distributed_optimizer:
         return {"state_shards": found.data_parallel_size * found.cp}
     return {}
@@ -278,24 +265,23 @@ def _all(shards: int) -> dict[str, Any]:
     return dict.fromkeys(("weight_shards", "gradient_shards", "state_shards"), shards)
 
 
-def _fsdp(found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None) -> Distribution:
+def _fsdp(
+    found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None, replicas: int
+) -> Distribution:
     # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
     place = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
-    efficient = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading")
-    found = replace(
+    efficient, two = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), found.kind == "FSDP2"
+    parts = two and why_whole(quantized) is None
+    return replace(
         found,
         offload_params=place,
         offload_optimizer=place,
         efficient_loading=efficient,
         state_dict=acc.state_dict_type(accelerate),
         strategy=acc.sharding_strategy(accelerate),
-        loading="first" if efficient else "every",
+        loading="every" if not efficient else "parts" if parts else "first",
+        replicas=replicas if two else 1,
     )
-    if found.kind == "FSDP1":
-        return found
-    replicas = acc.parallel_sizes(accelerate).get("dp_replicate", 1)
-    loading = "parts" if efficient and why_whole(quantized) is None else found.loading
-    return _with_mesh(replace(found, replicas=replicas, loading=loading), accelerate)
 
 
 def why_whole(quantized: Mapping[str, Any] | None) -> str | None:
@@ -322,7 +308,7 @@ def _deepspeed(
     if found.zero_stage == 3 and quantized is None:  # a quantised base is parted after every rank has loaded it
         # What loading_zero.why_not looks for in the model itself.
         loading = "first" if secondary else "parts"
-    found = replace(
+    return replace(
         found,
         offload_params=devices["offload_param"],
         offload_optimizer=devices["offload_optimizer"],
@@ -333,7 +319,6 @@ def _deepspeed(
         nvme=ds.nvme_paths(body),
         notes=tuple(notes),
     )
-    return _with_mesh(found, accelerate)
 
 
 def _megatron(found: Distribution, m: Megatron) -> Distribution:
@@ -375,33 +360,11 @@ def _recompute(recipe: Recipe, train: Mapping[str, Any], accelerate: Mapping[str
     return Recompute("model", share, bool(settings.get("offload") or train.get("activation_offloading")), saved)
 
 
-def find_problems(found: Distribution, file: str, deepspeed_file: str) -> list[Problem]:
-    """What only the ranks would refuse otherwise. ``file``: the accelerate file; ``deepspeed_file``: what says the stage."""
-    if found.kind == "FSDP1" and found.strategy in _HYBRID and found.world_size % found.ranks_per_node:
-        text = f"{found.world_size} ranks are no multiple of {found.ranks_per_node} on a node"
-        text = f"{found.strategy} needs whole nodes: {text}"
-        return [Problem(text, file=file, key=acc.key_of("sharding_strategy"), fix="use whole nodes")]
-    stage, params, states = found.zero_stage, found.offload_params, found.offload_optimizer
-    if stage is None:
-        return []
-    # DeepSpeed's own rules (deepspeed/runtime/zero/config.py, offload_config.py).
-    rules = (
-        (stage > 3, "zero_stage", f"there is no ZeRO stage {stage}", "write 0, 1, 2 or 3"),
-        (
-            params != "none" and stage < 3,
-            "offload_param",
-            f"parameters are offloaded only by ZeRO stage 3, here it is {stage}",
-            "use stage 3, or offload the optimizer alone",
-        ),
-        (
-            states != "none" and stage < 1,
-            "offload_optimizer",
-            f"optimizer state is offloaded only by ZeRO stages 1 to 3, here it is {stage}",
-            "use stage 2 or 3",
-        ),
-        (states == "nvme" and stage < 3, "offload_optimizer", "NVMe takes state only of ZeRO stage 3", "use cpu"),
-    )
-    return [Problem(text, file=deepspeed_file, key=key, fix=fix) for broken, key, text, fix in rules if broken][:1]
+def breaks_nodes(found: Distribution) -> str | None:
+    """Why FSDP1's hybrid strategies, which shard inside of a node, cannot have these ranks; None where they can."""
+    if found.kind != "FSDP1" or found.strategy not in _HYBRID or found.world_size % found.ranks_per_node == 0:
+        return None
+    return f"{found.strategy} needs whole nodes: {found.world_size} ranks are no multiple of {found.ranks_per_node} on a node"
 
 
 def how_to_load(found: Distribution) -> tuple[str, str]:

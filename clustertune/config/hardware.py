@@ -8,13 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from clustertune.config.cluster_schema import INTERCONNECTS, NETWORKS
-from clustertune.config.cluster_words import Found, schema_problems
-from clustertune.config.schema import NAME, Number, Score, Section
-from clustertune.config.yamlfile import Document, read_yaml
-from clustertune.errors import Problem, UserError
+from clustertune.config.findings import Found, read_model
+from clustertune.config.schema import Number, Plain, Score, Section
+from clustertune.config.yamlfile import read_yaml
 from clustertune.tree import ROOT
 
 HARDWARE = ROOT / "ops" / "hardware.yaml"
@@ -22,7 +21,6 @@ OLDEST_FP8 = 8.9
 """Compute capability from which tensor cores have fp8 (Ada; https://developer.nvidia.com/cuda-gpus)."""
 
 Figure = Annotated[Number, Field(gt=0, le=1_000_000)]
-Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
 class Sourced(Section):
@@ -102,10 +100,10 @@ class StorageFacts(Sourced):
 class HardwareFile(Section):
     """The whole file."""
 
-    gpus: dict[Name, Gpu]
-    links: dict[Name, LinkFacts]
-    host_links: dict[Name, LinkFacts]
-    networks: dict[Name, NetworkFacts]
+    gpus: dict[Plain, Gpu]
+    links: dict[Plain, LinkFacts]
+    host_links: dict[Plain, LinkFacts]
+    networks: dict[Plain, NetworkFacts]
     storage: StorageFacts
 
 
@@ -117,13 +115,7 @@ NO_FIGURE = ("vendor", "generation", "compute_capability", "host_link", "nvlink"
 def read_hardware(path: Path = HARDWARE) -> HardwareFile:
     """The file. Raises UserError with every problem in it."""
     document = read_yaml(path, "ops/hardware.yaml" if path == HARDWARE else str(path))
-    try:
-        hardware = HardwareFile.model_validate(document.data)
-    except ValidationError as error:
-        raise UserError(schema_problems(HardwareFile, error, document)) from None
-    if problems := find_problems(hardware, document):
-        raise UserError(problems)
-    return hardware
+    return read_model(HardwareFile, document, _find_problems)
 
 
 def load_hardware(path: Path = HARDWARE) -> dict[str, Gpu]:
@@ -131,12 +123,11 @@ def load_hardware(path: Path = HARDWARE) -> dict[str, Gpu]:
     return read_hardware(path).gpus
 
 
-def find_problems(hardware: HardwareFile, document: Document) -> list[Problem]:
+def _find_problems(hardware: HardwareFile) -> Iterator[Found]:
     """Figures without a source or against each other, names that two models claim, and links that are missing."""
-    found = [*_sources(hardware), *_missing(hardware), *_names(hardware.gpus)]
+    yield from (*_sources(hardware), *_missing(hardware), *_names(hardware.gpus))
     for name, gpu in hardware.gpus.items():
-        found += [(("gpus", name, key), message, fix) for key, message, fix in _gpu(gpu)]
-    return [Problem(message, file=document.place(path), key=".".join(path), fix=fix) for path, message, fix in found]
+        yield from ((("gpus", name, key), message, fix) for key, message, fix in _gpu(gpu))
 
 
 def _sources(hardware: HardwareFile) -> Iterator[Found]:

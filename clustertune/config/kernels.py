@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config.checks import Place
 from clustertune.config.distribution import Distribution, mixed_precision
-from clustertune.config.modeling import attention_takes
+from clustertune.config.findings import Found
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
-from clustertune.config.values import Values
-from clustertune.errors import Problem
+from clustertune.config.values import Values, attention_takes
 
 PACKED = "packed_varlen"
 """The attention of packed conversations, each for itself: ``clustertune/training/packing.py``."""
@@ -85,44 +83,33 @@ def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, 
 
 
 def find_problems(
-    train: Mapping[str, Any], architecture: Mapping[str, Any] | None, accelerate: Mapping[str, Any], file: str, place: Place
-) -> Iterator[Problem]:
-    """What the libraries refuse at the start of the ranks, or leave out without a message."""
-
-    def problem(key: str, text: str, fix: str) -> Problem:
-        return Problem(text, file=place(("train", *key.split("."))), key=f"train.{key}", fix=fix)
-
+    train: Mapping[str, Any], architecture: Mapping[str, Any] | None, accelerate: Mapping[str, Any], file: str
+) -> Iterator[Found]:
+    """What the libraries refuse at the start of the ranks, or leave out without a message. ``file``: the accelerate file."""
+    attention = ("train", *_KEY.split("."))
     kind = str((architecture or {}).get("model_type", ""))
     if train.get("use_liger_kernel") and kind and kind not in LIGER_MODELS:
-        yield problem("use_liger_kernel", f"Liger has no kernels for {kind}", "leave it out")
+        yield ("train", "use_liger_kernel"), f"Liger has no kernels for {kind}", "leave it out"
     if isinstance(given := train.get("liger_kernel_config"), dict) and given.get("fused_linear_cross_entropy"):
         text = (
             "fused_linear_cross_entropy: true takes the place of the model's forward pass, in which TRL has its own fused loss"
         )
-        yield problem("liger_kernel_config", text, "leave it out: TRL computes the loss in tiles")
+        yield ("train", "liger_kernel_config"), text, "leave it out: TRL computes the loss in tiles"
     named = attention_of(train)
     if named.startswith("flash_attention") and mixed_precision(train) == "no":
         text = f"{named} computes in 16 bits only, and bf16 is false"
-        yield problem(_KEY, text, "use sdpa, or train.bf16=true")
+        yield attention, text, "use sdpa, or train.bf16=true"
     if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
-        yield problem(_KEY, f"{PACKED}: {why}", "leave it out: sdpa is taken")
-    yield from _compilers(train, accelerate, file, place)
-
-
-def _compilers(train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place) -> Iterator[Problem]:
-    """The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796)."""
+        yield attention, f"{PACKED}: {why}", "leave it out: sdpa is taken"
+    # The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796).
     dynamo = acc.section(accelerate, "dynamo_config")
     filed = str(dynamo.get("dynamo_backend", "")).lower()
     own = train.get("torch_compile_backend") or ("inductor" if train.get("torch_compile") else None)
     if own and filed and filed != str(own).lower():
         key = "torch_compile_backend" if train.get("torch_compile_backend") else "torch_compile"
-        text = f"{show(train[key])}, while {file} has dynamo_backend: {dynamo['dynamo_backend']}: the file's is not read"
-        yield Problem(text, file=place(("train", key)), key=f"train.{key}", fix="keep one of the two")
-
-
-def show(value: object) -> str:
-    """A value as a recipe writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        shown = str(train[key]).lower() if isinstance(train[key], bool) else train[key]
+        text = f"{shown}, while {file} has dynamo_backend: {dynamo['dynamo_backend']}: the file's is not read"
+        yield ("train", key), text, "keep one of the two"
 
 
 def mask_warnings(train: Mapping[str, Any], architecture: Mapping[str, Any], micro_batch: int) -> Iterator[str]:
@@ -146,4 +133,10 @@ def warnings(distribution: Distribution) -> Iterator[str]:
         yield (
             "the model is compiled as a whole, every layer anew, and the first step takes minutes; "
             "accelerate.dynamo_config.dynamo_use_regional_compilation=true compiles one layer for all"
+        )
+    if distribution.compiled and distribution.recompute.by == "fsdp" and distribution.kind == "FSDP2":
+        # accelerate 1.15 compiles the wrapper, FSDP2 hooks the layer in it: torch 2.13 traces no checkpoint around a hook.
+        yield (
+            f"{acc.key_of('activation_checkpointing')} leaves the layers uncompiled, because FSDP2 hooks lie inside what is "
+            "recomputed; write false, and train.activation_checkpointing=true"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import NAME, named_bases
+from clustertune.config.schema import NAME, named_bases, without_old_keys
 from clustertune.config.yamlfile import Document, KeyPath, parse_value, read_yaml
 from clustertune.errors import Problem, UserError
 from clustertune.tree import ROOT
@@ -53,7 +53,7 @@ class Layers:
         values: dict[str, Any] = {}
         owners: dict[KeyPath, Layer] = {}
         for layer in self.layers:
-            _lay_over(values, owners, layer.document.data, layer, ())
+            _lay_over(values, owners, without_old_keys(layer.document.data), layer, ())
         return values, owners
 
     def place(self, path: KeyPath, owners: Mapping[KeyPath, Layer]) -> str:
@@ -106,7 +106,7 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
     """
     given = str(recipe)
     if not given or "\0" in given or len(given) > 4096:
-        raise UserError(Problem(f"{given[:60]!r} is not a recipe", file=COMMAND_LINE, key="RECIPE"))
+        raise _refused(f"{given[:60]!r} is not a recipe")
     path = Path(given)
     try:
         if path.name == "recipe.yaml" and path.is_file():
@@ -119,24 +119,19 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
         folder = next((place for place in places if (place / "recipe.yaml").is_file()), None)
         folder = folder or next((place for place in places if place.is_dir()), None)
     except OSError as error:
-        raise UserError(
-            Problem(f"{given!r} cannot be read: {error.strerror or error}", file=COMMAND_LINE, key="RECIPE")
-        ) from None
+        raise _refused(f"{given!r} cannot be read: {error.strerror or error}") from None
     if folder is None:
         known = sorted({entry.parent.name for below in (Path("recipes"), RECIPES) for entry in below.glob("*/recipe.yaml")})
-        raise UserError(
-            Problem(f"there is no recipe {given!r}", file=COMMAND_LINE, key="RECIPE", fix=did_you_mean(path.name, known))
-        )
+        raise _refused(f"there is no recipe {given!r}", did_you_mean(path.name, known))
     if not re.fullmatch(NAME, folder.resolve().name):
-        raise UserError(
-            Problem(
-                f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, "
-                "digits, '.', '_' and '-' (64 at most, the first a letter or digit)",
-                file=str(folder),
-                fix="rename the folder",
-            )
-        )
+        text = f"the folder name {folder.resolve().name!r} becomes a path and a job name and may hold only letters, digits, "
+        text += "'.', '_' and '-' (64 at most, the first a letter or digit)"
+        raise UserError(Problem(text, file=str(folder), fix="rename the folder"))
     return folder.resolve(), str(folder)
+
+
+def _refused(text: str, fix: str | None = None) -> UserError:
+    return UserError(Problem(text, file=COMMAND_LINE, key="RECIPE", fix=fix))
 
 
 def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Layers, list[Problem]]:
@@ -211,20 +206,13 @@ def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
     where = base_folder(folder)
     known = [entry.stem for entry in where.glob("*.yaml")]
     if base not in known:
-        raise UserError(
-            Problem(
-                f"there is no base {base!r}",
-                file=asking.place(("base",)),
-                key="base",
-                fix=did_you_mean(base, known),
-            )
-        )
+        fix = did_you_mean(base, known)
+        raise UserError(Problem(f"there is no base {base!r}", file=asking.place(("base",)), key="base", fix=fix))
     name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where.parent == folder.parent else f"recipes/_base/{base}.yaml"
     document = read_yaml(where / f"{base}.yaml", name)
     if "base" in document.data:
-        raise UserError(
-            Problem("a base has no base of its own", file=document.place(("base",)), key="base", fix="write its values out")
-        )
+        place, fix = document.place(("base",)), "write its values out"
+        raise UserError(Problem("a base has no base of its own", file=place, key="base", fix=fix))
     return Layer(f"base {base}", document)
 
 
@@ -237,10 +225,8 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Docum
         key, equals, value = text.partition("=")
         path = tuple(key.split("."))
         if not equals or not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", part) for part in path):
-            shown = key if equals else text
-            problems.append(
-                Problem(f"invalid override {shown[:60]!r}", file=COMMAND_LINE, fix="write section.key=value, as train.seed=7")
-            )
+            shown, fix = key if equals else text, "write section.key=value, as train.seed=7"
+            problems.append(Problem(f"invalid override {shown[:60]!r}", file=COMMAND_LINE, fix=fix))
             continue
         try:
             parsed = parse_value(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,8 +13,6 @@ from clustertune.errors import Problem, UserError
 
 NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-Add = Callable[[str, str, str | None], None]
 
 
 def experts(architecture: Mapping[str, Any]) -> int:
@@ -31,41 +29,39 @@ def read(values: Mapping[str, Any]) -> Megatron | None:
         return None
 
 
-def find_problems(m: Megatron, world: int, architecture: Mapping[str, Any] | None, train: Mapping[str, Any], add: Add) -> None:
-    """Everything that does not divide. ``add`` takes a key of the section, what is wrong, and what to do.
+def find_problems(
+    m: Megatron, world: int, architecture: Mapping[str, Any] | None, train: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Everything that does not divide: a key of the section, what is wrong, and what to do.
 
     The rules are those of megatron/core/parallel_state.py (initialize_model_parallel), model_parallel_config.py and
     transformer/transformer_config.py.
     """
-    tp, pp, cp, ep = (
-        m.tensor_model_parallel_size,
-        m.pipeline_model_parallel_size,
-        m.context_parallel_size,
-        m.expert_model_parallel_size,
-    )
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    cp, ep = m.context_parallel_size, m.expert_model_parallel_size
     if world % (tp * pp * cp):
         text = f"tensor {tp} x pipeline {pp} x context {cp} is {tp * pp * cp}, which does not divide {world} ranks"
-        add("tensor_model_parallel_size", text, f"use a multiple of {tp * pp * cp} ranks")
+        yield "tensor_model_parallel_size", text, f"use a multiple of {tp * pp * cp} ranks"
     expert_tp = m.expert_tensor_parallel_size or tp
     if ep > 1 and world % (expert_tp * ep * pp):
         size = expert_tp * ep * pp
         text = f"expert tensor {expert_tp} x expert {ep} x pipeline {pp} is {size}, which does not divide {world} ranks"
-        add("expert_model_parallel_size", text, "use sizes that divide it, or set expert_tensor_parallel_size: 1")
+        yield "expert_model_parallel_size", text, "use sizes that divide it, or set expert_tensor_parallel_size: 1"
     chunks = m.virtual_pipeline_model_parallel_size or 1
     if chunks > 1 and pp == 1:
-        add("virtual_pipeline_model_parallel_size", f"{chunks}, while there is no pipeline", "leave it out")
+        yield "virtual_pipeline_model_parallel_size", f"{chunks}, while there is no pipeline", "leave it out"
     if m.sequence_parallel and tp == 1:
-        add("sequence_parallel", "true, while tensor_model_parallel_size is 1", "leave it out")
+        yield "sequence_parallel", "true, while tensor_model_parallel_size is 1", "leave it out"
     length = train.get("max_length")
     parts = (2 * cp if cp > 1 else 1) * (tp if m.sequence_parallel else 1)
     if isinstance(length, int) and length % parts:
         fix = f"train.max_length={length // parts * parts}"
-        add("context_parallel_size", f"train.max_length {length} is no multiple of {parts}", fix)
+        yield "context_parallel_size", f"train.max_length {length} is no multiple of {parts}", fix
     if architecture is not None:
-        _check_model(m, architecture, add)
+        yield from _check_model(m, architecture)
 
 
-def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None:
+def _check_model(m: Megatron, architecture: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     tp, pp, ep = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.expert_model_parallel_size
     fix = "use a size that divides it"
     stages = pp * (m.virtual_pipeline_model_parallel_size or 1)
@@ -77,7 +73,7 @@ def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None
         more = "use sizes that divide them"
         if not ends and (layers + 2) % stages == 0:
             more = "write account_for_embedding_in_pipeline_split: true and account_for_loss_in_pipeline_split: true"
-        add(key, f"{counted} are no multiple of {stages} stages", more)
+        yield key, f"{counted} are no multiple of {stages} stages", more
     groups = int(architecture.get("num_key_value_heads") or heads)
     # Where there are more ranks than key-value heads, several share one (transformer_config.py).
     for name, wrong, count in (
@@ -85,18 +81,18 @@ def _check_model(m: Megatron, architecture: Mapping[str, Any], add: Add) -> None
         ("num_key_value_heads", groups % tp and tp % groups, groups),
     ):
         if wrong:
-            add("tensor_model_parallel_size", f"{tp} does not divide the model's {count} {name}", fix)
+            yield "tensor_model_parallel_size", f"{tp} does not divide the model's {count} {name}", fix
     inner = architecture.get("intermediate_size")
     if isinstance(inner, int) and inner % tp:
-        add("tensor_model_parallel_size", f"{tp} does not divide the model's intermediate_size {inner}", fix)
+        yield "tensor_model_parallel_size", f"{tp} does not divide the model's intermediate_size {inner}", fix
     number = experts(architecture)
     if ep > 1 and not number:
-        add("expert_model_parallel_size", f"{ep}, and the model has no experts", "leave it out")
+        yield "expert_model_parallel_size", f"{ep}, and the model has no experts", "leave it out"
     elif number % ep:
-        add("expert_model_parallel_size", f"{ep} does not divide the model's {number} experts", fix)
+        yield "expert_model_parallel_size", f"{ep} does not divide the model's {number} experts", fix
     if number and tp > 1 and not m.sequence_parallel:
         text = "false: Megatron-Core wants it for experts with tensor parallelism"
-        add("sequence_parallel", text, "write sequence_parallel: true")
+        yield "sequence_parallel", text, "write sequence_parallel: true"
 
 
 def refusals(resolved: Resolved) -> list[Problem]:

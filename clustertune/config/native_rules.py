@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from clustertune.host.credentials import holds_secret
 
@@ -54,7 +55,7 @@ TRAIN_RANGES = {
     "warmup_steps": Range(0, whole_from_one=True),
     "adam_beta1": _SHARE,
     "adam_beta2": _SHARE,
-    "adam_epsilon": Range(0, low_open=True),
+    "adam_epsilon": Range(0, 1, low_open=True, high_open=True),
     "max_grad_norm": _NOT_NEGATIVE,
     "label_smoothing_factor": _SHARE,
     "neftune_noise_alpha": Range(0, low_open=True),
@@ -226,3 +227,22 @@ def show_value(value: object, key: str = "") -> str:
         return "the value (not shown)"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether a value is a whole number from ``least`` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def usable(value: object, otherwise: int) -> int:
+    """A positive whole number, also where it is written as text; ``otherwise`` for what the schema refuses."""
+    try:
+        number = int(value) if is_number(value) or isinstance(value, str) else otherwise
+    except (ValueError, OverflowError):
+        return otherwise
+    return number if number >= 1 else otherwise

@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from clustertune.config.counted import Attention, Counted, LayerKind, Linear
+from clustertune.config.counted import Counted, LayerKind, Linear
 from clustertune.config.families import FAMILIES, Names
-from clustertune.config.modeling import module_names
-from clustertune.config.values import Values, window
+from clustertune.config.values import Values, module_names, window
 
 KNOWN: tuple[str, ...] = tuple(sorted(FAMILIES))
 """Model types that are counted; tests/config/test_parameters.py compares each with the installed transformers."""
@@ -231,22 +230,3 @@ def matches(target: str | list[str], name: str) -> bool:
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(name == end or name.endswith(f".{end}") for end in target)
-
-
-__all__ = [
-    "KNOWN",
-    "Attention",
-    "Counted",
-    "LayerKind",
-    "Linear",
-    "adapter_modules",
-    "count",
-    "head_names",
-    "is_counted",
-    "layers_of",
-    "lora_parameter_count",
-    "matches",
-    "narrowest",
-    "parameter_count",
-    "uncounted",
-]

@@ -9,14 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from clustertune.config.cluster_words import schema_problems
+from clustertune.config.findings import Found, read_model
 from clustertune.config.hardware import load_hardware
 from clustertune.config.load import did_you_mean
-from clustertune.config.schema import NAME, Number, Section
-from clustertune.config.yamlfile import Document, read_yaml
-from clustertune.errors import Problem, UserError
+from clustertune.config.schema import Number, Plain, Section
+from clustertune.config.yamlfile import read_yaml
 from clustertune.tree import ROOT
 
 PRICES = ROOT / "ops" / "prices.yaml"
@@ -52,7 +51,7 @@ class PriceFile(Section):
     date: IsoDate
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")]
     """ISO 4217."""
-    gpus: dict[Annotated[str, Field(pattern=rf"^{NAME}$")], Entry]
+    gpus: dict[Plain, Entry]
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,7 @@ def price(gpu: str, path: Path = PRICES) -> Price | None:
 def load_prices(path: Path = PRICES) -> Mapping[str, Price]:
     """The prices by GPU. Raises UserError with every problem of the file."""
     document = read_yaml(path, "ops/prices.yaml" if path == PRICES else str(path))
-    try:
-        prices = PriceFile.model_validate(document.data)
-    except ValidationError as error:
-        raise UserError(schema_problems(PriceFile, error, document)) from None
-    if problems := list(_problems(prices, document)):
-        raise UserError(problems)
+    prices = read_model(PriceFile, document, _find_problems)
     return {
         name: Price(entry.on_demand, entry.spot, prices.currency, entry.date or prices.date, entry.source, _warning(entry))
         for name, entry in prices.gpus.items()
@@ -98,18 +92,12 @@ def _warning(entry: Entry) -> str | None:
     return None
 
 
-def _problems(prices: PriceFile, document: Document) -> Iterator[Problem]:
+def _find_problems(prices: PriceFile) -> Iterator[Found]:
     known = load_hardware()
     for name, entry in prices.gpus.items():
         path = ("gpus", name)
         if name not in known:
             near = did_you_mean(name, known)
-            yield Problem(
-                f"ops/hardware.yaml has no {name}",
-                file=document.place(path),
-                key=".".join(path),
-                fix=f"{near or 'name one'}, or add it there",
-            )
+            yield path, f"ops/hardware.yaml has no {name}", f"{near or 'name one'}, or add it there"
         if entry.on_demand is None and entry.spot is None:
-            message = "neither on_demand nor spot"
-            yield Problem(message, file=document.place(path), key=".".join(path), fix="give one, or take the GPU away")
+            yield path, "neither on_demand nor spot", "give one, or take the GPU away"

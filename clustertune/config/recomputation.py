@@ -8,10 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config.checks import Place
 from clustertune.config.distribution import recomputed_layers
+from clustertune.config.findings import Found
 from clustertune.config.schema import ActivationCheckpointing
-from clustertune.errors import Problem
 
 SECTION = "activation_checkpointing"
 ALIASES = (SECTION, "gradient_checkpointing")
@@ -47,58 +46,44 @@ def reason(section: ActivationCheckpointing, layers: int) -> str:
 
 
 def find_problems(
-    section: ActivationCheckpointing, train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place
-) -> list[Problem]:
+    section: ActivationCheckpointing, train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str
+) -> Iterator[Found]:
     """Everything that is wrong with the section beside ``train`` and the accelerate configuration in ``file``."""
-    return [*_itself(section, train, place), *_twice(section, train, accelerate, file, place)]
-
-
-def _itself(section: ActivationCheckpointing, train: Mapping[str, Any], place: Place) -> Iterator[Problem]:
-    """What ``save`` cannot be."""
-
-    def problem(key: str, text: str, fix: str) -> Problem:
-        return Problem(text, file=place((SECTION, key)), key=f"{SECTION}.{key}", fix=fix)
-
     if not section.model_fields_set & {"ratio", "save"}:
         fix = f"write {SECTION}.ratio=1 for all layers, or {SECTION}.save=[attention]"
-        yield Problem("says neither ratio nor save", file=place((SECTION,)), key=SECTION, fix=fix)
-    saved = section.save or []
+        yield (SECTION,), "says neither ratio nor save", fix
+    saved, save = section.save or [], (SECTION, "save")
     if len(set(saved)) < len(saved):
-        yield problem("save", f"[{', '.join(saved)}] names one twice", "name each once")
+        yield save, f"[{', '.join(saved)}] names one twice", "name each once"
     if {"matmul", "every_second_matmul"} <= set(saved):
-        yield problem("save", "matmul keeps every product, every_second_matmul each second one", "keep one of the two")
+        yield save, "matmul keeps every product, every_second_matmul each second one", "keep one of the two"
     if saved and section.ratio == 0:
-        yield problem("save", "given, and ratio 0 recomputes nothing that could be kept", "leave one of the two out")
-    attention = (train.get("model_init_kwargs") or {}).get("attn_implementation")
-    if "attention" in saved and attention == "eager":
+        yield save, "given, and ratio 0 recomputes nothing that could be kept", "leave one of the two out"
+    if "attention" in saved and (train.get("model_init_kwargs") or {}).get("attn_implementation") == "eager":
         text = "attention, and eager attention is no single operation whose result could be kept"
-        yield problem("save", text, "use attn_implementation: sdpa or flash_attention_2, or leave attention out")
+        yield save, text, "use attn_implementation: sdpa or flash_attention_2, or leave attention out"
+    yield from _twice(section, train, accelerate, file)
 
 
 def _twice(
-    section: ActivationCheckpointing, train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str, place: Place
-) -> Iterator[Problem]:
+    section: ActivationCheckpointing, train: Mapping[str, Any], accelerate: Mapping[str, Any], file: str
+) -> Iterator[Found]:
     """What else says which layers are recomputed, or what of them is kept: each is a second home."""
-    own = f"{SECTION}.{'ratio' if 'ratio' in section.model_fields_set or not section.save else 'save'}"
-    fix = "keep one of the two"
+    key_of_section = "ratio" if "ratio" in section.model_fields_set or not section.save else "save"
+    own, fix = f"{SECTION}.{key_of_section}", "keep one of the two"
     for key in ALIASES:
         if train.get(key) is not None:
-            text = f"{train[key]}, and {own} says which layers are recomputed: that is said twice"
-            yield Problem(text, file=place(("train", key)), key=f"train.{key}", fix=fix)
-        named = f"{key}_kwargs"
-        given = train.get(named)
-        words = given if isinstance(given, dict) else {}
-        where = place(("train", named))
+            yield ("train", key), f"{train[key]}, and {own} says which layers are recomputed: that is said twice", fix
+        named = ("train", f"{key}_kwargs")
+        words = given if isinstance(given := train.get(named[1]), dict) else {}
         if "every_n_layers" in words:
-            text = f"{own} says which layers are recomputed: that is said twice"
-            yield Problem(text, file=where, key=f"train.{named}.every_n_layers", fix=fix)
+            yield (*named, "every_n_layers"), f"{own} says which layers are recomputed: that is said twice", fix
         if section.save and words.get("selective"):
-            text = f"TRL's name for {SECTION}.save=[attention], which is given too"
-            yield Problem(text, file=where, key=f"train.{named}.selective", fix=fix)
+            yield (*named, "selective"), f"TRL's name for {SECTION}.save=[attention], which is given too", fix
         if section.save and words.get("use_reentrant"):
             text = f"reentrant checkpointing keeps no results, and {SECTION}.save asks for some"
-            yield Problem(text, file=where, key=f"train.{named}.use_reentrant", fix="leave it out")
+            yield (*named, "use_reentrant"), text, "leave it out"
     if acc.recomputes(accelerate):
         text = f"given, and {file} has fsdp_activation_checkpointing: true, for all layers: that is said twice"
         what = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the section out"
-        yield Problem(text, file=place(tuple(own.split("."))), key=own, fix=what)
+        yield (SECTION, key_of_section), text, what

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from clustertune.config import architecture as arch
 from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, recomputation, strategy
 from clustertune.config import distribution as distributions
 from clustertune.config.distribution import mixed_precision, recomputed_layers
+from clustertune.config.findings import Found
 from clustertune.config.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
 from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, Megatron, Recipe
 from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
-from clustertune.config.yamlfile import Document, KeyPath, read_text, read_yaml
+from clustertune.config.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.errors import Problem, UserError
 
 MAX_RANKS = 10**6
@@ -82,6 +83,14 @@ class _Work:
     def place(self, path: KeyPath) -> str:
         return self.layers.place(path, self.owners)
 
+    def report(self, found: Iterable[Found]) -> None:
+        """Findings become problems; those below ``accelerate`` or ``deepspeed`` are in the file beside the recipe."""
+        for path, message, fix in found:
+            document = {"accelerate": self.accelerate, "deepspeed": self.deepspeed}.get(path[0]) if len(path) > 1 else None
+            place = self.place(path) if document is None else document.place(path[1:])
+            key = path if document is None or place == COMMAND_LINE else path[1:]
+            self.problems.append(Problem(message, file=place, key=".".join(key), fix=fix))
+
     def read_files(self) -> None:
         """The files beside the recipe: accelerate.yaml, model.json, the chat template."""
         self.values, self.owners = self.layers.merged()
@@ -138,7 +147,7 @@ class _Work:
         accelerate_shown = self.accelerate.file if self.accelerate else self.accelerate_file
         kind = str(self.architecture["model_type"]) if self.architecture else None
         if self.accelerate and (self.accelerate.data or self.megatron is None):
-            self.problems += acc.find_problems(self.accelerate, self.layers.folder, kind)
+            self.report(acc.find_problems(self.accelerate.data, self.layers.folder, kind))
         self.world, reason = derive.world_size(self.values, self.ranks)
         self.derived.append(Derived("world_size", self.world, reason))
         if self.tiny and self.accelerate:
@@ -146,7 +155,7 @@ class _Work:
         self._spread(distribution)
         if self.tiny:
             self._lay_tiny(distribution)
-        self.problems += checks.find_schema_problems(self.values, self.place)
+        self.report(checks.check_schema(self.values, self.place))
         self._check_train(distribution, accelerate_shown)
         self._check_lora()
 
@@ -168,14 +177,10 @@ class _Work:
             self.dp, derived = derive.megatron_parallel(self.megatron, self.world)
             self.derived.append(derived)
             return
-        place = self.accelerate.place(("parallelism_config",)) if self.accelerate else self.accelerate_file
-        file = place if place == COMMAND_LINE or not self.accelerate else self.accelerate.file
-        self.dp, derived, problems = derive.data_parallel(distribution, self.world, file)
+        self.dp, derived, found = derive.data_parallel(distribution, self.world)
         self.derived.append(derived)
-        shards, more = derive.shard_size(distribution, self.world, file)
-        if self.accelerate is not None:
-            more += derive.alone(distribution, self.world, self.accelerate.place(("distributed_type",)))
-        self.problems += problems + more
+        shards, more = derive.shard_size(distribution, self.world)
+        self.report([*found, *more, *derive.alone(distribution, self.world)])
         if shards is not None and self.accelerate is not None:
             self.derived.append(shards)
             # The mapping may be the file's own: what is derived from the ranks goes into a copy.
@@ -184,13 +189,13 @@ class _Work:
 
     def _check_beneath_tiny(self) -> None:
         """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit matters to nobody then."""
-        self.problems += checks.find_schema_problems(self.values, self.place)
+        self.report(checks.check_schema(self.values, self.place))
         given = self.values.get("train")
         if isinstance(given, dict):
-            self.problems += checks.check_native(checks.train_section(), given, self.place)[1]
+            self.report(checks.check_native(checks.train_section(), given)[1])
             batch = {"global_batch_size": given.get("global_batch_size"), "per_device_train_batch_size": 1}
             if self.complete:
-                self.problems += derive.accumulation(batch, 1, 1, self.place)[1]
+                self.report(derive.accumulation(batch, 1, 1)[1])
 
     def _lay_tiny(self, distribution: dict[str, Any]) -> None:
         self._check_beneath_tiny()
@@ -206,95 +211,88 @@ class _Work:
         given = self.values.get("train")
         if not isinstance(given, dict):
             return
-        self.train, problems = checks.check_native(checks.train_section(), given, self.place)
-        problems += checks.find_train_problems(self.train, self.place)
+        self.train, found = checks.check_native(checks.train_section(), given)
+        self.report([*found, *checks.check_train(self.train)])
         positions = (self.architecture or {}).get("max_position_embeddings")
         length = self.train.get("max_length")
         if positions and length and length > positions:
-            path = ("train", "max_length")
             text = f"{length} tokens, the model has {positions} positions (max_position_embeddings)"
-            problems.append(Problem(text, file=self.place(path), key=".".join(path)))
+            self.report([(("train", "max_length"), text, None)])
         batch = {"global_batch_size": given.get("global_batch_size")}
-        found, more = derive.accumulation(batch | self.train, self.world, self.dp, self.place)
+        accumulated, more = derive.accumulation(batch | self.train, self.world, self.dp)
         if self.complete and ("per_device_train_batch_size" in self.train or "per_device_train_batch_size" not in given):
-            problems += more
-        derived, twice = self._recomputation(distribution)
-        problems += twice + derive.precision_problems(self.train, distribution, accelerate_shown, self.place)
-        problems += checks.find_quantization_problems(self.train, self.values.get("lora"), self.place)
-        problems += kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown, self.place)
+            self.report(more)
+        checkpointing = self._recomputation(distribution)
+        lora, deep = self.values.get("lora"), self.deepspeed
+        self.report(derive.check_precision(self.train, distribution))
+        self.report(checks.check_quantization(self.train, lora))
+        self.report(kernels.find_problems(self.train, self.architecture, distribution, accelerate_shown))
         if self.megatron is None:
-            lora = self.values.get("lora")
             zeros = distribution.get("distributed_type") == "DEEPSPEED"
-            zero = acc.zero_stage(distribution, self.deepspeed.data if self.deepspeed else None) if zeros else None
-            problems += strategy.find_problems(
-                self.train, lora, distribution, self.architecture, accelerate_shown, self.place, zero=zero
-            )
-        reduced, more = derive.reduce_dtype(
-            self.values.get("reduce_dtype"), self.train, distribution, self.place, lora=self.values.get("lora") is not None
-        )
-        problems += more
-        self.derived += [item for item in (found, derived, reduced) if item is not None]
+            zero = acc.zero_stage(distribution, deep.data if deep else None) if zeros else None
+            self.report(strategy.find_problems(self.train, lora, distribution, self.architecture, zero=zero))
+        stated = self.values.get("reduce_dtype")
+        reduced, more = derive.reduce_dtype(stated, self.train, distribution, lora=lora is not None)
+        self.report(more)
+        self.derived += [item for item in (accumulated, checkpointing, reduced) if item is not None]
         if self.megatron is None and (attention := kernels.attention(self.train, self.architecture)):
             self.derived.append(attention)
-        if self.deepspeed is not None and found is not None:
-            lora, total = self.values.get("lora") is not None, batch["global_batch_size"]
-            said = deepspeed.read(self.train, total, found.value, self.world, self.dp, self.architecture, lora=lora)
-            problems += deepspeed.find_problems(self.deepspeed, said)
-            if lora and mixed_precision(self.train) != "no" and self.deepspeed.data.get(deepspeed.REDUCED_IN) is None:
-                self.deepspeed = replace(self.deepspeed, data={**self.deepspeed.data, deepspeed.REDUCED_IN: "fp32"})
-                self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
-                self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
-            self.derived += deepspeed.filled(self.deepspeed.data, said)
-        self.problems += problems
+        if deep is not None and accumulated is not None:
+            self._fill_deepspeed(deep, batch["global_batch_size"], accumulated.value, lora=lora is not None)
 
-    def _recomputation(self, distribution: dict[str, Any]) -> tuple[Derived, list[Problem]]:
+    def _fill_deepspeed(self, document: Document, batch: Any, accumulation: int, *, lora: bool) -> None:
+        """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
+        said = deepspeed.read(self.train, batch, accumulation, self.world, self.dp, self.architecture, lora=lora)
+        self.report(deepspeed.find_problems(document, said))
+        if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
+            self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
+            self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
+            self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
+        self.derived += deepspeed.filled(document.data, said)
+
+    def _recomputation(self, distribution: dict[str, Any]) -> Derived:
         """Which of the model, FSDP, the ratio and Megatron recompute activations."""
         key = "train.activation_checkpointing"
         section = recomputation.read(self.values.get("activation_checkpointing"))
         if self.megatron is not None:
-            found = self._megatron_problems(section.ratio if section else None)
-            return Derived(key, False, "left to megatron.recompute_granularity"), found
+            self.report(self._check_megatron(self.megatron, section.ratio if section else None))
+            return Derived(key, False, "left to megatron.recompute_granularity")
         if section is None:
-            return derive.checkpointing(self.train, distribution, self.accelerate_file, self.place)
-        problems = recomputation.find_problems(section, self.train, distribution, self.accelerate_file, self.place)
+            derived, found = derive.checkpointing(self.train, distribution, self.accelerate_file)
+            self.report(found)
+            return derived
+        self.report(recomputation.find_problems(section, self.train, distribution, self.accelerate_file))
         layers = int((self.architecture or {}).get("num_hidden_layers", 1))
-        on = bool(recomputed_layers(section.ratio, layers))
-        return Derived(key, on, recomputation.reason(section, layers)), problems
+        return Derived(key, bool(recomputed_layers(section.ratio, layers)), recomputation.reason(section, layers))
 
-    def _megatron_problems(self, ratio: float | None) -> list[Problem]:
-        assert self.megatron is not None
-        problems: list[Problem] = []
-
-        def add(key: str, message: str, fix: str | None = None) -> None:
-            problems.append(Problem(message, file=self.place(("megatron", key)), key=f"megatron.{key}", fix=fix))
-
+    def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:
         if self.tiny:
             text = "--tiny trains on CPUs, where Megatron-Bridge has no kernels"
-            add("tensor_model_parallel_size", text, "submit --dry-run shows command and configuration without a GPU")
+            fix = "submit --dry-run shows command and configuration without a GPU"
+            yield ("megatron", "tensor_model_parallel_size"), text, fix
         else:
-            megatron.find_problems(self.megatron, self.world, self.architecture, self.train, add)
+            found = megatron.find_problems(section, self.world, self.architecture, self.train)
+            yield from ((("megatron", key), text, fix) for key, text, fix in found)
         for key, value in {
             "activation_checkpointing": ratio,
             "train.activation_checkpointing": self.train.get("activation_checkpointing"),
             "train.model_init_kwargs.quantization_config": quantization.of(self.train),
         }.items():
             if value:
-                path = tuple(key.split("."))
                 fix = "write megatron.recompute_granularity" if "checkpointing" in key else "leave it out"
-                problems.append(Problem("Megatron does not read it", file=self.place(path), key=key, fix=fix))
-        return problems
+                yield tuple(key.split(".")), "Megatron does not read it", fix
 
     def _check_lora(self) -> None:
         given = self.values.get("lora")
         if not isinstance(given, dict):
             return
-        self.lora, problems = checks.check_native(checks.lora_section(), given, self.place)
+        self.lora, found = checks.check_native(checks.lora_section(), given)
+        self.report(found)
         if "target_modules" in self.lora or "target_modules" not in given:
-            problems += checks.find_lora_problems(self.lora, self.architecture, self.place)
+            self.report(checks.check_lora(self.lora, self.architecture))
         if "task_type" not in given:
             self.lora["task_type"] = "CAUSAL_LM"
             self.derived.append(Derived("lora.task_type", "CAUSAL_LM", "supervised fine-tuning of a causal language model"))
-        self.problems += problems
 
     def result(self) -> Resolved:
         """The checked recipe. Only after :meth:`check` found nothing."""
@@ -333,19 +331,15 @@ class _Work:
             deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,
         )
-        if problems := distributions.find_problems(resolved.distribution, *self._distribution_files()):
-            raise UserError(problems)
+        if text := distributions.breaks_nodes(resolved.distribution):
+            key = acc.key_of("sharding_strategy")
+            raise UserError(Problem(text, file=self.accelerate.file, key=key, fix="use whole nodes"))
         resolved.warnings.extend(_warnings(resolved))
         return resolved
 
-    def _distribution_files(self) -> tuple[str, str]:
-        """The accelerate file, and the one that says DeepSpeed's stage, as errors name them."""
-        assert self.accelerate is not None
-        return self.accelerate.file, (self.deepspeed or self.accelerate).file
-
     def _origins(self, recipe: Recipe) -> dict[str, str]:
         origins = {".".join(path): layer.origin for path, layer in self.owners.items()}
-        for path in _leaves(recipe.model_dump(mode="json"), ()):
+        for path, _ in leaves(recipe.model_dump(mode="json")):
             key = ".".join(path)
             if key not in origins and not (path[0] == "expect" and self.tiny):
                 parents = (".".join(path[:end]) for end in range(len(path) - 1, 0, -1))
@@ -359,13 +353,6 @@ def _is_file_name(name: str) -> bool:
     return re.fullmatch(NAME, name) is not None
 
 
-def _leaves(body: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    found = []
-    for key, value in body.items():
-        found += _leaves(value, (*path, key)) if isinstance(value, dict) and value else [(*path, key)]
-    return found
-
-
 def _warnings(resolved: Resolved) -> list[str]:
     """What is allowed and probably not meant."""
     found = []
@@ -374,6 +361,9 @@ def _warnings(resolved: Resolved) -> list[str]:
         found.append(f"data.input {resolved.recipe.data.input} is not there on this machine")
     if resolved.distribution.kind == "DDP" and resolved.world_size > 1:
         found.append(f"{resolved.accelerate_file}: distributed_type MULTI_GPU keeps the whole model on every rank")
+    dropout = (resolved.recipe.lora or {}).get("lora_dropout") or 0
+    if dropout > 0.5:
+        found.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")
     found += kernels.warnings(resolved.distribution)
     if resolved.recipe.megatron is None:
         micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or derive.DEFAULT_MICRO_BATCH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -118,23 +118,9 @@ class Resolved:
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; :meth:`from_dict` gives an equal object back."""
         return {
-            "name": self.name,
-            "folder": self.folder,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "recipe": self.recipe.model_dump(mode="json"),
-            "origins": dict(self.origins),
-            "train_args": self.train_args,
-            "world_size": self.world_size,
-            "data_parallel_size": self.data_parallel_size,
-            "architecture": self.architecture,
-            "accelerate": self.accelerate,
-            "accelerate_file": self.accelerate_file,
-            "tiny": self.tiny,
-            "chat_template": self.chat_template,
-            "accelerate_overrides": self.accelerate_overrides,
-            "deepspeed": self.deepspeed,
-            "deepspeed_overrides": self.deepspeed_overrides,
             "derived": [vars(item) for item in self.derived],
-            "warnings": list(self.warnings),
             "distribution": self.distribution.as_dict(),
         }
 

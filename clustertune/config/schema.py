@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The form of every name that becomes a path, a job name or an argument."""
@@ -22,20 +23,56 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
+def check_time(value: str) -> str:
+    """A time as sbatch(1) reads ``--time``: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``; 0 would be no limit.
+
+    Raises ValueError.
+    """
+    days, _, clock = value.rpartition("-")
+    first, *rest = (int(part) for part in clock.split(":"))
+    if any(part > 59 for part in rest) or (days and first > 23):
+        raise ValueError("minutes and seconds are below 60, and hours below 24 after days")
+    if not any((int(days or 0), first, *rest)):
+        raise ValueError("Slurm takes 0 as no limit: write the hours that the partition allows")
+    if int(days or 0) > 365:
+        raise ValueError("longer than a year")
+    return value
+
+
 Number = Annotated[float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False)]
 Score = Annotated[Number, Field(ge=0, le=1)]
 Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
-HubCommit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+
+
+def form(pattern: str, words: str) -> AfterValidator:
+    """A validator of texts of one form, which errors say in ``words``."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"is not {words}")
+        return text
+
+    return AfterValidator(check)
+
+
+Plain = Annotated[str, form(NAME, "a name of letters, digits, '.', '_' and '-'")]
+HubName = Annotated[
+    str, form(rf"({NAME}/)?{NAME}", "a Hub id such as owner/name, or a plain name (letters, digits, '.', '_' and '-')")
+]
+HubCommit = Annotated[str, form(r"[0-9a-f]{40}", "a Hub commit of 40 hex digits in lower case")]
 LocalPath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
 
-IFEVAL_SCORES = (
-    "prompt_level_strict_acc",
-    "inst_level_strict_acc",
-    "prompt_level_loose_acc",
-    "inst_level_loose_acc",
-)
-"""lm-eval's names of the four IFEval scores, in its order."""
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
+"""lm-eval's name of a task, a group or a tag."""
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,80}(,[A-Za-z0-9_.+-]{1,80})?$")]
+"""lm-eval's ``METRIC``, or ``METRIC,FILTER``."""
+METRICS = {"ifeval": ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")}
+"""lm-eval's names of the metrics of the default task, in its order. Those of other tasks are known when lm-eval loads them."""
+
+
+Scores = dict[TaskName, dict[MetricName, Score]]
+Differences = dict[TaskName, dict[MetricName, Annotated[Number, Field(ge=-1, le=1)]]]
 
 
 class Section(BaseModel):
@@ -47,7 +84,7 @@ class Section(BaseModel):
 class Model(Section):
     """The base model."""
 
-    name: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")]
+    name: HubName
     """Its id on the Hub, or a plain name for a model that the project makes itself."""
     revision: HubCommit | None = None
     """The commit on the Hub, 40 hex digits. Demanded where the weights come from the Hub."""
@@ -55,7 +92,7 @@ class Model(Section):
     """``hub``: the published weights. ``random``: made locally from ``model.json`` with a locally trained tokenizer."""
     path: LocalPath | None = None
     """A local folder with the weights and the tokenizer, instead of the Hub."""
-    chat_template: Annotated[str, Field(pattern=rf"^{NAME}$")] | None = None
+    chat_template: Annotated[str, form(NAME, "the name of a file in the recipe folder")] | None = None
     """A Jinja file in the recipe folder that is installed where the tokenizer has no chat template."""
 
 
@@ -71,7 +108,7 @@ class ExpectedSplits(Section):
 class Data(Section):
     """The conversations."""
 
-    name: Annotated[str, Field(pattern=rf"^({NAME}/)?{NAME}$")]
+    name: HubName
     """Its id on the Hub, or a plain name where ``input`` says which file."""
     revision: HubCommit | None = None
     """The commit on the Hub, 40 hex digits."""
@@ -79,9 +116,9 @@ class Data(Section):
     """A local file or folder instead of the Hub: absolute, or relative to the recipe folder if it exists there."""
     format: Literal["oasst-tree", "alpaca", "messages", "lima"]
     """How rows become conversations."""
-    language: Annotated[str, Field(pattern=r"^[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*$")] | None = None
+    language: Annotated[str, form(r"[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*", "a language code such as en")] | None = None
     """Keep trees whose root has this language code (``oasst-tree`` only)."""
-    eval_fraction: Annotated[Number, Field(gt=0, lt=1)] = 0.05
+    eval_fraction: Annotated[Number, Field(gt=0, le=0.5)] = 0.05
     """Share of trees that become the eval split where the input has no splits of its own."""
     limit: Positive | None = None
     """Take only the first so many conversations of the input."""
@@ -95,7 +132,11 @@ class Slurm(Section):
 
     nodes: Annotated[Positive, Field(le=10_000)] = 1
     gpus_per_node: Annotated[Positive, Field(le=1_000)] = 1
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$")] = "24:00:00"
+    time: Annotated[
+        str,
+        form(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "a Slurm time such as 48:00:00 or 2-00:00:00"),
+        AfterValidator(check_time),
+    ] = "24:00:00"
     """Wall time limit in Slurm's form."""
     stall_seconds: Annotated[Number, Field(ge=1)] | None = None
     """Silence of a rank after which its attempt is ended and begun again; None: 300 s, or 5 times the longest so far."""
@@ -104,26 +145,43 @@ class Slurm(Section):
     that, and what is read lies on shared storage."""
 
 
-class IFEval(Section):
-    """How the merged model is scored."""
-
-    max_gen_toks: Positive = 1280
-    """Tokens generated per prompt at most; 1280 is lm-eval's own."""
-    batch_size: Positive = 8
-    limit: Positive | None = None
-    """Score only the first prompts; never for a published number."""
-    pass_mark: dict[Literal[IFEVAL_SCORES], Score] = {}  # type: ignore[valid-type]
-    """Lowest score that passes, by score; the stage fails below."""
-
-
 class Eval(Section):
-    ifeval: IFEval = IFEval()
+    """How the model is scored, in lm-eval's names."""
+
+    tasks: Annotated[list[TaskName], Field(min_length=1)] = ["ifeval"]
+    num_fewshot: Count | None = None
+    """Examples before each question; None: the task's own number."""
+    limit: Positive | None = None
+    """Score only the first documents of each task; never for a published number."""
+    batch_size: Positive = 8
+    max_gen_toks: Positive | None = None
+    """Tokens generated per answer at most; None: the task's own, which for ifeval is 1280."""
+    apply_chat_template: bool = True
+    backend: Literal["auto", "hf", "vllm"] = "auto"
+    """``hf``: one process of transformers; ``vllm``: servers. ``auto``: by the model's size and what the cluster has."""
+    tensor_parallel_size: Positive | None = None
+    """GPUs that share each layer, of vLLM; None: derived. Without GPUs: processes, one on each node."""
+    pipeline_parallel_size: Positive | None = None
+    """Stages that share the layers out, of vLLM; None: derived."""
+    base: bool = False
+    """Score the base model too, and compare document by document."""
+    pass_mark: Scores = {}
+    """Lowest score that passes, by task and metric; the stage fails below."""
+    pass_difference: Differences = {}
+    """Lowest difference to the base that passes, by task and metric; needs ``base``."""
+
+    @model_validator(mode="after")
+    def _has_base(self) -> Eval:
+        if self.pass_difference and not self.base:
+            raise ValueError("pass_difference compares with the base: set base: true")
+        return self
 
 
 class Expect(Section):
     """What the reference run reached; ``report`` and ``compare`` put it beside the result."""
 
-    ifeval: dict[Literal[IFEVAL_SCORES], Score] = {}  # type: ignore[valid-type]
+    tasks: Scores = {}
+    """Scores of an evaluation, by task and metric."""
     train_loss: Number | None = None
     eval_loss: Number | None = None
     token_accuracy: Score | None = None
@@ -132,6 +190,19 @@ class Expect(Section):
     steps: Positive | None = None
     """Optimizer steps."""
     trainable_parameters: Positive | None = None
+
+
+def without_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's values with ``eval.ifeval`` and ``expect.ifeval``, from when there was one task, where they stand today."""
+    found = dict(values)
+    if isinstance(section := found.get("eval"), dict) and isinstance(old := section.get("ifeval"), dict):
+        marks = {"pass_mark": {"ifeval": old["pass_mark"]} if old["pass_mark"] else {}} if "pass_mark" in old else {}
+        rest = {key: value for key, value in section.items() if key != "ifeval"}
+        found["eval"] = {**{key: value for key, value in old.items() if key != "pass_mark"}, **marks, **rest}
+    if isinstance(section := found.get("expect"), dict) and "ifeval" in section:
+        scores = {"tasks": {"ifeval": section["ifeval"]} if section["ifeval"] else {}}
+        found["expect"] = {**scores, **{key: value for key, value in section.items() if key != "ifeval"}}
+    return found
 
 
 class ActivationCheckpointing(Section):
@@ -193,6 +264,11 @@ def named_bases(base: object) -> list[str]:
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_old_runs(cls, values: Any) -> Any:
+        return without_old_keys(values) if isinstance(values, Mapping) else values
+
     base: Annotated[list[str], BeforeValidator(named_bases)] | None = None
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
     model: Model
@@ -202,7 +278,7 @@ class Recipe(Section):
     gradient accumulation is derived."""
     lora: dict[str, Any] | None = None
     """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
-    accelerate: Annotated[str, Field(pattern=rf"^{NAME}\.yaml$")] = "accelerate.yaml"
+    accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"
     """The distribution: an accelerate configuration file in the recipe folder."""
     activation_checkpointing: ActivationCheckpointing | None = None
     reduce_dtype: Literal["float32", "bfloat16"] | None = None

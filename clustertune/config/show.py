@@ -11,6 +11,7 @@ from clustertune.config import architecture
 from clustertune.config.load import BESIDE
 from clustertune.config.parameters import parameter_count, trained_count, uncounted
 from clustertune.config.resolved import Derived, Resolved
+from clustertune.config.yamlfile import leaves
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,8 +85,8 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
         if section == "accelerate" and not resolved.accelerate:
             continue  # Megatron's recipes have no such file
         own = {key: item for key, item in derived.items() if key.split(".")[0] == section}
-        for key, value in _flatten(body[section], section):
-            if key in own:
+        for path, value in leaves(body[section], (section,)):
+            if (key := ".".join(path)) in own:
                 continue
             origin = resolved.origins.get(key, "default")
             if value not in (None, {}) or origin == "override" or (value is None and origin != "default"):
@@ -107,19 +108,11 @@ def _deepspeed(resolved: Resolved, derived: Mapping[str, Derived]) -> Iterator[t
     if not resolved.deepspeed:
         return
     file = (resolved.accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    for key, value in _flatten(resolved.deepspeed, "deepspeed"):
-        if key in derived:
+    for path, value in leaves(resolved.deepspeed, ("deepspeed",)):
+        if (key := ".".join(path)) in derived:
             yield key, derived[key].value, f"derived: {derived[key].reason}"
         elif key.partition(".")[2] not in resolved.deepspeed_overrides:
             yield key, value, str(file)
-
-
-def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{path}.{key}")
-    else:
-        yield path, value
 
 
 def _plain(value: Any) -> str:

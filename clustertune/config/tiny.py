@@ -10,6 +10,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config.load import RECIPES
+from clustertune.config.native_rules import usable
 from clustertune.config.resolved import Derived
 from clustertune.config.yamlfile import Document
 
@@ -109,23 +110,29 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
             "expect": None,
         },
         "train": _train(train, data_parallel_size),
-        "eval": {"ifeval": {"max_gen_toks": MAX_NEW_TOKENS, "pass_mark": {}}},
+        "eval": {
+            "tasks": ["ifeval"],
+            "max_gen_toks": MAX_NEW_TOKENS,
+            "base": False,
+            "pass_mark": {},
+            "pass_difference": {},
+        },
         "expect": {},
     }
 
 
 def _train(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
-    micro_batch = _whole(train.get("per_device_train_batch_size"), 8)
-    stated = _whole(train.get("global_batch_size"), 0)
+    micro_batch = usable(train.get("per_device_train_batch_size"), 8)
+    stated = usable(train.get("global_batch_size"), 0)
     per_pass = micro_batch * data_parallel_size
     result: dict[str, Any] = {
-        "max_length": min(_whole(train.get("max_length"), MAX_LENGTH), MAX_LENGTH),
-        "max_steps": min(_whole(train.get("max_steps"), MAX_STEPS), MAX_STEPS),
+        "max_length": min(usable(train.get("max_length"), MAX_LENGTH), MAX_LENGTH),
+        "max_steps": min(usable(train.get("max_steps"), MAX_STEPS), MAX_STEPS),
         "logging_steps": 1,
         "global_batch_size": per_pass * max(1, min(stated // per_pass, MAX_ACCUMULATION)),
     }
     for key in ("save_steps", "eval_steps"):
-        result[key] = min(_whole(train.get(key), EVERY), EVERY)
+        result[key] = min(usable(train.get(key), EVERY), EVERY)
     if train.get("tf32") is not None:
         # TrainingArguments refuses it on anything but an NVIDIA GPU of Ampere or newer.
         result["tf32"] = None
@@ -135,15 +142,6 @@ def _train(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
     if isinstance(init, dict) and str(init.get("attn_implementation", "")).startswith("flash_attention"):
         result["model_init_kwargs"] = {"attn_implementation": "sdpa"}
     return result
-
-
-def _whole(value: object, otherwise: int) -> int:
-    """A usable positive whole number; what is none of the kind is for the checks, not for here."""
-    try:
-        number = int(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else otherwise
-    except (ValueError, OverflowError):
-        return otherwise
-    return number if number >= 1 else otherwise
 
 
 def _shipped_conversations(folder: Path) -> str:

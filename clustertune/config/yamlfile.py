@@ -1,4 +1,4 @@
-"""Reading of YAML written by people: safe, small, without surprises, and with the line of every key for error messages.
+"""Reading of YAML and JSON written by people: safe, small, without surprises, with the line of every key for error messages.
 
 Recipes use the scalars of YAML 1.2's core schema: ``5e-5`` is a number, ``no`` is the word, ``48:00:00`` is text. PyYAML's
 own YAML 1.1 reads these as text, ``false`` and 172800. Files that accelerate reads itself are read as accelerate does.
@@ -6,7 +6,9 @@ own YAML 1.1 reads these as text, ``false`` and 172800. Files that accelerate re
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,15 @@ def read_yaml(path: Path, shown: str, *, core: bool = True) -> Document:
     return parse_yaml(read_text(path, shown), shown, core=core)
 
 
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Key path and value of everything in a mapping that is no section; an empty section is a value."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
 def read_text(path: Path, shown: str) -> str:
     """The UTF-8 text of a small file. Raises UserError where it is absent, unreadable, too large or not text."""
     try:
@@ -134,6 +145,29 @@ def read_text(path: Path, shown: str) -> str:
         raise UserError(Problem(f"cannot be read: {error.strerror or error}", file=shown)) from None
     except ValueError as error:  # a NUL byte in a path
         raise UserError(Problem(f"is not a path: {error}", file=repr(shown))) from None
+
+
+def parse_json(text: str, shown: str, fix: str | None = None) -> Any:
+    """JSON without repeated keys, and without constants such as NaN. Raises UserError with the line where there is one."""
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(Problem(f"not valid JSON: {error.msg}", file=f"{shown}:{error.lineno}", fix=fix)) from None
+    except RecursionError:
+        raise UserError(Problem("not valid JSON: nested too deep", file=shown, fix=fix)) from None
+    except ValueError as error:
+        raise UserError(Problem(f"not valid JSON: {str(error).splitlines()[0]}", file=shown, fix=fix)) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{twice[0]!r} stands twice")
+    return dict(pairs)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number")
 
 
 def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from clustertune.containers.lockfile import Lock
 from clustertune.containers.pins import FOLDER
 from clustertune.containers.wheelhouse import Wheel
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.process import captured
 from clustertune.tree import ROOT
 
 BUILD_SECONDS, TEST_SECONDS, PROBE_SECONDS = 7200, 1800, 60
@@ -48,6 +51,18 @@ shift
 exec "$@"
 """
 """root without a range of subordinate ids gets one, for this process only: the mount namespace is private."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What an image is built from."""
+
+    base: Base
+    wheelhouse: Path | None
+    """None: the base has all."""
+    wheels: list[Wheel]
+    context: Path
+    """The folder that the engine builds in; beside it there is room for its own files."""
 
 
 def run(
@@ -81,9 +96,7 @@ def run(
 def answer(command: Sequence[str], seconds: int = PROBE_SECONDS) -> str | None:
     """A command's stdout; None where it fails."""
     try:
-        done = subprocess.run(
-            command, env=environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        done = captured(command, seconds, environ())
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -138,6 +151,21 @@ def in_sif(program: str, image: Path, *command: str) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def _gathered(what: Asked, lock: Lock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
+    """What a build needs, for as long as it takes. Raises UserError where storage fails."""
+    try:
+        base, folder, wheels = gather(what, lock, say)
+        WORK.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=WORK, prefix="build-") as scratch:
+            context = Path(scratch) / "context"
+            context.mkdir()
+            lay_out(context, lock, folder, FOLDER / recipe)
+            yield Gathered(base, folder, wheels, context)
+    except OSError as error:
+        raise storage_error(error, "build the image", image) from error
+
+
 def build_sif(what: Asked, say: Say) -> dict[str, Any]:
     """``make build-sif``: the image, its ``.sha256`` and its SBOM. Returns what was made."""
     started = time.monotonic()
@@ -145,48 +173,31 @@ def build_sif(what: Asked, say: Say) -> dict[str, Any]:
     out = (what.out or ROOT / f"{what.definition}.sif").absolute()
     if what.dry_run:
         return _plan(what, lock, base_of(what, lock.python if lock else "3.12", say), program, str(out))
-    try:
-        base, folder, wheels = gather(what, lock, say)
-        WORK.mkdir(parents=True, exist_ok=True)
+    with _gathered(what, lock, f"{what.definition}.def", str(out), say) as given:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=WORK, prefix="sif-") as scratch:
-            context = Path(scratch) / "context"
-            context.mkdir()
-            lay_out(context, lock, folder, FOLDER / f"{what.definition}.def")
-            part = out.with_name(f".{out.name}.{os.getpid()}.part")
-            try:
-                run(
-                    _sif_command(what, program, lock, base, folder, context, part),
-                    "the build",
-                    say,
-                    cwd=context,
-                    env=_caches(scratch),
-                )
-                inventory = _inventory(in_sif(program, part, VENV_PYTHON, SELFTEST, "--inventory")) if lock else None
-                return _publish(part, out, lock, wheels, inventory, base, started)
-            finally:
-                part.unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_error(error, "build the image", out) from error
+        with _partial(out) as part:
+            command = _sif_command(what, program, lock, given, part)
+            run(command, "the build", say, cwd=given.context, env=_caches(given.context.parent))
+            inventory = _inventory(in_sif(program, part, VENV_PYTHON, SELFTEST, "--inventory")) if lock else None
+            return _publish(part, out, lock, given, inventory, started)
 
 
-def _sif_command(
-    what: Asked, program: str, lock: Lock | None, base: Base, wheels: Path | None, context: Path, out: Path
-) -> list[str]:
+def _sif_command(what: Asked, program: str, lock: Lock | None, gathered: Gathered, out: Path) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
+    base, context = gathered.base, gathered.context
     given = labels(lock, base)
     if base.archive:
         (context / "base.tar").symlink_to(base.archive)
         given |= {"bootstrap": "docker-archive", "base": "base.tar"}
     else:
         given |= {"base": base.name}
-    bind = ["--bind", f"{wheels}:/mnt:ro"] if wheels else []
+    bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"] if gathered.wheelhouse else []
     words = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
     command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *words, str(out), f"{what.definition}.def"]
     return _as_user(command, context.parent)
 
 
-def _caches(scratch: str) -> dict[str, str]:
+def _caches(scratch: Path) -> dict[str, str]:
     """A build needs twice the image's size; /tmp is often memory. The user's own places win."""
     return {
         f"{name}_{kind}": os.environ.get(f"{name}_{kind}", str(place))
@@ -214,43 +225,30 @@ def build_image(what: Asked, say: Say) -> dict[str, Any]:
     tag = what.tag or f"clustertune/{what.definition}:{what.variant}"
     if what.dry_run:
         return _plan(what, lock, base_of(what, lock.python, say), engine, tag)
-    try:
-        base, folder, wheels = gather(what, lock, say)
-        assert folder, "there is a lock"
-        WORK.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=WORK, prefix="oci-") as scratch:
-            context = Path(scratch)
-            lay_out(context, lock, folder, FOLDER / "Dockerfile")
-            (context / "wheels").mkdir()
-            for path in folder.iterdir():
-                _link(path, context / "wheels" / path.name)
-            given = {"BASE_IMAGE": _loaded(engine, base), **{key.upper(): value for key, value in labels(lock, base).items()}}
-            words = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
-            # OCI's own format has no SHELL and no health check, and enroot reads both.
-            style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
-            # The host's network: apt needs one, and a bridge needs modules that a small machine's kernel does not have.
-            run(
-                [engine, "build", "--network", "host", *style, *words, "--tag", tag, str(context)],
-                "the build",
-                say,
-                env={"DOCKER_BUILDKIT": "1"},
-            )
+    with _gathered(what, lock, "Dockerfile", tag, say) as given:
+        assert given.wheelhouse, "there is a lock"
+        (given.context / "wheels").mkdir()
+        for path in given.wheelhouse.iterdir():
+            _link(path, given.context / "wheels" / path.name)
+        labelled = {key.upper(): value for key, value in labels(lock, given.base).items()}
+        arguments = {"BASE_IMAGE": _loaded(engine, given.base), **labelled}
+        words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        # OCI's own format has no SHELL and no health check, and enroot reads both.
+        style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
+        # The host's network: apt needs one, and a bridge needs modules that a small machine's kernel does not have.
+        command = [engine, "build", "--network", "host", *style, *words, "--tag", tag, str(given.context)]
+        run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
         alone = [engine, "run", "--rm", "--network", "none", *_limits(engine), tag]
         run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
         inventory = _inventory([*alone, "python", SELFTEST, "--inventory"])
         if what.out is None:
-            return _describe(
-                tag, ROOT / f"{tag.replace('/', '-').replace(':', '-')}", lock, wheels, inventory, base, started, engine
-            )
+            bill = _write_bill(ROOT / tag.replace("/", "-").replace(":", "-"), tag, lock, given, inventory)
+            size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", tag]) or "0").strip() or 0)
+            return {"image": tag, "bytes": size, "seconds": round(time.monotonic() - started), **bill}
         out = what.out.absolute()
-        part = out.with_name(f".{out.name}.{os.getpid()}.part")
-        try:
+        with _partial(out) as part:
             run([engine, "save", "--output", str(part), tag], "saving the image", say)
-            return {"image": tag, **_publish(part, out, lock, wheels, inventory, base, started)}
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_error(error, "build the image", tag) from error
+            return {"image": tag, **_publish(part, out, lock, given, inventory, started)}
 
 
 def _limits(engine: str) -> list[str]:
@@ -298,41 +296,34 @@ def _plan(what: Asked, lock: Lock | None, base: Base, program: str, image: str) 
     }  # fmt: skip
 
 
-def _describe(
-    name: str,
-    stem: Path,
-    lock: Lock,
-    wheels: list[Wheel],
-    inventory: Mapping[str, Any],
-    base: Base,
-    started: float,
-    engine: str,
-) -> dict[str, Any]:
-    bill = stem.with_name(stem.name + ".cdx.json")
-    document = sbom.document(name, lock, wheels, inventory, base.name, datetime.now(UTC))
+@contextlib.contextmanager
+def _partial(out: Path) -> Iterator[Path]:
+    """Where an image is written before it has its name; nothing stays there."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_bill(beside: Path, name: str, lock: Lock, given: Gathered, inventory: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the SBOM of image ``name`` next to ``beside``. Returns what the result says of it."""
+    document = sbom.document(name, lock, given.wheels, inventory, given.base.name, datetime.now(UTC))
+    bill = beside.with_name(beside.name + ".cdx.json")
     bill.write_text(json.dumps(document, indent=1) + "\n")
-    size = int((answer([engine, "image", "inspect", "--format", "{{.Size}}", name]) or "0").strip() or 0)
-    return {"image": name, "bytes": size, "seconds": round(time.monotonic() - started), "sbom": str(bill), "lock": lock.name}
+    return {"sbom": str(bill), "lock": lock.name}
 
 
 def _publish(
-    part: Path,
-    out: Path,
-    lock: Lock | None,
-    wheels: list[Wheel],
-    inventory: Mapping[str, Any] | None,
-    base: Base,
-    started: float,
+    part: Path, out: Path, lock: Lock | None, given: Gathered, inventory: Mapping[str, Any] | None, started: float
 ) -> dict[str, Any]:
     """The image in its place, and beside it the SBOM and, last, the sum: who finds the sum finds a whole image."""
-    total, bill = out.with_name(out.name + ".sha256"), out.with_name(out.name + ".cdx.json")
+    total = out.with_name(out.name + ".sha256")
     total.unlink(missing_ok=True)
     digest, size = wheelhouse.file_digest(part), part.stat().st_size
     part.replace(out)
-    made: dict[str, Any] = {"file": str(out), "sha256": digest, "bytes": size, "base": base.name}
+    made: dict[str, Any] = {"file": str(out), "sha256": digest, "bytes": size, "base": given.base.name}
     if lock and inventory:
-        document = sbom.document(out.name, lock, wheels, inventory, base.name, datetime.now(UTC))
-        bill.write_text(json.dumps(document, indent=1) + "\n")
-        made |= {"sbom": str(bill), "lock": lock.name}
+        made |= _write_bill(out, out.name, lock, given, inventory)
     total.write_text(f"{digest}  {out.name}\n")
     return {**made, "seconds": round(time.monotonic() - started)}

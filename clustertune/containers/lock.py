@@ -114,21 +114,13 @@ SPECS = (
 
 def fits(wheel: str, python: str, platform: str) -> bool:
     """Whether a wheel's name says that it runs on this CPython and platform (PEP 425, PEP 600)."""
-    wanted = "cp" + python.replace(".", "")
-    interpreters, abis, places = (part.split(".") for part in wheel.removesuffix(".whl").rsplit("-", 3)[1:])
-    older = any(re.fullmatch(r"cp3\d*", tag) and int(tag[3:] or 0) <= int(wanted[3:]) for tag in interpreters)
-    if not ((wanted in interpreters and wanted in abis) or ("abi3" in abis and older) or "none" in abis):
-        return False
-    if "none" in abis and not {"py3", wanted, "py" + wanted[2:]} & set(interpreters):
-        return False
-    if places == ["any"]:
-        return True
-    arch, _, newest = platform.rpartition("-")[0], "", int(platform.rpartition("_")[2]) if "_" in platform else 0
-    for place in places:
-        named = re.fullmatch(rf"manylinux_2_(\d+)_{arch}", place)
-        if arch and ((named and int(named[1]) <= newest) or place in {f"manylinux{old}_{arch}" for old in (1, 2010, 2014)}):
-            return True
-    return False
+    from packaging.tags import compatible_tags, cpython_tags, parse_tag  # images are built where it may not be installed
+
+    version = tuple(map(int, python.split(".")))
+    interpreter = "cp" + python.replace(".", "")
+    places = lockfile.platform_tags(platform) or ["any"]
+    own = {*cpython_tags(version, [interpreter], places), *compatible_tags(version, interpreter, places)}
+    return not own.isdisjoint(parse_tag("-".join(wheel.removesuffix(".whl").rsplit("-", 3)[1:])))
 
 
 def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[dict[str, Entry], tuple[str, ...]]:

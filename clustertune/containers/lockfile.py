@@ -17,6 +17,15 @@ _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.+!-]*)
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
+def platform_tags(platform: str) -> list[str]:
+    """The wheels' platforms that run on a lock's, the newest first: glibc is upward compatible (PEP 600). None of ``any``."""
+    arch, _, newest = platform.partition("-manylinux_2_")
+    if not newest:
+        return []
+    old = (f"manylinux{name}_{arch}" for name in ("2014", "2010", "1"))
+    return [*(f"manylinux_2_{minor}_{arch}" for minor in range(int(newest), 4, -1)), *old]
+
+
 @dataclass(frozen=True)
 class Entry:
     """One package: its version, and the SHA-256 of each file that may be installed."""

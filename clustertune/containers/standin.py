@@ -14,6 +14,7 @@ from pathlib import Path
 
 from clustertune.containers import pins
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.process import captured
 
 BUILD_SECONDS = 1800
 PYTHONS = ("3.11", "3.12")
@@ -87,14 +88,7 @@ def _debootstrap(suite: str, mirror: str, keys: list[str], out: Path) -> None:
         *keys,
     ]
     try:
-        done = subprocess.run(
-            [*command, suite, str(out), mirror],
-            capture_output=True,
-            text=True,
-            timeout=BUILD_SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        done = captured([*command, suite, str(out), mirror], BUILD_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise UserError(
             Problem(f"mmdebstrap took over {BUILD_SECONDS} s", fix="look at the network"), ExitCode.AGAIN

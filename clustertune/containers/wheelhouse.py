@@ -93,10 +93,8 @@ def _tools(folder: Path, say: Callable[[str], None]) -> Path:
 
 def _target(lock: Lock) -> list[str]:
     """pip's options for another Python and platform than its own. It does not know that glibc is upward compatible."""
-    arch, _, newest = lock.platform.partition("-manylinux_2_")
-    old = [f"manylinux{name}_{arch}" for name in ("2014", "2010", "1")]
-    tags = [*(f"manylinux_2_{minor}_{arch}" for minor in range(int(newest), 4, -1)), *old]
-    return ["--implementation", "cp", "--python-version", lock.python, *(word for tag in tags for word in ("--platform", tag))]
+    tags = (word for tag in lockfile.platform_tags(lock.platform) for word in ("--platform", tag))
+    return ["--implementation", "cp", "--python-version", lock.python, *tags]
 
 
 def _pip(python: Path, verb: str, entries: list[Entry], lock: Lock, options: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ _KINDS: dict[type, str] = {str: "a text", bool: "true or false", list: "a list",
 def check_text(row: dict[str, Any], key: str, name: str | None = None) -> str:
     """The text of a message. Raises BadRow where there is none, or too much."""
     text: str = require(row, key, str, name=name)
-    if not text.strip():
+    if all(char.isspace() or unicodedata.category(char) == "Cf" for char in text):  # zero-width characters show nothing
         raise BadRow("empty-text", f"{name or key} is empty")
     # Only a text of a quarter of the limit can exceed it: a character has at most 4 bytes.
     if len(text) * 4 >= MAX_MESSAGE_BYTES and (size := len(text.encode())) >= MAX_MESSAGE_BYTES:

@@ -107,7 +107,7 @@ def make_local_model(architecture: Mapping[str, Any], texts: Iterable[str], out:
         parameters = sum(p.numel() for p in model.parameters())
     tokenizer.save_pretrained(out)
     for path in out.iterdir():
-        path.chmod(0o644)  # safetensors 0.8 writes 0600, which a shared group folder cannot read
+        path.chmod(manifest.file_mode())
     manifest.seal(out, KIND, {"parameters": parameters, "seed": seed, "architecture": dict(architecture)})
     return out
 

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clustertune.errors import Problem, UserError
+from clustertune.process import time_limit
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
 """Tokens that may serve as padding where a tokenizer names none of its own (Llama 3.1, Llama 2, Qwen2.5, ...)."""
+TEMPLATE_SECONDS = 20.0
+"""For one turn, which takes a millisecond: nested loops in a template can take years."""
 
 
 def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
@@ -71,7 +74,27 @@ def load_tokenizer(source: str, revision: str | None, template: str | None, trai
             raise UserError(Problem(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token"))
         tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
     tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
+    try:
+        render_turn(tokenizer, "")
+    except UserError:
+        raise
+    except Exception:  # noqa: S110 - a template may refuse this turn alone; of the conversations it is counted
+        pass
     return tokenizer
+
+
+def render_turn(tokenizer: Any, text: str) -> str:
+    """One user's turn in the tokenizer's chat template, which may loop for ever.
+
+    Raises UserError after :data:`TEMPLATE_SECONDS`, and whatever the template raises.
+    """
+    turn = [{"role": "user", "content": text}]
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    except TimeoutError as error:
+        fix = "use the template that the model's makers publish, or name another in model.chat_template"
+        raise UserError(Problem(f"the chat template {error} for one turn", key="model.chat_template", fix=fix)) from None
 
 
 def training_template(tokenizer: Any, *, marked: bool) -> str:

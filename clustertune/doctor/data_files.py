@@ -1,7 +1,8 @@
-"""The dataset, IFEval's data and the sentence splitter: whether a job finds them, and what they were found to hold."""
+"""The dataset, the benchmarks' data and the sentence splitter: whether a job finds them, and what they were found to hold."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -12,73 +13,38 @@ from typing import Any
 import yaml
 
 from clustertune import manifest
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.doctor.recipe_context import Context
 from clustertune.doctor.recipe_model import snapshot
 from clustertune.errors import UserError
-from clustertune.ifeval import punkt
+from clustertune.evaluate import punkt
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
 
 TASK = ROOT / "eval" / "ifeval" / "task.yaml"
 
-INPUT = Rule(
-    "dataset-absent",
-    "the dataset is where the recipe says",
-    "prepare fails, and with it every job that waits for it",
-    "https://huggingface.co/docs/datasets/loading",
-)
-EXPECTED = Rule(
-    "dataset-differs",
-    "conversations found against data.expect",
-    "another revision or another filter gives other data: steps, loss and score are not those of the reference",
-    "https://huggingface.co/docs/datasets/loading",
-)
-BENCHMARK = Rule(
-    "ifeval-data",
-    "the benchmark's prompts",
-    "without them the project's own 36 prompts are scored: that is no IFEval score",
-    "https://huggingface.co/datasets/google/IFEval",
-)
-SPLITTER = Rule(
-    "punkt-data",
-    "NLTK's punkt_tab for IFEval's scorer",
-    "lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here "
-    "instead counts some sentences otherwise than the official one",
-    "https://github.com/EleutherAI/lm-evaluation-harness/issues/2266",
-)
-TRACKER = Rule(
-    "wandb-mode",
-    "W&B's mode against the network",
-    "each start waits for a server that cannot be reached; what stays offline lies in the run folder until somebody syncs it",
-    "https://github.com/wandb/wandb/issues/4034",
-)
 
-STAGED = Rule(
-    "staged-inputs",
-    "the folder that the recipe reads model and data from",
-    "a recipe with staged: asks nothing of the network: what is not in that folder is nowhere",
-    "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
-)
+@rule("staged-inputs", RECIPE)
+def staged(context: Context) -> Iterator[Seen]:
+    """Looks at: the folder that the recipe reads model and data from
 
-RULES = (STAGED, INPUT, EXPECTED, BENCHMARK, SPLITTER, TRACKER)
-
-
-def check(context: Context) -> Iterator[Finding]:
-    """Everything about data, but the model."""
-    for look in LOOKS:
-        yield from look(context)
-
-
-def _staged(context: Context) -> Iterator[Finding]:
+    Why: a recipe with staged: asks nothing of the network: what is not in that folder is nowhere
+    See: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
+    """
     for problem in context.staged_problems:
         fix = problem.fix or f"clustertune stage {context.resolved.name} --to a new folder, and staged: that one"
         text = f"{problem.key}: {problem.message}" if problem.key else problem.message
-        yield finding(STAGED, FAIL, text, fix, where=problem.file or context.name)
+        yield Seen(FAIL, text, fix, problem.file or context.where)
 
 
-def _input(context: Context) -> Iterator[Finding]:
+@rule("dataset-absent", RECIPE)
+def dataset(context: Context) -> Iterator[Seen]:
+    """Looks at: the dataset is where the recipe says
+
+    Why: prepare fails, and with it every job that waits for it
+    See: https://huggingface.co/docs/datasets/loading
+    """
     data, path = context.resolved.recipe.data, context.resolved.input_path
     if context.staged is not None:
         path = bundle.data_input(context.resolved)
@@ -88,13 +54,13 @@ def _input(context: Context) -> Iterator[Finding]:
         if not is_there(path):
             status = FAIL if context.is_ours or len(context.cluster.nodes) < 2 else UNKNOWN
             text = f"data.input {data.input} is not there on this machine"
-            yield finding(INPUT, status, text, "give a file or folder; relative ones lie beside the recipe", where=context.name)
+            yield Seen(status, text, "give a file or folder; relative ones lie beside the recipe")
         elif not os.access(path, os.R_OK):
-            yield finding(INPUT, FAIL, f"data.input {path} cannot be read", "change who may read it", where=context.name)
+            yield Seen(FAIL, f"data.input {path} cannot be read", "change who may read it")
     elif context.offline and _is_absent(snapshot(context.hub, "datasets", data.name, data.revision)):
         text = f"{data.name} at {data.revision} is not in {context.hub}, and HF_HUB_OFFLINE is set"
         fix = f"hf download {data.name} --repo-type dataset --revision {data.revision}, where the network is"
-        yield finding(INPUT, FAIL, text, fix, where=context.name)
+        yield Seen(FAIL, text, fix)
 
 
 def _is_absent(path: Path | None) -> bool:
@@ -104,7 +70,14 @@ def _is_absent(path: Path | None) -> bool:
         return True
 
 
-def _expected(context: Context) -> Iterator[Finding]:
+@rule("dataset-differs", RECIPE)
+def expected(context: Context) -> Iterator[Seen]:
+    """Looks at: conversations found against data.expect
+
+    Why: another revision or another filter gives other data: steps, loss and score are not those of the reference
+    Fix: look at data.revision, language and rejected.jsonl; or correct data.expect
+    See: https://huggingface.co/docs/datasets/loading
+    """
     expect = context.resolved.recipe.data.expect
     if expect is None or context.run_dir is None:
         return
@@ -117,14 +90,14 @@ def _expected(context: Context) -> Iterator[Finding]:
         wanted = getattr(expect, split)
         if wanted is not None and wanted != count:
             text = f"{count:,} {split} conversations were prepared, data.expect says {wanted:,}"
-            fix = "look at data.revision, language and rejected.jsonl; or correct data.expect"
-            yield finding(EXPECTED, WARN, text, fix, where=str(context.run_dir / "data"))
+            yield Seen(WARN, text, where=str(context.run_dir / "data"))
 
 
 def _is_scored(context: Context) -> bool:
     """The recipe compares its IFEval score with something."""
     recipe = context.resolved.recipe
-    return context.is_real and bool(recipe.expect.ifeval or recipe.eval.ifeval.pass_mark)
+    compared = {*recipe.expect.tasks, *recipe.eval.pass_mark}
+    return context.is_real and "ifeval" in recipe.eval.tasks and "ifeval" in compared
 
 
 @cache
@@ -140,7 +113,13 @@ def _benchmark() -> dict[str, Any]:
     return {}
 
 
-def _ifeval(context: Context) -> Iterator[Finding]:
+@rule("ifeval-data", RECIPE)
+def ifeval(context: Context) -> Iterator[Seen]:
+    """Looks at: the benchmark's prompts
+
+    Why: without them the project's own 36 prompts are scored: that is no IFEval score
+    See: https://huggingface.co/datasets/google/IFEval
+    """
     if not _is_scored(context) or context.silent or context.staged_problems:
         return
     hub = _benchmark()
@@ -148,7 +127,36 @@ def _ifeval(context: Context) -> Iterator[Finding]:
     if context.offline and hub and (folder is None or not is_there(folder / str(hub["file"]))):
         fix = f"hf download {hub['name']} {hub['file']} --repo-type dataset --revision {hub['revision']}, where the network is"
         text = f"{hub['name']} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-        yield finding(BENCHMARK, FAIL if context.resolved.recipe.eval.ifeval.pass_mark else WARN, text, fix, where=context.name)
+        yield Seen(FAIL if "ifeval" in context.resolved.recipe.eval.pass_mark else WARN, text, fix)
+
+
+@rule("eval-tasks", RECIPE)
+def tasks(context: Context) -> Iterator[Seen]:
+    """Looks at: the names in eval.tasks, and their data sets
+
+    Why: a name that lm-eval does not know, or a data set that is not there, ends the evaluation after the training
+    See: https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md
+    """
+    names = [name for name in context.resolved.recipe.eval.tasks if name != "ifeval"]
+    if not names or context.silent or context.staged_problems:
+        return
+    if importlib.util.find_spec("lm_eval") is None:
+        yield Seen(UNKNOWN, f"lm-eval is not installed here, which knows {', '.join(names)}")
+        return
+    from clustertune.evaluate.tasks import data_sets
+
+    try:
+        wanted = data_sets(names)
+    except UserError as error:
+        for problem in error.problems:
+            yield Seen(FAIL, problem.message, problem.fix or "eval.tasks holds lm-eval's names")
+        return
+    for name in sorted(set(wanted.values())) if context.offline else ():
+        place = context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
+        if _is_absent(place):
+            text = f"{name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
+            fix = f"hf download {name} --repo-type dataset, where the network is; or clustertune stage RECIPE --to DIR"
+            yield Seen(FAIL, text, fix)
 
 
 def nltk_folders(context: Context) -> list[Path]:
@@ -159,7 +167,14 @@ def nltk_folders(context: Context) -> list[Path]:
     return [expand_home(part) for part in (*given, *own, *system)]
 
 
-def _punkt(context: Context) -> Iterator[Finding]:
+@rule("punkt-data", RECIPE)
+def splitter(context: Context) -> Iterator[Seen]:
+    """Looks at: NLTK's punkt_tab for IFEval's scorer
+
+    Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
+      instead counts some sentences otherwise than the official one
+    See: https://github.com/EleutherAI/lm-evaluation-harness/issues/2266
+    """
     if not _is_scored(context):
         return
     places = [folder / punkt.FOLDER for folder in nltk_folders(context)]
@@ -168,12 +183,20 @@ def _punkt(context: Context) -> Iterator[Finding]:
     if found is None:
         status = UNKNOWN if not context.versions else WARN  # the image may have it
         text = f"{punkt.FOLDER} is in none of {len(places)} folders of NLTK"
-        yield finding(SPLITTER, status, text, fix, where=context.name)
+        yield Seen(status, text, fix)
     elif missing := [name for name in punkt.FILES if not is_there(found / name)]:
-        yield finding(SPLITTER, FAIL, f"it lacks {', '.join(missing)}", fix, where=str(found))
+        yield Seen(FAIL, f"it lacks {', '.join(missing)}", fix, str(found))
 
 
-def _tracker(context: Context) -> Iterator[Finding]:
+@rule("wandb-mode", RECIPE)
+def tracker(context: Context) -> Iterator[Seen]:
+    """Looks at: W&B's mode against the network
+
+    Why: each start waits for a server that cannot be reached; what stays offline lies in the run folder until somebody syncs
+      it
+    Fix: export WANDB_MODE=offline, and wandb sync from a machine with a network; metrics.jsonl is complete either way
+    See: https://github.com/wandb/wandb/issues/4034
+    """
     given = context.resolved.train_args.get("report_to")
     named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
     mode = context.environment.get("WANDB_MODE", "")
@@ -181,8 +204,4 @@ def _tracker(context: Context) -> Iterator[Finding]:
         return
     if context.offline and (mode or context.environment.get("WANDB_API_KEY")):
         text = f"HF_HUB_OFFLINE is set, and W&B is to report ({'WANDB_MODE=' + mode if mode else 'WANDB_API_KEY is set'})"
-        fix = "export WANDB_MODE=offline, and wandb sync from a machine with a network; metrics.jsonl is complete either way"
-        yield finding(TRACKER, WARN, text, fix, where=context.name)
-
-
-LOOKS = (_staged, _input, _expected, _ifeval, _punkt, _tracker)
+        yield Seen(WARN, text)

@@ -38,12 +38,12 @@ Batch scripts have [rules of their own](sbatch-lint.md), and so has what is meas
 asks the rules of a machine that concern NCCL as well, with the same verdict.
 
 To add a rule write one function in `clustertune/check/`: `machine_*.py` for a machine, `nodes.py` for the nodes of a job,
-`links_*.py` for measurements and NCCL's log, `script_*.py` for batch scripts. Its decorator gives the id, its docstring the
+`links_*.py` for measurements and NCCL's log, `script_*.py` for batch scripts; in `clustertune/doctor/`, in the modules
+`recipe_*`, `stack_*`, `data_*` and `run_*`, where it needs the resolved recipe. Its decorator gives the id, its docstring the
 texts that people read, and it yields what it saw; `clustertune/check/rule.py` shows one. Add a case in
-`tests/doctor/machine_cases.py`, `tests/doctor/test_compare.py`, `tests/nccl_check/test_judge.py` or `tests/doctor/cases.txt`:
-a rule without one fails a test. Then write the pages anew with `clustertune doctor --list --out docs/doctor.md` and
-`python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`. Rules that need the resolved recipe are in
-`clustertune/doctor/`, in the modules `recipe_*`, `stack_*`, `data_*` and `run_*`.
+`tests/doctor/machine_cases.py`, `tests/doctor/test_compare.py`, `tests/nccl_check/test_judge.py`, `tests/doctor/cases.txt` or
+`tests/doctor/test_recipe_rules.py`: a rule without one fails a test. Then write the pages anew with
+`clustertune doctor --list --out docs/doctor.md` and `python3 -m clustertune.nccl_check.judge > docs/nccl-verdicts.md`.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -9,13 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from clustertune import secrets
+from clustertune.check.machine import mount_of
+from clustertune.checkpoint import store
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.resolved import Resolved, expand_home, is_there
 from clustertune.doctor.recipe_model import ModelFolder, snapshot
 from clustertune.errors import Problem, UserError
-from clustertune.host.facts import HostFacts, Mount
+from clustertune.host.facts import HostFacts
+from clustertune.host.mounts import lies_elsewhere
 from clustertune.launch import visible
 from clustertune.launch.slurm import parse_minutes
 from clustertune.ops import bounded
@@ -33,8 +38,10 @@ PACKAGES = (
 """What ranks may load: looked for here where nobody collected the facts of their Python."""
 SECONDS = 5.0
 """How long a folder may take to answer: the server of an NFS mount may be gone."""
-NETWORK = re.compile(r"nfs\d?|lustre|gpfs|beegfs|ceph|wekafs|glusterfs|9p|cifs|smb3|panfs|afs|orangefs|pvfs2|virtiofs|fuse\..+")
-"""Kinds of file system that lie on other machines, or on a pool of them (as launch/visible.py counts them)."""
+SENTINEL = "checkpoint-is-incomplete.txt"
+"""What transformers' just-in-time checkpoint leaves while it writes; nothing there reads it (transformers 5.23)."""
+LOOKED_AT = 3
+"""How many of the newest checkpoints are compared with their manifests."""
 _TRUE = ("1", "ON", "YES", "TRUE")
 """What huggingface_hub takes for true (huggingface_hub/constants.py)."""
 
@@ -53,10 +60,45 @@ class Lies:
     @property
     def remote(self) -> bool:
         """Whether other machines hold it."""
-        return NETWORK.fullmatch(self.kind) is not None
+        return lies_elsewhere(self.kind)
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.point}{self.said}"
+
+
+class Newest(NamedTuple):
+    """The newest checkpoints of a run, as far as they are looked at."""
+
+    whole: store.Checkpoint | None
+    broken: list[tuple[store.Checkpoint, str]]
+    """Newer than the whole one, each with what is wrong."""
+    more: bool
+    """There are older ones, which were not looked at."""
+
+
+def newest(run_dir: Path) -> Newest:
+    """Looks at the newest checkpoints of a run folder, until one is whole."""
+    listed = store.list_checkpoints(run_dir / "checkpoints") if run_dir.is_dir() else []
+    found = Newest(None, [], len(listed) > LOOKED_AT)
+    for checkpoint in listed[:LOOKED_AT]:
+        # Sizes only: the hashes of a full 405B checkpoint would be a read of terabytes.
+        problems = store.verify(checkpoint.path, hashes=False)
+        if not problems and not any((path / SENTINEL).exists() for path in (checkpoint.path, *shards_of(checkpoint.path))):
+            return found._replace(whole=checkpoint)
+        found.broken.append((checkpoint, _words(problems[0]) if problems else f"{SENTINEL} lies in it"))
+    return found
+
+
+def _words(problem: Problem) -> str:
+    """What is wrong, with the name of the file."""
+    return f"{Path(problem.file).name}: {problem.message}" if problem.file else problem.message
+
+
+def shards_of(path: Path) -> list[Path]:
+    """Folders of a checkpoint that hold torch's sharded files."""
+    with contextlib.suppress(OSError):
+        return sorted({file.parent for file in path.glob("*/*.distcp")})
+    return []
 
 
 @dataclass(frozen=True)
@@ -95,7 +137,7 @@ class Context:
     """What is wrong with it."""
 
     @property
-    def name(self) -> str:
+    def where(self) -> str:
         """The recipe file, as findings name it."""
         return f"{self.resolved.name}/recipe.yaml"
 
@@ -168,6 +210,16 @@ class Context:
         return ModelFolder(folder) if folder.is_dir() else None
 
     @property
+    def real_model(self) -> ModelFolder | None:
+        """The same of a run that is meant to give a model."""
+        return self.model if self.is_real else None
+
+    @cached_property
+    def newest(self) -> Newest:
+        """The newest checkpoints of the run folder."""
+        return newest(self.run_dir) if self.run_dir is not None else Newest(None, [], False)
+
+    @property
     def is_ours(self) -> bool:
         """This machine is one of the cluster's, so that what it has mounted is what its jobs see."""
         host = self.facts.hostname if self.facts else platform.node()
@@ -185,10 +237,9 @@ class Context:
             for brick in storage.bricks:
                 if path.is_relative_to(brick.mount):
                     return Lies(brick.mount, f"nfs{storage.nfs_version[:1]}", said=f" (by {self.cluster.source})")
-        known = [mount for mount in (self.facts.mounts if self.facts else []) if _below(path, mount)]
+        known = mount_of(str(path), self.facts.mounts) if self.facts and path.is_absolute() else None
         if known:
-            best = max(known, key=lambda mount: len(mount.point))
-            return Lies(best.point, best.kind, tuple(best.options))
+            return Lies(known.point, known.kind, tuple(known.options))
         return Lies(*visible.filesystem(path, self.mounts))
 
     @property
@@ -202,10 +253,6 @@ class Context:
         if not self.is_ours and self.home_cache and self.cluster.storage.shared:
             return Path(self.cluster.storage.shared)  # another machine's home folder tells nothing
         return self.hub
-
-
-def _below(path: Path, mount: Mount) -> bool:
-    return path.is_absolute() and path.is_relative_to(mount.point)
 
 
 def plain(package: str) -> str:

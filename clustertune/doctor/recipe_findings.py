@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import clustertune.doctor
 from clustertune import secrets
 from clustertune.check import report
-from clustertune.check.rule import Finding, Rule
+from clustertune.check.rule import RECIPE, REFUSED, Check, Finding, Rule, checks
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.doctor.recipe_context import build
@@ -34,21 +31,17 @@ def recipe_findings(
     inherit; None: this process's.
     """
     context = build(resolved, cluster, facts, run_dir=run_dir, environment=environment, env_file=env_file)
-    looks = [look for module in _modules() for look in tuple(getattr(module, "LOOKS", ())) or (module.check,)]
-    return list(report.run(looks, context, resolved.name))
+    return list(report.run(recipe_checks(RECIPE), context, resolved.name))
 
 
-def _modules() -> list[Any]:
-    """The modules of rules that need the recipe: ``RULES``, and ``LOOKS`` or ``check``, which yield findings."""
-    found = sorted(info.name for info in pkgutil.iter_modules(clustertune.doctor.__path__))
-    wanted = [name for name in found if name.startswith(("recipe_", "stack_", "run_", "data_"))]
-    loaded = [importlib.import_module(f"clustertune.doctor.{name}") for name in wanted]
-    return [module for module in loaded if hasattr(module, "RULES")]
+def recipe_checks(*subjects: str) -> list[Check]:
+    """The rules that need the recipe, and what refuses it, of the modules of this package that hold them."""
+    return checks(*subjects, package=clustertune.doctor, modules=("recipe_", "stack_", "run_", "data_"))
 
 
 def recipe_rules() -> tuple[Rule, ...]:
     """The rules of recipe, stack, data and run folder."""
-    return tuple(rule for module in _modules() for rule in module.RULES)
+    return tuple(one.rule for one in recipe_checks(RECIPE, REFUSED))
 
 
 def all_rules() -> tuple[Rule, ...]:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
 from clustertune.config.distribution import how_to_load
 from clustertune.doctor.recipe_context import Context
 from clustertune.errors import UserError
-from clustertune.launch import shape, signal_margin
+from clustertune.launch import serving, shape, signal_margin
 from clustertune.plan.predict import GIB, Plan, make_plan
 from clustertune.plan.schedule import START_S, TOKENS_PER_CPU_S, tokens_to_prepare
 
@@ -28,96 +28,6 @@ EVALUATING = 0.30
 GAIN = 1.5
 """How many times faster a larger micro batch must be foreseen to be worth a word."""
 
-UNPLANNED = Rule(
-    "not-planned",
-    "whether the planner can say anything",
-    "memory, time and cadence cannot be judged",
-    "https://huggingface.co/docs/transformers/model_memory_anatomy",
-)
-REFUSED = Rule(
-    "shape-refused",
-    "nodes, GPUs, time and memory that the job asks for",
-    "submit refuses it: the cluster does not have what is asked for",
-    "https://slurm.schedmd.com/sbatch.html",
-)
-GPU_MEMORY = Rule(
-    "gpu-memory",
-    "predicted memory of a GPU",
-    "the ranks run out of memory, often only at the first long batch or the first evaluation",
-    "https://huggingface.co/docs/transformers/model_memory_anatomy",
-)
-HOST_MEMORY = Rule(
-    "host-memory",
-    "predicted RAM of the fullest node",
-    "the kernel kills a rank that loads, and the others wait for it until a time-out",
-    "https://github.com/huggingface/transformers/issues/43749",
-)
-LOADING = Rule(
-    "load-timeout",
-    "loading against the time-out of collectives",
-    "ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing",
-    "https://github.com/axolotl-ai-cloud/axolotl/issues/3443",
-)
-TOKENISING = Rule(
-    "prepare-time",
-    "tokenising against the time limit of its job",
-    "the job of prepare is ended, and the training that waits for it never starts",
-    "https://github.com/huggingface/trl/issues/1519",
-)
-SELDOM = Rule(
-    "saves-seldom",
-    "hours of work between two checkpoints",
-    "a node that fails costs all work since the last save, on all nodes",
-    "https://github.com/awslabs/awsome-distributed-ai/issues/190",
-)
-OFTEN = Rule(
-    "saves-often",
-    "time that saving takes",
-    "all ranks stand still while a checkpoint is written",
-    "https://huggingface.co/docs/accelerate/usage_guides/fsdp",
-)
-WARNING = Rule(
-    "warning-lead",
-    "the warning before the time limit against a step and a save",
-    "a signal that comes later than a step and a save before the end saves nothing",
-    "https://github.com/goodfire-ai/spd/issues/741",
-)
-LIMIT = Rule(
-    "time-limit",
-    "the time limit against the predicted hours",
-    "the job is stopped in the middle and waits in the queue again, once for each turn",
-    "https://slurm.schedmd.com/sbatch.html",
-)
-EVALUATION = Rule(
-    "much-evaluation",
-    "time that evaluations take",
-    "GPU hours go into passes that train nothing",
-    "https://huggingface.co/docs/transformers/main_classes/trainer",
-)
-SCORING = Rule(
-    "eval-gpus",
-    "GPUs of one node hold the merged model for IFEval",
-    "lm-eval's local models run on one node: what does not fit is computed from host memory, many times slower",
-    "https://github.com/EleutherAI/lm-evaluation-harness/issues/3362",
-)
-SMALL_BATCH = Rule(
-    "small-micro-batch",
-    "accumulation where a larger micro batch fits",
-    "FSDP gathers all weights again for each micro batch: accumulating is paid in traffic",
-    "https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
-)
-
-RULES = (
-    UNPLANNED, REFUSED, GPU_MEMORY, HOST_MEMORY, LOADING, TOKENISING, SELDOM, OFTEN, WARNING, LIMIT, EVALUATION, SCORING,
-    SMALL_BATCH,
-)  # fmt: skip
-
-
-def check(context: Context) -> Iterator[Finding]:
-    """Everything that follows from the plan of the recipe on the cluster."""
-    for look in LOOKS:
-        yield from look(context)
-
 
 def hours(seconds: float) -> str:
     """Seconds as people say them."""
@@ -128,20 +38,36 @@ def _plan_of(context: Context) -> Plan | None:
     return context.plan if context.is_real else None
 
 
-def _unplanned(context: Context) -> Iterator[Finding]:
+@rule("not-planned", RECIPE)
+def unplanned(context: Context) -> Iterator[Seen]:
+    """Looks at: whether the planner can say anything
+
+    Why: memory, time and cadence cannot be judged
+    See: https://huggingface.co/docs/transformers/model_memory_anatomy
+    """
     if context.is_real and context.plan is None:
-        yield finding(UNPLANNED, UNKNOWN, context.no_plan, where=context.name)
+        yield Seen(UNKNOWN, context.no_plan)
 
 
-def _refused(context: Context) -> Iterator[Finding]:
-    """What submit would refuse anyway, but for the memory of a GPU where the plan says more of it."""
+@rule("shape-refused", RECIPE)
+def refused(context: Context) -> Iterator[Seen]:
+    """Looks at: nodes, GPUs, time and memory that the job asks for
+
+    Why: submit refuses it: the cluster does not have what is asked for
+    See: https://slurm.schedmd.com/sbatch.html
+    """
+    # But for the memory of a GPU where the plan says more of it.
     for problem in shape.find_problems(context.resolved, context.cluster, memory=context.plan is None):
-        yield finding(
-            REFUSED, FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster", where=context.name
-        )
+        yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "another --cluster")
 
 
-def _memory(context: Context) -> Iterator[Finding]:
+@rule("gpu-memory", RECIPE)
+def gpu_memory(context: Context) -> Iterator[Seen]:
+    """Looks at: predicted memory of a GPU
+
+    Why: the ranks run out of memory, often only at the first long batch or the first evaluation
+    See: https://huggingface.co/docs/transformers/model_memory_anatomy
+    """
     plan = _plan_of(context)
     if plan is None:
         return
@@ -149,22 +75,37 @@ def _memory(context: Context) -> Iterator[Finding]:
     words = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
     fix = f"clustertune plan {context.resolved.name} --advise names what fits"
     if plan.needed > room:
-        yield finding(GPU_MEMORY, FAIL, f"predicted {words}", fix, where=context.name)
+        yield Seen(FAIL, f"predicted {words}", fix)
     elif plan.needed > TIGHT * room:
-        yield finding(GPU_MEMORY, WARN, f"tight: predicted {words}", fix, where=context.name)
-    if plan.host_bytes > plan.machine.host_bytes:
+        yield Seen(WARN, f"tight: predicted {words}", fix)
+
+
+@rule("host-memory", RECIPE)
+def host_memory(context: Context) -> Iterator[Seen]:
+    """Looks at: predicted RAM of the fullest node
+
+    Why: the kernel kills a rank that loads, and the others wait for it until a time-out
+    See: https://github.com/huggingface/transformers/issues/43749
+    """
+    plan = _plan_of(context)
+    if plan is not None and plan.host_bytes > plan.machine.host_bytes:
         parts = ", ".join(f"{term.name} {term.value / GIB:,.0f} GiB" for term in plan.host)
-        text = (
-            f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts}), a node has {plan.machine.host_bytes / GIB:,.0f} GiB"
-        )
-        yield finding(HOST_MEMORY, FAIL, text, how_to_load(context.resolved.distribution)[1], where=context.name)
+        text = f"predicted {plan.host_bytes / GIB:,.0f} GiB of RAM ({parts})"
+        text += f", a node has {plan.machine.host_bytes / GIB:,.0f} GiB"
+        yield Seen(FAIL, text, how_to_load(context.resolved.distribution)[1])
 
 
 def _timeout(context: Context) -> float:
     return float(context.resolved.train_args.get("ddp_timeout") or DDP_TIMEOUT_S)
 
 
-def _loading(context: Context) -> Iterator[Finding]:
+@rule("load-timeout", RECIPE)
+def loading(context: Context) -> Iterator[Seen]:
+    """Looks at: loading against the time-out of collectives
+
+    Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing
+    See: https://github.com/axolotl-ai-cloud/axolotl/issues/3443
+    """
     plan, limit = _plan_of(context), _timeout(context)
     # Ranks that read their own rows end together: none of them waits for one that loads.
     if plan is None or context.resolved.world_size == 1 or context.resolved.distribution.reads_parts:
@@ -175,10 +116,17 @@ def _loading(context: Context) -> Iterator[Finding]:
         text = f"{size:,.0f} GB at {speed:g} GB/s ({plan.machine.storage_note}) load in {hours(seconds)}"
         text += f", ranks wait {hours(limit)}"
         fix = f"train.ddp_timeout={math.ceil(3 * seconds / 600) * 600}, or copy the model to the nodes first (storage.staging)"
-        yield finding(LOADING, FAIL if seconds > limit else WARN, text, fix, where=context.name)
+        yield Seen(FAIL if seconds > limit else WARN, text, fix)
 
 
-def _tokenising(context: Context) -> Iterator[Finding]:
+@rule("prepare-time", RECIPE)
+def tokenising(context: Context) -> Iterator[Seen]:
+    """Looks at: tokenising against the time limit of its job
+
+    Why: the job of prepare is ended, and the training that waits for it never starts
+    Fix: clustertune prepare beforehand, or submit again: what is finished is kept
+    See: https://github.com/huggingface/trl/issues/1519
+    """
     tokens = tokens_to_prepare(context.resolved) if context.is_real else None
     if tokens is None or context.cluster.slurm is None:
         return
@@ -187,45 +135,62 @@ def _tokenising(context: Context) -> Iterator[Finding]:
     if seconds > 60 * asked.minutes:
         text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {asked.cpus_per_node} cores"
         text += f", the job of prepare may run {hours(60 * asked.minutes)}"
-        fix = "clustertune prepare beforehand, or submit again: what is finished is kept"
-        yield finding(TOKENISING, WARN, text, fix, where=context.name)
+        yield Seen(WARN, text)
 
 
-def _cadence(context: Context) -> Iterator[Finding]:
-    plan = _plan_of(context)
-    if plan is None or str(context.resolved.train_args.get("save_strategy", "steps")) != "steps":
-        return
-    schedule, step = plan.schedule, plan.step.seconds
-    given = float(context.resolved.train_args.get("save_steps") or 500)
-    every = math.ceil(given * schedule.steps) if given < 1 and schedule.steps else int(max(1.0, given))
-    every = min(every, schedule.steps or every)
-    between, save = every * step, schedule.checkpoint.value
-    share = save / (between + save)
-    words = f"a checkpoint every {every} steps of {step:.0f} s"
-    if between > LOST_HOURS * 3600:
-        better = max(1, min(every - 1, int(LOST_HOURS * 3600 / 2 / step)), math.ceil(save / CHEAP / step))
-        if better < every:
-            cost = save / (better * step + save)
-            text = f"{words}: a failure loses up to {hours(between)} of {context.resolved.world_size} GPUs"
-            fix = (
-                f"train.save_steps={better}: up to {hours(better * step)} then, and saving takes {100 * cost:.1f} % of the time"
-            )
-            yield finding(SELDOM, WARN, text, fix, where=context.name)
+def _cadence(context: Context) -> tuple[int, float, float] | None:
+    """Steps between two checkpoints, seconds of a step and of a save; None where nothing is saved by steps."""
+    plan, args = _plan_of(context), context.resolved.train_args
+    if plan is None or str(args.get("save_strategy", "steps")) != "steps":
+        return None
+    steps, given = plan.schedule.steps, float(args.get("save_steps") or 500)
+    every = math.ceil(given * steps) if given < 1 and steps else int(max(1.0, given))
+    return min(every, steps or every), plan.step.seconds, plan.schedule.checkpoint.value
+
+
+@rule("saves-seldom", RECIPE)
+def saves_seldom(context: Context) -> Iterator[Seen]:
+    """Looks at: hours of work between two checkpoints
+
+    Why: a node that fails costs all work since the last save, on all nodes
+    See: https://github.com/awslabs/awsome-distributed-ai/issues/190
+    """
+    every, step, save = _cadence(context) or (0, 1.0, 0.0)
+    better = max(1, min(every - 1, int(LOST_HOURS * 3600 / 2 / step)), math.ceil(save / CHEAP / step))
+    if every * step > LOST_HOURS * 3600 and better < every:
+        share = 100 * save / (better * step + save)
+        lost = f"a failure loses up to {hours(every * step)} of {context.resolved.world_size} GPUs"
+        fix = f"train.save_steps={better}: up to {hours(better * step)} then, and saving takes {share:.1f} % of the time"
+        yield Seen(WARN, f"a checkpoint every {every} steps of {step:.0f} s: {lost}", fix)
+
+
+@rule("saves-often", RECIPE)
+def saves_often(context: Context) -> Iterator[Seen]:
+    """Looks at: time that saving takes
+
+    Why: all ranks stand still while a checkpoint is written
+    See: https://huggingface.co/docs/accelerate/usage_guides/fsdp
+    """
+    every, step, save = _cadence(context) or (1, 1.0, 0.0)
+    share = save / (every * step + save)
     if share > SAVING:
-        better = math.ceil(save / CHEAP / step)
-        text = f"{words}, {save:.0f} s each: {100 * share:.0f} % of the time is saving"
-        yield finding(OFTEN, WARN, text, f"train.save_steps={better} or so", where=context.name)
+        text = f"a checkpoint every {every} steps of {step:.0f} s, {save:.0f} s each: {100 * share:.0f} % of the time is saving"
+        yield Seen(WARN, text, f"train.save_steps={math.ceil(save / CHEAP / step)} or so")
 
 
-def _warned(context: Context) -> Iterator[Finding]:
-    """The header that submit writes warns as early as the recipe's own figures say; the plan may know better."""
+@rule("warning-lead", RECIPE)
+def warned(context: Context) -> Iterator[Seen]:
+    """Looks at: the warning before the time limit against a step and a save
+
+    Why: a signal that comes later than a step and a save before the end saves nothing
+    See: https://github.com/goodfire-ai/spd/issues/741
+    """
+    # The header that submit writes warns as early as the recipe's own figures say; the plan may know better.
     if not context.is_real or context.cluster.slurm is None:
         return
     wanted = signal_margin.needed(context.run_dir, context.resolved)
-    for problem in signal_margin.find_problems(wanted, context.minutes, file=context.name):
-        yield finding(
-            WARNING, FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time", where=context.name
-        )
+    for problem in signal_margin.find_problems(wanted, context.minutes, file=context.where):
+        yield Seen(FAIL, f"{problem.key}: {problem.message}", problem.fix or "a longer slurm.time")
     if context.plan is None or (context.run_dir is not None and signal_margin.measured(context.run_dir)[0]):
         return
     step, save = context.plan.step.seconds, context.plan.schedule.checkpoint.value
@@ -233,10 +198,16 @@ def _warned(context: Context) -> Iterator[Finding]:
     if need > wanted.seconds:
         text = f"the job is warned {wanted.seconds} s before its end ({wanted.reason}); a predicted step of {step:.0f} s and"
         fix = f"give expect: {{hours, steps}} in the recipe, or smaller steps; sbatch --signal=B:USR1@{math.ceil(need)} by hand"
-        yield finding(WARNING, WARN, f"{text} a save of {save:.0f} s need {math.ceil(need)} s", fix, where=context.name)
+        yield Seen(WARN, f"{text} a save of {save:.0f} s need {math.ceil(need)} s", fix)
 
 
-def _limit(context: Context) -> Iterator[Finding]:
+@rule("time-limit", RECIPE)
+def limit(context: Context) -> Iterator[Seen]:
+    """Looks at: the time limit against the predicted hours
+
+    Why: the job is stopped in the middle and waits in the queue again, once for each turn
+    See: https://slurm.schedmd.com/sbatch.html
+    """
     plan = _plan_of(context)
     if plan is None or plan.hours is None or not context.minutes or context.cluster.slurm is None:
         return
@@ -246,10 +217,17 @@ def _limit(context: Context) -> Iterator[Finding]:
         text += f"slurm.time is {hours(60 * context.minutes)}"
         turns = math.ceil(plan.hours / given)
         fix = f"slurm.time of {math.ceil(plan.hours * plan.high)} h, or let it go on {turns} times from its checkpoints"
-        yield finding(LIMIT, WARN, text, fix, where=context.name)
+        yield Seen(WARN, text, fix)
 
 
-def _evaluation(context: Context) -> Iterator[Finding]:
+@rule("much-evaluation", RECIPE)
+def evaluation(context: Context) -> Iterator[Seen]:
+    """Looks at: time that evaluations take
+
+    Why: GPU hours go into passes that train nothing
+    Fix: a larger train.eval_steps, or a smaller eval split
+    See: https://huggingface.co/docs/transformers/main_classes/trainer
+    """
     plan = _plan_of(context)
     parts = plan.totals() if plan else None
     if plan is None or not parts or not plan.schedule.evaluations:
@@ -258,19 +236,33 @@ def _evaluation(context: Context) -> Iterator[Finding]:
     if share > EVALUATING:
         each = hours(plan.schedule.evaluation.value)
         text = f"{plan.schedule.evaluations} evaluations of {each} are {100 * share:.0f} % of the time"
-        yield finding(EVALUATION, WARN, text, "a larger train.eval_steps, or a smaller eval split", where=context.name)
+        yield Seen(WARN, text)
 
 
-def _scoring(context: Context) -> Iterator[Finding]:
-    have = context.cluster.compute.gpus
+@rule("eval-gpus", RECIPE)
+def scoring(context: Context) -> Iterator[Seen]:
+    """Looks at: GPUs, of one node or by vLLM of several, hold the merged model for its evaluation
+
+    Why: lm-eval's local models run on one node: what does not fit is computed from host memory, many times slower
+    Fix: name vLLM in the cluster file (container.vllm), whose servers span nodes: docs/after-training.md
+    See: https://github.com/EleutherAI/lm-evaluation-harness/issues/3362
+    """
+    have, chosen = context.cluster.compute.gpus, serving.evaluation(context.resolved, context.cluster)
     needed = shape.eval_gpus(context.resolved, context.cluster) if context.is_real else None
-    if needed and needed > have > 0:
+    if chosen.note:
+        yield Seen(WARN, chosen.note)
+    elif needed and needed > have > 0 and chosen.backend == "hf":
         text = f"the merged model needs {needed} GPUs in bfloat16, a node has {have}"
-        fix = "serve it over several nodes (vLLM with Ray) and score through its API, or on nodes with larger GPUs"
-        yield finding(SCORING, WARN, text, fix, where=context.name)
+        yield Seen(WARN, text)
 
 
-def _micro_batch(context: Context) -> Iterator[Finding]:
+@rule("small-micro-batch", RECIPE)
+def micro_batch(context: Context) -> Iterator[Seen]:
+    """Looks at: accumulation where a larger micro batch fits
+
+    Why: FSDP gathers all weights again for each micro batch: accumulating is paid in traffic
+    See: https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
     plan = _plan_of(context)
     if plan is None or plan.strategy.accumulation < 2 or plan.strategy.accumulation % 2 or not plan.fits:
         return
@@ -284,9 +276,4 @@ def _micro_batch(context: Context) -> Iterator[Finding]:
     if other.needed <= TIGHT * plan.machine.usable_bytes and gain >= GAIN:
         text = f"{used.accumulation} micro batches of {used.micro_batch} a step: {doubled.micro_batch} are {gain:.1f} x faster"
         fix = f"train.per_device_train_batch_size={doubled.micro_batch}: predicted {other.needed / GIB:.0f} GiB"
-        yield finding(SMALL_BATCH, WARN, text, fix, where=context.name)
-
-
-LOOKS = (
-    _unplanned, _refused, _memory, _loading, _tokenising, _cadence, _warned, _limit, _evaluation, _scoring, _micro_batch,
-)  # fmt: skip
+        yield Seen(WARN, text, fix)

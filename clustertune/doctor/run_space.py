@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from clustertune.check.rule import FAIL, WARN, Finding, Rule, finding
+from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, rule
 from clustertune.checkpoint import store
 from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context
@@ -17,27 +17,6 @@ SPARE = 1.1
 """Filling a file system to the last byte slows it down, and others write there too."""
 ALL_KEPT = 1e12
 """Bytes of checkpoints, without a limit on them, that are worth a word."""
-
-ROOM = Rule(
-    "disk-space",
-    "room for checkpoints, adapter and merged model",
-    "a save that finds the disk full ends the run (exit 73); a merge ends after hours",
-    "https://huggingface.co/docs/transformers/main_classes/trainer",
-)
-RETENTION = Rule(
-    "checkpoints-kept",
-    "a limit on the checkpoints that are kept",
-    "without one every save stays, until the disk is full",
-    "https://huggingface.co/docs/transformers/main_classes/trainer",
-)
-
-RULES = (ROOM, RETENTION)
-
-
-def check(context: Context) -> Iterator[Finding]:
-    """Everything about disk space."""
-    for look in LOOKS:
-        yield from look(context)
 
 
 def existing(path: Path) -> Path:
@@ -62,7 +41,14 @@ def needed(plan: Plan, run_dir: Path) -> dict[str, float]:
     return {name: size for name, size in found.items() if size}
 
 
-def _room(context: Context) -> Iterator[Finding]:
+@rule("disk-space", RECIPE)
+def room(context: Context) -> Iterator[Seen]:
+    """Looks at: room for checkpoints, adapter and merged model
+
+    Why: a save that finds the disk full ends the run (exit 73); a merge ends after hours
+    Fix: free space, give a --run-dir elsewhere, or lower train.save_total_limit
+    See: https://huggingface.co/docs/transformers/main_classes/trainer
+    """
     if context.plan is None or context.run_dir is None or context.silent:
         return
     if not context.is_ours and not is_there(context.run_dir.parent):
@@ -73,11 +59,10 @@ def _room(context: Context) -> Iterator[Finding]:
         return
     words = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in parts.items())
     text = f"{need / 1e9:,.1f} GB are to be written ({words}), {free / 1e9:,.1f} GB are free"
-    fix = "free space, give a --run-dir elsewhere, or lower train.save_total_limit"
     if need > free:
-        yield finding(ROOM, FAIL, text, fix, where=str(context.run_dir))
+        yield Seen(FAIL, text, where=str(context.run_dir))
     elif SPARE * need > free:
-        yield finding(ROOM, WARN, f"tight: {text}", fix, where=str(context.run_dir))
+        yield Seen(WARN, f"tight: {text}", where=str(context.run_dir))
 
 
 def _free(context: Context, path: Path) -> float | None:
@@ -90,14 +75,18 @@ def _free(context: Context, path: Path) -> float | None:
     return None
 
 
-def _kept(context: Context) -> Iterator[Finding]:
+@rule("checkpoints-kept", RECIPE)
+def kept(context: Context) -> Iterator[Seen]:
+    """Looks at: a limit on the checkpoints that are kept
+
+    Why: without one every save stays, until the disk is full
+    Fix: train.save_total_limit=3
+    See: https://huggingface.co/docs/transformers/main_classes/trainer
+    """
     plan = context.plan if context.is_real else None
     if plan is None or context.resolved.train_args.get("save_total_limit") or not plan.schedule.checkpoints:
         return
     size = plan.schedule.checkpoints * plan.schedule.checkpoint_bytes
     if size > ALL_KEPT:
         text = f"train.save_total_limit is not given: {plan.schedule.checkpoints} checkpoints, {size / 1e12:,.1f} TB"
-        yield finding(RETENTION, WARN, text, "train.save_total_limit=3", where=context.name)
-
-
-LOOKS = (_room, _kept)
+        yield Seen(WARN, text)

@@ -46,7 +46,6 @@ class Fault:
     status: str
     what: str
     """What is seen."""
-    fix: str
     rule: Rule
 
 
@@ -108,7 +107,7 @@ NCCL = "nccl"
 def _fault(
     key: str, package: str, ranges: str, when: Callable[[Context], bool], status: str, what: str, why: str, fix: str, link: str
 ) -> Fault:
-    return Fault(package, ranges, when, status, what, fix, Rule(key, f"{package} {ranges}", why, link))
+    return Fault(package, ranges, when, status, what, Rule(key, f"{package} {ranges}", why, link, fix))
 
 
 FAULTS = (

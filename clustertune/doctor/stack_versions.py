@@ -2,72 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
+from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, register, rule
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels
 from clustertune.config.parameters import weight_bytes
 from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context, plain
-from clustertune.doctor.stack_faults import FAULTS, NCCL, holds
+from clustertune.doctor.stack_faults import FAULTS, NCCL, Fault, holds
 
 GIB = 1 << 30
 _ZEROED = ">=5.7"
 """Releases of the fault every-rank-loads-all that fill what they allocate (torch.zeros_like; empty_like before: read in 5.5.4,
 5.7.0), so that it is resident for certain."""
 
-UNSEEN = Rule(
-    "stack-unseen",
-    "whether the ranks' packages can be seen from here",
-    "the versions of the image decide, and those of this machine may be others",
-    "https://apptainer.org/docs/user/latest/",
-)
-PINNED = Rule(
-    "versions-differ",
-    "installed versions against containers/versions.env",
-    "what was tested together is not what runs: keys, defaults and files of another release",
-    "https://github.com/huggingface/trl/pull/4983",
-)
-MISSING = Rule(
-    "package-missing",
-    "packages that the recipe asks for",
-    "the ranks end at their start, after the queue",
-    "https://huggingface.co/docs/transformers/installation",
-)
 
-RULES = (UNSEEN, PINNED, MISSING, *(fault.rule for fault in FAULTS))
+@rule("stack-unseen", RECIPE)
+def unseen(context: Context) -> Iterator[Seen]:
+    """Looks at: whether the ranks' packages can be seen from here
 
-
-def check(context: Context) -> Iterator[Finding]:
-    """Everything about the installed stack."""
-    for look in LOOKS:
-        yield from look(context)
-
-
-def _unseen(context: Context) -> Iterator[Finding]:
+    Why: the versions of the image decide, and those of this machine may be others
+    See: https://apptainer.org/docs/user/latest/
+    """
     if not context.versions:
         text = f"the versions are those of {context.versions_of}"
-        yield finding(UNSEEN, UNKNOWN, text, where=context.resolved.name)
+        yield Seen(UNKNOWN, text, where=context.resolved.name)
 
 
-def _faults(context: Context) -> Iterator[Finding]:
-    for fault in FAULTS:
-        for name in _names(fault.package):
+def _known_fault(fault: Fault) -> Callable[[Context], Iterator[Seen]]:
+    """The function that looks whether the recipe meets one fault of the table."""
+    names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if fault.package == NCCL else (fault.package,)
+
+    def look(context: Context) -> Iterator[Seen]:
+        for name in names:
             version = context.version(name)
             if version is None or not holds(version, fault.ranges) or not fault.when(context):
                 continue
-            status, more = fault.status, ""
+            judged: tuple[str, str] | None = (fault.status, "")
             if fault.rule.id == "every-rank-loads-all":
                 judged = _ranks_load(context, version)
-                if judged is None:
-                    continue
-                status, more = judged
-            yield finding(fault.rule, status, f"{name} {version}: {fault.what}{more}", fault.fix, where=context.versions_of)
+            if judged is not None:
+                yield Seen(judged[0], f"{name} {version}: {fault.what}{judged[1]}", where=context.versions_of)
+
+    return look
 
 
-def _names(package: str) -> tuple[str, ...]:
-    return ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if package == NCCL else (package,)
+for _fault in FAULTS:
+    register(_fault.rule, _known_fault(_fault), RECIPE)
 
 
 def _ranks_load(context: Context, version: str) -> tuple[str, str] | None:
@@ -83,12 +65,18 @@ def _ranks_load(context: Context, version: str) -> tuple[str, str] | None:
     return status, f"; {ranks} ranks x {weights / 1e9:,.0f} GB are {need / 1e9:,.0f} GB, a node has {room / 1e9:,.0f} GB"
 
 
-def _pinned(context: Context) -> Iterator[Finding]:
+@rule("versions-differ", RECIPE)
+def pinned(context: Context) -> Iterator[Seen]:
+    """Looks at: installed versions against containers/versions.env
+
+    Why: what was tested together is not what runs: keys, defaults and files of another release
+    Fix: make setup, or build the image anew; or move the pins with the reason beside them
+    See: https://github.com/huggingface/trl/pull/4983
+    """
     # The reference image has an older stack, whole: it is held against its own pins.
     differ = min((_differences(context, pins) for pins in (context.pins, context.reference_pins) if pins), key=len, default=[])
     if differ:
-        fix = "make setup, or build the image anew; or move the pins with the reason beside them"
-        yield finding(PINNED, WARN, ", ".join(differ), fix, where=context.versions_of)
+        yield Seen(WARN, ", ".join(differ), where=context.versions_of)
 
 
 def _differences(context: Context, pins: Mapping[str, str]) -> list[str]:
@@ -98,14 +86,20 @@ def _differences(context: Context, pins: Mapping[str, str]) -> list[str]:
     return [f"{name} {version} (pinned {pins[name]})" for name, version in sorted(others.items())]
 
 
-def _missing(context: Context) -> Iterator[Finding]:
+@rule("package-missing", RECIPE)
+def missing(context: Context) -> Iterator[Seen]:
+    """Looks at: packages that the recipe asks for
+
+    Why: the ranks end at their start, after the queue
+    See: https://huggingface.co/docs/transformers/installation
+    """
     if not context.versions:
         return
     for key, value, packages in _wanted(context):
         if not any(context.version(name) for name in packages):
             named = " or ".join(packages)
             fix = f"install {packages[0]} in {context.versions_of}, or leave {key} out"
-            yield finding(MISSING, FAIL, f"{key}={value} needs {named}, which is not installed", fix, where=context.name)
+            yield Seen(FAIL, f"{key}={value} needs {named}, which is not installed", fix)
 
 
 def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
@@ -131,6 +125,3 @@ def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
 
 def _trackers(given: object) -> list[str]:
     return [given] if isinstance(given, str) else [str(item) for item in given] if isinstance(given, list) else []
-
-
-LOOKS = (_unseen, _faults, _pinned, _missing)

@@ -15,6 +15,14 @@ TOKEN = re.compile(
 16 leaves room for a token that was cut, and no name of a model or a dataset is taken for one."""
 
 
+_IN_ADDRESS = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)")
+
+
+def mask(text: str) -> str:
+    """``text`` with what has the form of a token, and with user and password of an address, left out."""
+    return _IN_ADDRESS.sub("***", TOKEN.sub("(a token, not shown)", text))
+
+
 def holds_secret(value: object) -> bool:
     """Whether a text holds what has the form of a token."""
     return isinstance(value, str) and bool(TOKEN.search(value))

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
+from clustertune.events import read_object
 from clustertune.launch.heartbeat_monitor import HeartbeatMonitor
 from clustertune.launch.plan import Plan, newest_attempt
 from clustertune.manifest import write_durably
@@ -206,11 +207,8 @@ def node_record(folder: Path, node: int) -> dict[str, Any]:
 
 
 def _record(path: Path, key: str) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return body if isinstance(body, dict) and key in body and "code" in body else {}
+    body = read_object(path)
+    return body if key in body and "code" in body else {}
 
 
 def rank_pids(folder: Path, plan: Plan, node: int) -> dict[int, int]:

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from clustertune.config.cluster_schema import Cluster
+from clustertune.console import emit_json, say
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.launch import slurm, visible
 from clustertune.launch.shape import Shape
 from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
+from clustertune.manifest import write_durably
 from clustertune.tree import ROOT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchJob:
     """What is submitted."""
 
+    shape: Shape
     script: str
     """The text of the sbatch file."""
     folder: Path
     """Where its file and its log go."""
     arguments: tuple[str, ...]
     """Those of the command that it runs."""
+    file: str = "job.sbatch"
 
     @property
     def path(self) -> Path:
-        return self.folder / "job.sbatch"
+        return self.folder / self.file
 
     @property
     def options(self) -> list[str]:
@@ -34,12 +46,41 @@ class BatchJob:
         """``sbatch`` as it is called."""
         return ["sbatch", "--parsable", *self.options, str(self.path), *self.arguments]
 
+    def show(self, as_json: bool, **more: Any) -> None:
+        """What a dry run prints; ``more``: keys of the JSON document."""
+        if as_json:
+            emit_json({"file": str(self.path), "script": self.script, "command": self.command(), **more})
+        else:
+            sys.stdout.write(f"# {self.shape}\n# {self.path}\n{self.script}$ {shlex.join(self.command())}\n")
 
-def render(name: str, shape: Shape, note: str, source: str) -> str:
-    """The sbatch file: whole nodes where they can be had, so that no neighbour is measured, and never started again.
+    def submit(self, cluster: Cluster, as_json: bool, places: tuple[tuple[str, Path], ...] = (), **more: Any) -> str:
+        """Write the file and put the job into the queue; its number.
+
+        Raises UserError where there is no sbatch, nodes would not see the checkout or one of ``places``, or storage fails.
+        ``more``: keys of the JSON document.
+        """
+        if shutil.which("sbatch") is None:
+            fix = "call this on a login node of the cluster; --dry-run needs no Slurm"
+            raise UserError(Problem("sbatch is not on PATH", fix=fix))
+        if problems := visible.find_problems([*places, ("the checkout", ROOT)], cluster):
+            raise UserError(problems)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_durably(self.path, self.script)
+        except OSError as error:
+            raise storage_error(error, "cannot hold the job", error.filename or self.folder) from None
+        number = slurm.submit(self.options, str(self.path), self.arguments, os.environ)
+        if as_json:
+            emit_json({"job": number, "folder": str(self.folder), **more, "command": self.command()})
+        say(f"job {number}: {self.shape}")
+        return number
+
+
+def render(name: str, shape: Shape, note: str, source: str, *, alone: bool = True) -> str:
+    """The sbatch file; the job is never started again, and ``alone`` on its nodes, so that no neighbour is measured.
 
     ``note`` says from what it was derived; ``source`` is the text of its body's file.
     """
     _, body = split_script(source)
-    options = [f"--job-name={name}", *shape.options(), "--exclusive", "--no-requeue", "--export=NIL"]
+    options = [f"--job-name={name}", *shape.options(), *(["--exclusive"] if alone else []), "--no-requeue", "--export=NIL"]
     return f"#!/usr/bin/env bash\n# {note}\n" + "".join(map(header_line, options)) + ahead_of_body(shape) + body

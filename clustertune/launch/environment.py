@@ -8,7 +8,6 @@ NCCL user guide (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.h
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import stat
@@ -195,28 +194,3 @@ def make_own_folder(values: Mapping[str, str]) -> Path | None:
         message = "belongs to somebody else, or others can write to it: compiled code from there would be run"
         raise UserError(Problem(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file"))
     return folder
-
-
-def route_interface(address: str, routes: str | None = None) -> str | None:
-    """The interface by which this machine reaches an IPv4 address; None where no route is known.
-
-    ``routes``: the text of ``/proc/net/route``, read here where it is not given. The longest prefix wins, then the lowest
-    metric, as in the kernel.
-    """
-    try:
-        wanted = int(ipaddress.IPv4Address(address))
-        text = Path("/proc/net/route").read_text() if routes is None else routes
-    except (ValueError, OSError):
-        return None
-    best: tuple[int, int, str] | None = None
-    for line in text.splitlines()[1:]:
-        words = line.split()
-        try:
-            network, flags, metric, mask = (int(words[i], base) for i, base in ((1, 16), (3, 16), (6, 10), (7, 16)))
-        except (ValueError, IndexError):
-            continue
-        # The kernel prints the bytes of an address as one number of the machine: little-endian wherever this runs.
-        network, mask = (int.from_bytes(value.to_bytes(4, "little"), "big") for value in (network, mask))
-        if flags & 1 and wanted & mask == network and (best is None or (mask, -metric) > best[:2]):
-            best = (mask, -metric, words[0])
-    return best[2] if best else None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem
+from clustertune.process import captured
 
 INTERFACES = Path("/sys/class/net")
 HELP_SECONDS = 30.0
@@ -45,9 +46,7 @@ def find_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[Problem
 def _has_pyxis() -> bool:
     """Whether srun lists the plugin's options; true where it cannot be asked: it says so itself then."""
     try:
-        done = subprocess.run(
-            ["srun", "--help"], capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=HELP_SECONDS, check=False
-        )
+        done = captured(["srun", "--help"], HELP_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return True
     return "--container-image" in done.stdout + done.stderr

@@ -18,6 +18,7 @@ from clustertune.config.cluster_schema import Container
 from clustertune.console import byte_progress, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.manifest import write_durably
+from clustertune.process import captured
 
 PROBE_SECONDS = 60.0
 HELPERS = ("squashfuse_ll", "squashfuse")
@@ -57,15 +58,7 @@ def judge(settings: Container, own: Sequence[str], folder: str) -> list[str]:
 def _own_folder(settings: Container) -> Path | None:
     """Where the runtime keeps its own helpers, as it says itself; None where it does not."""
     try:
-        done = subprocess.run(
-            [settings.command, "buildcfg"],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
+        done = captured([settings.command, "buildcfg"], PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     said = re.search(r"^LIBEXECDIR=(/.*)$", done.stdout, re.MULTILINE)
@@ -220,13 +213,7 @@ def labels_of(settings: Container, path: Path) -> dict[str, str]:
     if settings.runtime not in ("apptainer", "singularity"):
         return {}
     try:
-        done = subprocess.run(
-            [settings.command, "inspect", "--json", "--labels", str(path)],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=LABEL_SECONDS,
-            check=False,
-        )
+        done = captured([settings.command, "inspect", "--json", "--labels", str(path)], LABEL_SECONDS)
         body = json.loads(done.stdout)
         found = body["data"]["attributes"]["labels"]
         return {str(key)[:_LABEL]: str(value)[:_LABEL] for key, value in sorted(found.items())[:_LABELS]}

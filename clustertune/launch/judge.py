@@ -153,6 +153,10 @@ class _Traces:
         """Ranks that left no record; with several nodes the scheduler ends those of the others when one fails."""
         if not self.silent or (self.failed and len(self.plan.nodes) > 1):
             return None
+        if not self.folder.is_dir():
+            text = "the run folder was deleted or moved, or its storage was unmounted, while the ranks worked in it"
+            fix = "bring it back, then the same command again; without it the run begins anew"
+            return Outcome(ExitCode.STORAGE, [Problem(text, file=str(self.folder.parent.parent), fix=fix)], self.gone)
         if is_full(self.folder):
             problem = Problem("no space left for what the ranks write", file=str(self.folder), fix=f"free space, then {AGAIN}")
             return Outcome(ExitCode.STORAGE, [problem])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import read_object
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
@@ -30,7 +31,7 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
     """
     run.path.mkdir(parents=True, exist_ok=True)
     path = run.path / OWNER
-    owner = _read(path)
+    owner = read_object(path)
     former = str(owner.get("job", "")) or None
     if former not in (None, job) and is_running(str(former)):
         fix = f"wait for job {former}, or cancel it: scancel {former}"
@@ -67,13 +68,5 @@ def still_mine(run_path: Path, job: str, restart: int) -> bool:
 
     One failed read on network storage is no reason to kill a training: the number of the newest attempt fences as well.
     """
-    owner = _read(run_path / OWNER)
+    owner = read_object(run_path / OWNER)
     return not owner or (owner.get("job") == job and int(str(owner.get("restart", restart))) <= restart)
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return body if isinstance(body, dict) else {}

@@ -7,6 +7,7 @@ agent), for each node ``node-0.pid``, ``node-0.log`` and ``node-0.json``, for ea
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,8 +87,18 @@ class Plan:
             body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
             body["numa_cpus"] = tuple(body["numa_cpus"])
             return cls(**body)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(Problem(f"no plan of an attempt: {error}", file=str(folder / PLAN))) from None
+
+
+def read_attempts(run_path: Path) -> list[tuple[Path, Plan]]:
+    """The folders of the attempts that had a plan, oldest first."""
+    folder, found = run_path / "attempts", []
+    for path in folder.iterdir() if folder.is_dir() else []:
+        if path.name.isdigit():
+            with contextlib.suppress(UserError):
+                found.append((path, Plan.read(path)))
+    return sorted(found, key=lambda attempt: int(attempt[0].name))
 
 
 def newest_attempt(run_path: Path) -> int:

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch.plan import OUTCOME, PLAN, Plan
+from clustertune.events import read_object
+from clustertune.launch import plan as plans
+from clustertune.launch.plan import OUTCOME, PLAN
 from clustertune.manifest import write_durably
 
 FAILED_LIMIT = 3
@@ -42,18 +43,11 @@ class Attempt:
 
 def read_attempts(run_path: Path) -> list[Attempt]:
     """All attempts of a run that had a plan, oldest first."""
-    folder = run_path / "attempts"
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if not path.name.isdigit():
-            continue
-        try:
-            plan = Plan.read(path)
-        except UserError:
-            continue
-        outcome = _outcome(path)
-        outside = outcome is None or bool(outcome.get("asked") or outcome.get("nodes_gone") or outcome.get("port_taken"))
-        problems = tuple(str(p.get("message")) for p in (outcome or {}).get("problems", []))
+    for path, plan in plans.read_attempts(run_path):
+        outcome = read_object(path / OUTCOME)
+        outside = not outcome or bool(outcome.get("asked") or outcome.get("nodes_gone") or outcome.get("port_taken"))
+        problems = tuple(str(p.get("message")) for p in outcome.get("problems", []))
         found.append(Attempt(int(path.name), plan.from_step, plan.job, outside, problems, _seconds(path)))
     return found
 
@@ -62,16 +56,8 @@ def _seconds(path: Path) -> float:
     """How long an attempt lived, by the times of its files: the ranks write beats and logs until they end."""
     try:
         return max(0.0, max(entry.stat().st_mtime for entry in path.iterdir()) - (path / PLAN).stat().st_mtime)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return 0.0
-
-
-def _outcome(path: Path) -> dict[str, Any] | None:
-    try:
-        body = json.loads((path / OUTCOME).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return body if isinstance(body, dict) else None
 
 
 def without_progress(attempts: Sequence[Attempt], job: str | None, step: int) -> list[Attempt]:
@@ -120,7 +106,7 @@ def check_requeue(run_path: Path, job: str) -> None:
         same = before["job"] == job and all(now <= then for now, then in zip(mark, before["mark"], strict=True))
         count = int(before["count"]) + 1 if same else 1
         mark = [max(pair) for pair in zip(mark, before["mark"], strict=True)]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         count = 1
     if count > ENDED_LIMIT:
         fix = "give it more time: --time must be far longer than --signal; a new job counts anew"

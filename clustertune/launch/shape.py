@@ -15,6 +15,7 @@ from clustertune.config.resolve import asked_size, resolve
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME
 from clustertune.errors import Problem, UserError
+from clustertune.launch import serving
 from clustertune.launch.slurm import format_minutes, parse_minutes
 from clustertune.plan.host import RANK_HOST_BYTES
 from clustertune.plan.machine import has_cudnn_attention
@@ -155,7 +156,7 @@ def train_shape(resolved: Resolved, cluster: Cluster) -> Shape:
     else:
         least = host_bytes(resolved, cluster) / GIB
         memory = _at_most_node(max(math.floor(compute.memory_gb * share), math.ceil(1.1 * least)), cluster)
-    return Shape(nodes, gpus, ranks, cpus, memory, minutes, *_place(cluster))
+    return Shape(nodes, gpus, ranks, cpus, memory, minutes, *place_of(cluster))
 
 
 def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, minutes: float) -> Shape:
@@ -163,7 +164,7 @@ def _helper(resolved: Resolved, cluster: Cluster, *, cpus: int, memory: float, m
     if resolved.tiny:
         cpus, memory, minutes = min(cpus, TINY_CPUS), min(memory, 2 * PROCESS_GB), TINY_MINUTES
     cpus = min(cpus, cluster.compute.threads)
-    return Shape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *_place(cluster))
+    return Shape(1, 0, 1, cpus, _at_most_node(memory, cluster), math.ceil(minutes), *place_of(cluster))
 
 
 def _prepare(resolved: Resolved, cluster: Cluster) -> Shape:
@@ -189,8 +190,17 @@ def _merge_minutes(resolved: Resolved) -> float:
 
 
 def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
-    """One node, with as many GPUs as hold the merged model in bfloat16 and a tenth more; the recipe's time limit."""
+    """That of vLLM's servers, with twice the time that is foreseen; or one node, with as many GPUs as hold the merged model in
+    bfloat16 and a tenth more, and the recipe's time limit.
+    """
     compute = cluster.compute
+    if (found := serving.evaluation(resolved, cluster)).serving:
+        shape = found.serving
+        gpus = min(compute.gpus, shape.gpus_per_node)
+        share = gpus / compute.gpus if compute.gpus else 1.0
+        memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
+        minutes = TINY_MINUTES if found.seconds is None else max(TINY_MINUTES, 10 * math.ceil(2 * found.seconds / 600))
+        return Shape(shape.nodes, gpus, 1, max(1, math.floor(compute.threads * share)), memory, minutes, *place_of(cluster))
     if resolved.tiny:
         small = _helper(resolved, cluster, cpus=TINY_CPUS, memory=PROCESS_GB, minutes=TINY_MINUTES)
         return replace(small, gpus_per_node=min(1, compute.gpus))
@@ -199,7 +209,7 @@ def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
     share = gpus / compute.gpus if compute.gpus else 1.0
     cpus = max(1, math.floor(compute.threads * share))
     memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
-    return Shape(1, gpus, 1, cpus, memory, minutes, *_place(cluster))
+    return Shape(1, gpus, 1, cpus, memory, minutes, *place_of(cluster))
 
 
 def eval_gpus(resolved: Resolved, cluster: Cluster) -> int | None:
@@ -223,7 +233,8 @@ def _at_most_node(memory: float, cluster: Cluster) -> int | None:
     return math.ceil(memory) if memory <= 0.95 * cluster.compute.memory_gb else None
 
 
-def _place(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
+def place_of(cluster: Cluster) -> tuple[str | None, str | None, tuple[str, ...], tuple[str, ...]]:
+    """The last four fields of a :class:`Shape`: what the cluster file says of all jobs."""
     slurm = cluster.slurm
     return (slurm.partition, slurm.gres, slurm.site_options(), slurm.modules) if slurm else (None, None, (), ())
 
@@ -323,7 +334,10 @@ def warnings(resolved: Resolved, cluster: Cluster) -> list[str]:
         )
     if resolved.recipe.slurm.staging and cluster.storage.staging is None:
         found.append(f"slurm.staging: true copies nothing: cluster {cluster.name} names no disk for it (storage.staging)")
-    needed = None if resolved.tiny else eval_gpus(resolved, cluster)
+    chosen = serving.evaluation(resolved, cluster)
+    if chosen.note:
+        found.append(f"eval: {chosen.note}")
+    needed = None if resolved.tiny or chosen.backend != "hf" else eval_gpus(resolved, cluster)
     if needed and needed > cluster.compute.gpus > 0:
         found.append(
             f"eval: the merged model needs {needed} GPUs of this kind in bfloat16, a node has {cluster.compute.gpus}: "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.records import parse_jobs
+from clustertune.process import captured
 
 Run = Callable[[Sequence[str]], str]
 """A command's words in, its stdout out; raises UserError where it fails. Tests give their own."""
@@ -35,16 +36,7 @@ def call(words: Sequence[str], *, environ: Mapping[str, str] | None = None, time
     Raises Unreachable (exit 2 where the command is absent, else 75) or UserError with what Slurm said.
     """
     try:
-        done = subprocess.run(
-            list(words),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-            env=None if environ is None else dict(environ),
-        )
+        done = captured(words, timeout, environ)
     except FileNotFoundError:
         fix = "call this on a machine with Slurm's commands; submit --dry-run needs none"
         raise Unreachable(Problem(f"{words[0]} is not on PATH", fix=fix)) from None

@@ -31,7 +31,7 @@ def run_step(
     asks for a save. ``failed`` tells whether a node has said that it failed: srun waits without end for the tasks of a node
     that lost its power and came back before Slurm noticed. ``ask`` asks the ranks for a save in place of SIGUSR1 through srun.
     """
-    child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=_in_srun)  # noqa: PLW1509 - libc only
+    child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=in_srun)  # noqa: PLW1509 - libc only
     previous = {number: signal.signal(number, _forward(child, signals, ask)) for number in stop_signals()}
     since: float | None = None
     try:
@@ -62,5 +62,6 @@ def _forward(child: subprocess.Popen[bytes], signals: list[int], ask: Callable[[
     return handle
 
 
-def _in_srun() -> None:
+def in_srun() -> None:
+    """Before srun begins: it ends with this process."""
     die_with_parent(signal.SIGTERM)

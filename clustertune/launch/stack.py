@@ -17,6 +17,7 @@ from clustertune.config import kernels
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
 from clustertune.launch.inventory import MARK
+from clustertune.process import captured
 from clustertune.tree import ROOT
 
 MODULE = "clustertune.launch.inventory"
@@ -62,15 +63,7 @@ def ask(command: Sequence[str], image: str) -> Stack:
     """Run the inventory in the container. Raises UserError (exit 2) where the image does not start or has no Python for it."""
     fix = "try it by hand: the command is in the job's log; clustertune doctor looks at runtime, image and binds"
     try:
-        done = subprocess.run(
-            list(command),
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            check=False,
-        )
+        done = captured(command, SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(Problem(f"the container did not answer within {SECONDS:.0f} s", file=image, fix=fix)) from None
     except OSError as error:

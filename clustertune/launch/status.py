@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clustertune.errors import UserError
+from clustertune.events import read_object
 from clustertune.launch import slurm
-from clustertune.launch.plan import OUTCOME, Plan
+from clustertune.launch.plan import OUTCOME, read_attempts
 from clustertune.launch.submit import WHOLE, is_ours, read_jobs
 from clustertune.rundir import STAGES, RunDir
 
@@ -81,7 +81,7 @@ def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mappin
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
     if stage in ("train", WHOLE):
-        training = {"attempts": len(attempt_folders(run.path)), "step": newest_step(run.path)}
+        training = {"attempts": len(read_attempts(run.path)), "step": newest_step(run.path)}
     job = str(entry["id"]) if entry is not None else None
     if found is not None:
         return Row(
@@ -124,22 +124,6 @@ def _seconds(text: str | None) -> float | None:
     return None if minutes is None else round(minutes * 60)
 
 
-def attempt_folders(run_path: Path) -> list[Path]:
-    """The attempts that had a plan, oldest first."""
-    folder = run_path / "attempts"
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        if path.name.isdigit() and path.is_dir():
-            try:
-                Plan.read(path)
-            except UserError:
-                continue
-            found.append(path)
-    return sorted(found, key=lambda path: int(path.name))
-
-
 def newest_step(run_path: Path) -> int | None:
     """The highest step of a checkpoint with a manifest. Files are not compared here: a look must not read terabytes."""
     steps = []
@@ -151,13 +135,12 @@ def newest_step(run_path: Path) -> int | None:
 
 def last_words(run_path: Path) -> str:
     """What the newest attempt's outcome says, in one line; empty where there is none."""
-    for folder in reversed(attempt_folders(run_path)):
-        try:
-            outcome = json.loads((folder / OUTCOME).read_bytes())
-            problems = [str(problem.get("message", "")) for problem in outcome.get("problems", [])]
-            return problems[0] if problems else f"attempt {int(folder.name)} ended with code {outcome.get('code')}"
-        except (OSError, ValueError, AttributeError, TypeError):
-            continue
+    for folder, _ in reversed(read_attempts(run_path)):
+        outcome = read_object(folder / OUTCOME)
+        problems = outcome.get("problems", [])
+        if outcome and isinstance(problems, list) and all(isinstance(problem, dict) for problem in problems):
+            ended = f"attempt {int(folder.name)} ended with code {outcome.get('code')}"
+            return str(problems[0].get("message", "")) if problems else ended
     return ""
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune import secrets
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.schema import NAME
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
-from clustertune.launch import slurm
+from clustertune.launch import slurm, visible
 from clustertune.launch.shape import Shape
 from clustertune.manifest import write_durably
 from clustertune.rundir import STAGES
-from clustertune.tree import ROOT, python_lines
+from clustertune.tree import ROOT, env_file, python_lines
 
 SCRIPT = ROOT / "launch" / "run.sbatch"
 JOBS = "jobs.json"
@@ -179,11 +182,26 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {"jobs": []}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(f"unreadable: {error}", file=str(path), fix="move it away, then submit again")) from None
     if not isinstance(body, dict) or not all(isinstance(entry, dict) for entry in body.get("jobs", [None])):
         raise UserError(Problem("is no list of jobs", file=str(path), fix="move it away, then submit again"))
     return body
+
+
+def find_missing(cluster: Cluster, places: Sequence[tuple[str, Path]], fix: str) -> list[Problem]:
+    """What this machine lacks for a submission: a readable ``.env``, sbatch, folders that the nodes see too.
+
+    ``places``: the folders beside the checkout; ``fix``: what to do where there is no Slurm.
+    """
+    problems: list[Problem] = []
+    try:
+        secrets.read_env(env_file())
+    except UserError as error:
+        problems += error.problems
+    if shutil.which("sbatch") is None:
+        problems.append(Problem("sbatch is not on PATH", fix=fix))
+    return problems + visible.find_problems([*places, ("the checkout", ROOT)], cluster)
 
 
 def is_ours(entry: Mapping[str, Any], found: Mapping[str, str]) -> bool:

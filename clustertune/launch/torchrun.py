@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import read_object
 from clustertune.launch.agent import LINGER_SECONDS, ask_anew, record_file
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
@@ -243,14 +244,11 @@ def await_outcome(attempt_folder: Path, seconds: float) -> ExitCode | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where there is none (yet)."""
-    try:
+    with contextlib.suppress(OSError):
         # A listing makes an NFS client ask the server; a look-up by name may be answered from its cache of absences.
-        if path.name not in os.listdir(path.parent):  # noqa: PTH208
-            return None
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return body if isinstance(body, dict) else None
+        if path.name in os.listdir(path.parent):  # noqa: PTH208
+            return read_object(path) or None
+    return None
 
 
 def _text(path: Path) -> str:

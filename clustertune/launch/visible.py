@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,15 +34,24 @@ def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:
     return lies_elsewhere(filesystem(path, mounts)[1]) or any(map(path.is_relative_to, shared_places(cluster)))
 
 
-def find_problems(places: Sequence[tuple[str, Path]], cluster: Cluster, host: str, mounts: str) -> list[Problem]:
-    """Folders (with what they are) that other nodes of the cluster cannot see.
+def mounts_here() -> str:
+    """What this machine has mounted; empty where it does not say."""
+    return MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
+
+
+def find_problems(
+    places: Sequence[tuple[str, Path]], cluster: Cluster, host: str | None = None, mounts: str | None = None
+) -> list[Problem]:
+    """Folders (with what they are) that other nodes of the cluster cannot see. ``host``, ``mounts``: None are this machine's.
 
     Nothing is said where the cluster file does not tell what is shared, or where this machine is not one of the cluster's, or
     its only one: what it has mounted tells nothing then.
     """
     shared = shared_places(cluster)
-    if cluster.host(host) is None or len(cluster.nodes) < 2 or not shared:
+    if cluster.host(host or platform.node()) is None or len(cluster.nodes) < 2 or not shared:
         return []
+    if mounts is None:
+        mounts = mounts_here()
     problems = []
     for what, path in places:
         if is_shared(path, cluster, mounts):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertune.config.cluster import Cluster
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
 
 _FILE = f"ops/{HARDWARE.name}"

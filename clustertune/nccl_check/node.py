@@ -7,7 +7,6 @@ they measured is in their files by then.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 from clustertune.errors import UserError
 from clustertune.nccl_check.probe import Probe
 from clustertune.nccl_check.setup import FACTS, LOGS, NODE, OUTPUT, Setup, await_file, write_whole
-from clustertune.process import die_with_parent
+from clustertune.process import die_with_parent, kill_group
 
 FACTS_SECONDS = 20.0
 LAST_WORDS_SECONDS = 5.0
@@ -116,7 +115,7 @@ class NodeCheck:
             return [child.poll() for child in children]
         finally:
             for child in children:
-                end(child)
+                kill_group(child)
 
     def _other_failed(self) -> bool:
         """Whether another node's ranks have ended badly, asked once a second: a rank here may wait for them."""
@@ -137,7 +136,7 @@ class NodeCheck:
         except subprocess.TimeoutExpired:
             self.problems.append(f"its facts took longer than {FACTS_SECONDS:.0f} s: a file system or a driver does not answer")
         finally:
-            end(child)
+            kill_group(child)
         if child.returncode == 0:
             return
         if child.returncode > 0:
@@ -170,15 +169,6 @@ def steering(values: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(values.items())
         if name.startswith(STEERING) and value.isprintable() and "@" not in value and len(value) <= 500
     }
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child with all that it started; SIGKILL ends a stopped process, too."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is not to be had
-        child.wait(10)
 
 
 def _in_child() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from clustertune.config.cluster_schema import Cluster
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
-from clustertune.nccl_check.node import FACTS_SECONDS, end
+from clustertune.nccl_check.node import FACTS_SECONDS
 from clustertune.nccl_check.setup import END, LAUNCHED, NODE, SETUP, Setup, await_file, write_whole
-from clustertune.process import die_with_parent
+from clustertune.process import die_with_parent, kill_group
 from clustertune.tree import ROOT
 
 NODE_MODULE = "clustertune.nccl_check.node"
@@ -113,7 +113,7 @@ def run_round(place: Place, folder: Path, setup: Setup, tick: Callable[[Path], N
             child.send_signal(signal.SIGTERM)  # srun ends its tasks, a node ends its ranks and leaves its record
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(5)
-            end(child)
+            kill_group(child)
     if isinstance(place, Here) and len(place.hosts) > 1:  # srun waits for all nodes by itself
         until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
         for node in range(len(place.hosts)):
@@ -163,6 +163,6 @@ def join(folder: Path, node: int, seconds: float) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(limit)
         finally:
-            end(child)
+            kill_group(child)
         number += 1
         seconds = min(seconds, setup.most_seconds + RECORD_SECONDS + SLACK_SECONDS)  # the first node ends its round by then

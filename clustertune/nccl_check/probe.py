@@ -7,7 +7,6 @@ ever (NVIDIA/nccl#1999 and many others): two processes find that out in seconds,
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import os
 import signal
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.nccl_check.schedule import tournament
-from clustertune.process import die_with_parent
+from clustertune.process import die_with_parent, kill_group
 
 PAIR_SECONDS = 60.0
 """What a pair may take, the start of Python included."""
@@ -62,7 +61,7 @@ class Probe:
             finally:
                 for _, children in running:
                     for child in children:
-                        _kill(child)
+                        kill_group(child)
 
     def _start(self, pair: tuple[int, int], folder: Path) -> list[subprocess.Popen[bytes]]:
         children = []
@@ -93,7 +92,7 @@ class Probe:
                 break
             time.sleep(0.05)
         for child in children:
-            _kill(child)
+            kill_group(child)
         if status == "ok" and any(child.returncode for child in children):
             status, message = "failed", ""
             for rank, child in enumerate(children):
@@ -102,14 +101,6 @@ class Probe:
                     message = said[-1][:400]
                     break
         return {"gpus": list(pair), "status": status, "seconds": round(time.monotonic() - began, 2), "message": message}
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is not to be had
-            child.wait(10)
 
 
 def _in_child() -> None:

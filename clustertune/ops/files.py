@@ -20,12 +20,13 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.console import escape
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.lock import held
 
 NODE = Path("/")
 """The root of this machine itself."""
@@ -86,6 +87,27 @@ def inside(root: Path, path: str) -> Path:
             found = root
         waiting += [step for step in reversed(target.split("/")) if step not in ("", ".")]
     return found
+
+
+@contextlib.contextmanager
+def exclusive(root: Path, name: str, doing: str) -> Iterator[None]:
+    """One writer of a node, or of a tree, at a time, who makes folders that users can enter, whatever root's shell says.
+
+    Raises UserError: exit 75 where another process is ``doing`` the same, 73 where storage fails on the way.
+    """
+    lock = inside(root, f"/run/{name}" if root == NODE else f"/etc/.{name}")
+    umask = os.umask(0o022)
+    try:
+        with held(lock, doing, shown=lock, fix="wait for it, then run the same command again"):
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+    except OSError as error:
+        raise storage_error(error, "cannot be written", error.filename or str(root)) from None
+    finally:
+        os.umask(umask)
 
 
 def read(root: Path, path: str) -> bytes | None:

@@ -45,7 +45,7 @@ class Option:
         """What is ranked: seconds of a step, GPU-seconds, or bytes."""
         if goal == "memory":
             return self.needed
-        return self.step_s * (self.strategy.world if goal == "cost" else 1)
+        return self.step_s * (self.strategy.world_size if goal == "cost" else 1)
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ def reasons(advice: Advice) -> list[tuple[Option, str]]:
 
 def best_started(advice: Advice) -> Option | None:
     """The best that this program starts, where the winner is one that it only plans (Megatron-Core)."""
-    if not advice.fitting or advice.fitting[0].strategy.engine != "megatron":
+    if not advice.fitting or advice.fitting[0].strategy.kind != "Megatron":
         return None
-    return next((option for option in advice.fitting if option.strategy.engine != "megatron"), None)
+    return next((option for option in advice.fitting if option.strategy.kind != "Megatron"), None)
 
 
 def overrides(advice: Advice, source: Source) -> dict[str, Sequence[str]]:

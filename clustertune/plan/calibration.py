@@ -7,7 +7,6 @@ runs do not at least halve is not identified and stays 1: a run that waits for t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from clustertune.config.schema import Number, Section
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.constants import Constants
 
-SCHEMA = "clustertune.calibration/1"
+SCHEMA: Literal["clustertune.calibration/1"] = "clustertune.calibration/1"
 PRIOR = {"compute_scale": 0.12, "intra_scale": 0.20, "inter_scale": 0.50, "memory_scale": 0.10}
 """Standard deviation of each factor's logarithm before any run was seen."""
 NOISE = 0.05
@@ -157,21 +156,15 @@ class CalibrationFile(Section):
 
 def store(path: Path, cluster: str, date: str, found: Fit) -> None:
     """Write the calibration; the whole file or nothing. Raises UserError (exit 73)."""
-    runs = [
-        {"name": name, "measured_s": measured, "before_s": before, "after_s": after}
+    runs = tuple(
+        CalibratedRun(name=name, measured_s=measured, before_s=before, after_s=after)
         for (name, measured, before), after in zip(found.before, found.after, strict=True)
-    ]
-    body = {
-        "format": SCHEMA,
-        "cluster": cluster,
-        "date": date,
-        "constants": found.values,
-        "deviation": found.deviation,
-        "runs": runs,
-    }
+    )
+    factors = {"constants": found.values, "deviation": found.deviation}
+    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=runs)
     beside = path.with_name(path.name + ".new")
     try:
-        beside.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        beside.write_text(body.model_dump_json(indent=2) + "\n", encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         raise storage_error(error, "writing the calibration", path) from error

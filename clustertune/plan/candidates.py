@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from clustertune.config import quantization
+from clustertune.config.counted import Counted
+from clustertune.config.distribution import Recompute
 from clustertune.config.overrides import Layout, Source, distribution, share, sizes
-from clustertune.config.parameters import Counted
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan.machine import Machine
@@ -87,11 +88,10 @@ def _sizes(found: Candidate) -> Iterator[Candidate]:
         for ratio in RATIOS:
             if ratio not in (0.0, 1.0) and used.kind not in ("FSDP1", "FSDP2"):
                 continue
-            kept = used.checkpoint_offload and ratio > 0
             recomputed = share(found.resolved, ratio, used.kind)
-            changed = replace(
-                used, micro_batch=micro, accumulation=accumulation, checkpointed=recomputed, checkpoint_offload=kept
-            )
+            by = used.recompute.by if ratio == 1 else "model"  # FSDP's own takes all layers
+            recompute = replace(used.recompute, share=recomputed, by=by) if recomputed else Recompute()
+            changed = replace(used, micro_batch=micro, accumulation=accumulation, recompute=recompute)
             yield replace(found, strategy=changed, ratio=ratio)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertune.config.parameters import LayerKind
+from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
 from clustertune.plan.kept import Kept
 from clustertune.plan.machine import Machine
@@ -39,7 +39,7 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
     """The parts of one micro batch, forward and backward."""
     work = _Work(shape, machine, constants)
     forward = [*work.products(1, "forward"), work.attention(1, "forward"), work.elements(1, "forward"), work.loss(1)]
-    again = shape.strategy.checkpointed
+    again = shape.strategy.recompute.share
     backward = [
         *work.products(1 if shape.strategy.lora else 2, "backward"),
         work.attention(ATTENTION_BACKWARD, "backward"),
@@ -73,7 +73,7 @@ def flops(shape: Shape, *, hardware: bool) -> float:
     """
     plan, counted = shape.strategy, shape.counted
     policy = Policy(shape, Kept(shape, Constants()))
-    again = plan.checkpointed if hardware else 0.0
+    again = plan.recompute.share if hardware else 0.0
     passes = (2 if plan.lora else 3) + again * policy.products_again
     looks = 1 + ATTENTION_BACKWARD + again * policy.attention_again
     per_token = 0.0
@@ -123,21 +123,14 @@ class _Work:
         """Linear layers and the output head; ``passes`` in units of a forward pass."""
         plan, shape = self.shape.strategy, self.shape
         weights = sum(kind.count * kind.active_matmul for kind in shape.counted.layers) / plan.pp / plan.tp
-        values: dict[str, float | int | str] = {
-            "tokens": shape.tokens,
-            "weights": weights,
-            "passes": 2 * passes,
-            "speed": self.speed,
-        }
-        formula = "{passes} FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
-        terms = [Term(f"matrix products, {name}", 2 * passes * weights * shape.tokens / self.speed, SECONDS, formula, values)]
+        sizes = {"matrix products": weights}
         if head:
             # Of a pipeline the last stage alone has the head; the schedule waits for the slowest stage.
-            size = shape.head_weights / plan.tp
-            text = "{passes} FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
-            more = values | {"weights": size}
-            terms.append(Term(f"output head, {name}", 2 * passes * size * shape.tokens / self.speed, SECONDS, text, more))
-        return terms
+            sizes["output head"] = shape.head_weights / plan.tp
+        text = "{passes} FLOPs x {weights} weights x {tokens} tokens / {speed} FLOP/s"
+        values = {"tokens": shape.tokens, "passes": 2 * passes, "speed": self.speed}
+        each = 2 * passes * shape.tokens / self.speed
+        return [Term(f"{what}, {name}", each * size, SECONDS, text, values | {"weights": size}) for what, size in sizes.items()]
 
     def attention(self, passes: float, name: str) -> Term:
         """Scores and weighted sums of attention."""
@@ -158,25 +151,15 @@ class _Work:
         width /= plan.pp * (plan.tp if plan.sequence_parallel else 1)
         value = passes * width * 2 * shape.tokens / self.memory
         values = {"passes": passes, "width": width, "tokens": shape.tokens, "speed": self.memory}
-        return Term(
-            f"element-wise kernels, {name}",
-            value,
-            SECONDS,
-            "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s",
-            values,
-        )
+        text = "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s"
+        return Term(f"element-wise kernels, {name}", value, SECONDS, text, values)
 
     def casts(self, passes: float) -> Term:
         """A float32 shard is cast before each all-gather, and the reduced gradient copied into its shard: 6 to 8 bytes each."""
         count = self.shape.parameters / self.shape.strategy.weight_shards
         values = {"passes": passes, "count": count, "speed": self.memory}
-        return Term(
-            "casts of the shards",
-            passes * 7 * count / self.memory,
-            SECONDS,
-            "{passes} x 7 B x {count} parameters / {speed} B/s",
-            values,
-        )
+        text = "{passes} x 7 B x {count} parameters / {speed} B/s"
+        return Term("casts of the shards", passes * 7 * count / self.memory, SECONDS, text, values)
 
     def dequantising(self, passes: float) -> Term:
         """Each use of a quantised weight writes it out in 16 bits first: no fused product is used in training

@@ -16,7 +16,7 @@ def cost(plan: Plan, price: Price | None) -> dict[str, Any] | None:
     """Money of the whole training; None where the hours or the price are unknown."""
     if price is None or plan.hours is None:
         return None
-    hours = plan.hours * plan.strategy.world
+    hours = plan.hours * plan.strategy.world_size
     return {
         "on_demand": None if price.on_demand is None else hours * price.on_demand,
         "spot": None if price.spot is None else hours * price.spot,
@@ -52,7 +52,7 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
         "fits": plan.fits,
         "step_s": plan.step.seconds,
         "step_s_range": [plan.step.seconds * plan.low, plan.step.seconds * plan.high],
-        "step_parts_s": words.parts(plan),
+        "step_parts_s": plan.parts(),
         "steps": plan.schedule.steps,
         "peak_gib_per_gpu": plan.peak.bytes / GIB,
         "needed_gib_per_gpu": plan.needed / GIB,
@@ -66,12 +66,12 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
         "parameters": plan.shape.counted.total,
         "trainable_parameters": plan.shape.trained,
         "tokens_per_s": plan.tokens_per_s,
-        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world,
+        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world_size,
         "mfu": plan.utilisation(hardware=False),
         "hfu": plan.utilisation(hardware=True),
         "hours": hours,
         "hours_range": None if hours is None else [hours * plan.low, hours * plan.high],
-        "gpu_hours": None if hours is None else hours * plan.strategy.world,
+        "gpu_hours": None if hours is None else hours * plan.strategy.world_size,
         "cost": cost(plan, price),
         "bottleneck": words.bottleneck(plan),
         "bandwidth_source": words.bandwidth_source(plan),
@@ -100,13 +100,13 @@ def advice_json(advice: Advice, overrides: Mapping[str, Sequence[str]]) -> dict[
             {
                 "strategy": o.candidate.family,
                 "fits": o.fits,
-                "engine": o.strategy.engine,
+                "engine": "megatron" if o.strategy.kind == "Megatron" else "trl",
                 "step_s": o.step_s if o.fits else None,
                 "needed_gib_per_gpu": o.needed / GIB,
                 "nodes": o.strategy.nodes,
                 "micro_batch": o.strategy.micro_batch,
                 "accumulation": o.strategy.accumulation,
-                "checkpointed": o.strategy.checkpointed,
+                "checkpointed": o.strategy.recompute.share,
                 "why": why.get(o.candidate.family, o.why),
                 "overrides": overrides.get(o.candidate.family),
             }

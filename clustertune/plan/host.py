@@ -16,7 +16,7 @@ RANK_HOST_BYTES = 2e9
 def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
     """What the node of rank 0 holds at most, while loading or while training, whichever is more."""
     plan = shape.strategy
-    ranks = plan.gpus_per_node
+    ranks = plan.ranks_per_node
     own = Term("ranks", ranks * RANK_HOST_BYTES, BYTES, "{ranks} ranks x 2 GB", {"ranks": ranks})
     resting = _offloaded(shape)
     # Rows are read into weights that lie in host memory already; a whole copy is given back as they are filled.
@@ -30,22 +30,17 @@ def _loading(resolved: Resolved, shape: Shape) -> Term:
     """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total
     if plan.kind == "Megatron":
-        return Term("loading", size / plan.world * plan.gpus_per_node, BYTES, "each rank reads its own shard", {})
+        return Term("loading", size / plan.world_size * plan.ranks_per_node, BYTES, "each rank reads its own shard", {})
     if resolved.distribution.reads_parts:
         largest, each = shape.counted.largest, row_bytes(resolved)
-        values = {
-            "ranks": plan.gpus_per_node,
-            "parts": IN_FLIGHT,
-            "count": largest,
-            "bytes": each,
-            "shards": plan.weight_shards,
-        }
-        size = rows_in_flight(resolved, shape.counted, plan.gpus_per_node, plan.weight_shards)
+        values = {"ranks": plan.ranks_per_node, "parts": IN_FLIGHT, "count": largest, "bytes": each}
+        values |= {"shards": plan.weight_shards}
+        size = rows_in_flight(resolved, shape.counted, plan.ranks_per_node, plan.weight_shards)
         return Term("loading", size, BYTES, "{ranks} ranks x {parts} parts x {count} parameters x {bytes} B / {shards}", values)
     if resolved.distribution.loading == "first":
         return Term("loading", size, BYTES, "{count} parameters x 2 B in one rank", {"count": shape.counted.total})
-    values = {"ranks": plan.gpus_per_node, "count": shape.counted.total}
-    return Term("loading", plan.gpus_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
+    values = {"ranks": plan.ranks_per_node, "count": shape.counted.total}
+    return Term("loading", plan.ranks_per_node * size, BYTES, "{ranks} ranks x {count} parameters x 2 B", values)
 
 
 def row_bytes(resolved: Resolved) -> int:
@@ -63,7 +58,7 @@ def rows_in_flight(resolved: Resolved, counted: Counted, ranks: int, shards: int
 
 def _offloaded(shape: Shape) -> list[Term]:
     """Shards of weights, gradients and optimizer state that live in host memory."""
-    plan, ranks = shape.strategy, shape.strategy.gpus_per_node
+    plan, ranks = shape.strategy, shape.strategy.ranks_per_node
     found = []
     if plan.offload_params == "cpu":
         each = shape.stored / shape.parameters
@@ -75,16 +70,9 @@ def _offloaded(shape: Shape) -> list[Term]:
         values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
         size = ranks * shape.local_trained * each / plan.state_shards
         found.append(Term("offloaded optimizer", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values))
-    if plan.checkpoint_offload:
+    if plan.recompute.offload:
         size = ranks * shape.tokens * shape.layers * shape.counted.hidden * 2
         values = {"ranks": ranks, "tokens": shape.tokens, "layers": shape.layers, "hidden": shape.counted.hidden}
-        found.append(
-            Term(
-                "offloaded checkpoints",
-                size,
-                BYTES,
-                "{ranks} ranks x {tokens} tokens x {layers} layers x {hidden} x 2 B",
-                values,
-            )
-        )
+        text = "{ranks} ranks x {tokens} tokens x {layers} layers x {hidden} x 2 B"
+        found.append(Term("offloaded checkpoints", size, BYTES, text, values))
     return found

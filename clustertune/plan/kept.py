@@ -105,6 +105,13 @@ class Kept:
         plan = self.shape.strategy
         return float(self.width * plan.row) if self.masked and plan.attention == "sdpa" and not plan.compiled else 0.0
 
+    def shared_mask(self) -> float:
+        """The mask that all layers are given: boolean for sdpa. Layers that are computed again hold it until the first one's
+        backward pass; others let it go before the loss."""
+        plan = self.shape.strategy
+        each = 1 if plan.attention == "sdpa" else self.width
+        return float(each * plan.row) if self.masked and plan.recompute.share else 0.0
+
     def experts(self, kind: LayerKind) -> float:
         """Each token's row once for every expert that it goes to: sorted before, and their output before it is weighed."""
         active = max((linear.active for linear in kind.linears if linear.copies > 1), default=0.0)
@@ -152,5 +159,8 @@ class Kept:
 
     def working(self, kind: LayerKind) -> float:
         """Gradients on their way through the widest part of a layer: of the product, of the activation and of up, less the
-        product itself, which is gone; and that of the residual sum."""
-        return 2.0 * self.width * kind.inner / self.shape.strategy.tp + self.stream * self.shape.counted.hidden
+        product itself, which is gone; and that of the residual sum. Without a fused kernel it may be attention: the softmax's
+        gradient and that of its scores, both in float32, less the probabilities as the product takes them."""
+        plan = self.shape.strategy
+        scores = kind.attention.heads * plan.row * (2 * FULL - self.width) if plan.attention == "eager" else 0
+        return max(2.0 * self.width * kind.inner, scores) / plan.tp + self.stream * self.shape.counted.hidden

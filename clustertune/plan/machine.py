@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from clustertune.config.cluster import Cluster
-from clustertune.config.cluster_compute import ABOVE
+from clustertune.config.cluster_checks import ABOVE
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import HARDWARE, Gpu, LinkFacts, read_hardware
 from clustertune.config.load import did_you_mean
 from clustertune.errors import Problem, UserError
@@ -158,19 +158,13 @@ def _spans(cluster: Cluster, measured: Measured) -> bool:
     return measured.world > _domain(cluster)
 
 
-def _measured(measured: Measured, gb_s: float, nominal: float, latency_us: float) -> Link:
-    note = f"nccl-check of {measured.date}: {gb_s:.3g} GB/s"
-    return Link(
-        gb_s * GB, (nominal or gb_s) * GB, "measured", f"{note}{_of(gb_s, nominal, measured.transport)}", latency_us / 1e6
-    )
+def _link(note: str, gb_s: float, nominal: float, latency_us: float, transport: str = "") -> Link:
+    """A link of which somebody measured the bandwidth."""
+    text = f"{note}: {gb_s:.3g} GB/s{_of(gb_s, nominal, transport)}"
+    return Link(gb_s * GB, (nominal or gb_s) * GB, "measured", text, latency_us / 1e6)
 
 
-def _stated(cluster: Cluster, gb_s: float, nominal: float, latency_us: float) -> Link:
-    note = f"measured_gb_s of {cluster.source}: {gb_s:.3g} GB/s"
-    return Link(gb_s * GB, (nominal or gb_s) * GB, "measured", f"{note}{_of(gb_s, nominal)}", latency_us / 1e6)
-
-
-def _of(gb_s: float, nominal: float, transport: str = "") -> str:
+def _of(gb_s: float, nominal: float, transport: str) -> str:
     """The share of nominal in words, and what to do where it is so low that something must be broken."""
     went = f" over {transport}" if transport else ""
     if not nominal:
@@ -188,9 +182,9 @@ def _intra(cluster: Cluster, measured: Measured | None) -> Link:
     if measured:
         wide = None if _spans(cluster, measured) else measured.inter_gb_s
         if found := wide or measured.intra_gb_s:
-            return _measured(measured, found, nominal, latency)
+            return _link(f"nccl-check of {measured.date}", found, nominal, latency, measured.transport)
     if compute.measured_gb_s:
-        return _stated(cluster, compute.measured_gb_s, nominal, latency)
+        return _link(f"measured_gb_s of {cluster.source}", compute.measured_gb_s, nominal, latency)
     if facts is None:
         raise AssertionError("machine() refuses a cluster whose interconnect nobody said")
     note = f"{_interconnect(compute.interconnect or '')} {nominal:g} GB/s, {100 * facts.share:.0f} % expected ({FIGURES})"
@@ -215,9 +209,9 @@ def _inter(cluster: Cluster, measured: Measured | None) -> Link:
     facts = read_hardware().networks.get(network.kind)
     latency = facts.latency_us if facts else 0.0
     if measured and measured.inter_gb_s and _spans(cluster, measured):
-        return _measured(measured, measured.inter_gb_s, nominal, latency)
+        return _link(f"nccl-check of {measured.date}", measured.inter_gb_s, nominal, latency, measured.transport)
     if network.measured_gb_s:
-        return _stated(cluster, network.measured_gb_s, nominal, latency)
+        return _link(f"measured_gb_s of {cluster.source}", network.measured_gb_s, nominal, latency)
     if not nominal or facts is None:
         return Link(0.0, 0.0, "nominal", f"no bandwidth between nodes is stated (network.kind {network.kind})", latency / 1e6)
     speed = min(nominal * facts.share, facts.most_gb_s or nominal)

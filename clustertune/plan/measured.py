@@ -18,19 +18,19 @@ split into, enters and leaves each node once, so that all but one n-th of the ga
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field
 
-from clustertune.config.cluster import CLUSTERS, Cluster
-from clustertune.config.cluster_words import Found, key_of, schema_problems
+from clustertune.config.cluster import CLUSTERS
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.findings import Found, read_model
 from clustertune.config.schema import Number, Positive, Section
-from clustertune.config.yamlfile import Document, read_text
+from clustertune.config.yamlfile import Document, parse_json, read_text
 from clustertune.errors import Problem, UserError
 
 SCHEMA = "clustertune.nccl-check/1"
@@ -150,22 +150,10 @@ class Measured:
 def read_measured(path: str | Path) -> Measured:
     """The result in a file. Raises UserError with every problem in it."""
     shown = str(path)
-    text = read_text(Path(path), shown)
-    try:
-        data = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error).splitlines()[0]
-        raise UserError(Problem(f"not valid JSON: {what}", file=f"{shown}{line}", fix="run nccl-check again")) from None
-    document = Document(shown, data)
+    data = parse_json(read_text(Path(path), shown), shown, "run nccl-check again")
     if not isinstance(data, dict):
         raise UserError(Problem("holds no nccl-check result", file=shown, fix=f"give a file with schema {SCHEMA}"))
-    try:
-        check = CheckFile.model_validate(data)
-    except ValidationError as error:
-        raise UserError(schema_problems(CheckFile, error, document)) from None
-    if found := list(_contradictions(check)):
-        raise UserError([Problem(message, file=shown, key=key_of(document, at), fix=fix) for at, message, fix in found])
+    check = read_model(CheckFile, Document(shown, data), _contradictions)
     return Measured(
         cluster=check.cluster,
         date=check.date,
@@ -190,13 +178,6 @@ def beside(cluster: Cluster) -> Path | None:
     file = Path(cluster.source)
     folder = CLUSTERS if cluster.source == f"ops/clusters/{file.name}" else file.parent
     return folder / f"{file.stem}{SUFFIX}" if file.suffix in (".yaml", ".yml") else None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{twice[0]!r} stands twice")
-    return dict(pairs)
 
 
 def _bandwidth(results: Sequence[Result], scopes: Sequence[str]) -> float | None:
@@ -228,8 +209,5 @@ def _contradictions(check: CheckFile) -> Iterator[Found]:
     if not any(item.collective == "all_gather" for item in check.results):
         yield ("results",), "no all_gather: it is what a plan takes", "run all_gather_perf"
     if any(_bandwidth(check.results, (scope,)) == 0 for scope in ("intra", "inter", "world")):
-        yield (
-            ("results",),
-            "the all_gather of the largest sizes has busbw_gb_s 0",
-            "run it with larger sizes, to 1 GiB at least",
-        )
+        text = "the all_gather of the largest sizes has busbw_gb_s 0"
+        yield ("results",), text, "run it with larger sizes, to 1 GiB at least"

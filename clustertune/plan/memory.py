@@ -193,15 +193,8 @@ class _Memory:
         size = shape.body * shape.strategy.gather_bytes * left + ends
         values = {"left": left, "body": shape.body, "bytes": shape.strategy.gather_bytes, "ends": shape.ends}
         values |= {"half": ends / shape.ends}
-        return [
-            Term(
-                "gathered layers",
-                size,
-                BYTES,
-                "{left} x {body} parameters of layers x {bytes} B + {ends} others x {half} B",
-                values,
-            )
-        ]
+        text = "{left} x {body} parameters of layers x {bytes} B + {ends} others x {half} B"
+        return [Term("gathered layers", size, BYTES, text, values)]
 
     def _layers(self, count: float) -> Term:
         values = {"layers": count, "count": self.shape.largest, "bytes": self.layer_bytes / self.shape.largest}
@@ -249,7 +242,7 @@ class _Memory:
 
     @property
     def has_buckets(self) -> bool:
-        return self.shape.strategy.kind == "DDP" and self.shape.strategy.world > 1
+        return self.shape.strategy.kind == "DDP" and self.shape.strategy.world_size > 1
 
     def buckets(self) -> Term:
         """DDP's buckets are there from the first step on."""
@@ -329,11 +322,11 @@ class _Memory:
             inflight = min(plan.accumulation, plan.pp) * (
                 1 + (plan.pp - 1) / (plan.pp * plan.virtual) if plan.virtual > 1 else 1
             )
-        whole = self.kept_by_layers * (1 - plan.checkpointed) * share + (self.kept.last_norm() if share == 1 else 0.0)
+        whole = self.kept_by_layers * (1 - plan.recompute.share) * share + (self.kept.last_norm() if share == 1 else 0.0)
         row = self.kept.stream * shape.counted.hidden / (plan.tp if plan.sequence_parallel else 1)
         saved = sum(kind.count * self.policy.layer(kind) for kind in shape.counted.layers)
-        inputs = 0.0 if plan.checkpoint_offload else shape.counted.num_layers * row
-        stored = (inputs + saved) * plan.checkpointed * share
+        inputs = 0.0 if plan.recompute.offload else shape.counted.num_layers * row
+        stored = (inputs + saved) * plan.recompute.share * share + self.kept.shared_mask()
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
@@ -344,7 +337,7 @@ class _Memory:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it
         kept is gone by then."""
         plan, shape = self.shape.strategy, self.shape
-        if not plan.checkpointed or (plan.checkpointed < 1 and index >= shape.layers - 1):
+        if not plan.recompute.share or (plan.recompute.share < 1 and index >= shape.layers - 1):
             return []
         largest = self.largest_kept - min(self.policy.taken(kind) for kind in shape.counted.layers)
         values = {"tokens": shape.tokens, "bytes": largest}

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster import CLUSTERS, Cluster
+from clustertune.config.cluster import CLUSTERS
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan import calibration
 from clustertune.plan.constants import Constants
+from clustertune.plan.document import as_json
 from clustertune.plan.machine import Machine, machine
 from clustertune.plan.measured import Measured, find_measured, read_measured
-from clustertune.plan.predict import GIB, Plan, make_plan
-from clustertune.plan.words import bandwidth_source
+from clustertune.plan.predict import make_plan
 
 CALIBRATION = ".calibration.json"
 
@@ -62,17 +63,6 @@ def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
         plan = make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants)
     except UserError as error:
         return {"unknown": str(error.problems[0])}
-    return summary(plan)
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """The figures of a plan that a run can be held against."""
-    return {
-        "step_s": plan.step.seconds,
-        "step_s_range": [plan.step.seconds * plan.low, plan.step.seconds * plan.high],
-        "tokens_per_s": plan.tokens_per_s,
-        "peak_gib_per_gpu": plan.peak.bytes / GIB,
-        "hours": plan.hours,
-        "bandwidth_source": bandwidth_source(plan),
-        "calibrated": list(plan.constants.calibrated),
-    }
+    told = as_json(plan, None)
+    keys = ("step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated")
+    return {key: told[key] for key in keys}

@@ -51,7 +51,7 @@ class Policy:
 
     @property
     def save(self) -> tuple[str, ...]:
-        return self.shape.strategy.save if self.shape.strategy.checkpointed else ()
+        return self.shape.strategy.recompute.save if self.shape.strategy.recompute.share else ()
 
     def saved(self, kind: LayerKind) -> list[Product]:
         """The products whose results are kept: all, or the first, third, fifth ... of the layer."""

@@ -20,7 +20,7 @@ from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH, FUSED_LOSS, WHOLE_LOGITS, Strategy, strategy
-from clustertune.plan.term import Term
+from clustertune.plan.term import Term, total
 
 GIB = 2**30
 MOST_NODES = 4096
@@ -93,7 +93,7 @@ class Plan(Footprint):
 
     def utilisation(self, *, hardware: bool) -> float:
         """MFU, or with ``hardware`` HFU: FLOPs of a step over what the GPUs could do in its time at their dense bf16 peak."""
-        could = self.step.seconds * self.strategy.world * self.machine.peak_flops
+        could = self.step.seconds * self.strategy.world_size * self.machine.peak_flops
         return flops(self.shape, hardware=hardware) / could
 
     @property
@@ -102,20 +102,25 @@ class Plan(Footprint):
         parts = self.totals()
         return None if parts is None else math.fsum(parts.values()) / 3600
 
+    def parts(self) -> dict[str, float]:
+        """Seconds of one optimizer step by part, what comes now and then spread over the steps."""
+        one, around = self.step, self.schedule
+        found = {
+            "compute": total(one.compute),
+            "exposed_communication": one.exposed.value,
+            "pipeline_bubble": one.bubble.value,
+            "optimizer": one.optimizer.value,
+        }
+        if around.steps:
+            found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
+            found["checkpoint"] = (around.checkpoints or 0) * around.checkpoint.value / around.steps
+            found["load"] = around.start.value / around.steps
+        return found
+
     def totals(self) -> dict[str, float] | None:
         """Seconds of the whole training by part; None where the number of steps is unknown."""
-        plan, one = self.schedule, self.step
-        if plan.steps is None:
-            return None
-        return {
-            "compute": plan.steps * sum(term.value for term in one.compute),
-            "exposed communication": plan.steps * one.exposed.value,
-            "pipeline bubble": plan.steps * one.bubble.value,
-            "optimizer": plan.steps * one.optimizer.value,
-            "evaluation": (plan.evaluations or 0) * plan.evaluation.value,
-            "checkpoint": (plan.checkpoints or 0) * plan.checkpoint.value,
-            "load": plan.start.value,
-        }
+        steps = self.schedule.steps
+        return None if steps is None else {name: value * steps for name, value in self.parts().items()}
 
 
 def make_plan(
@@ -255,17 +260,13 @@ def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:
     problems = []
     if used.nodes > machine.nodes:
         text = f"{used.nodes}, and {machine.name} has {machine.nodes} compute nodes"
-        problems.append(
-            Problem(
-                text, file=resolved.name, key="slurm.nodes", fix=f"slurm.nodes={machine.nodes}, or name more in a cluster file"
-            )
-        )
-    if used.gpus_per_node > machine.gpus_per_node:
-        text = f"{used.gpus_per_node}, and a node of {machine.name} has {machine.gpus_per_node} GPUs"
-        problems.append(
-            Problem(text, file=resolved.name, key="slurm.gpus_per_node", fix=f"use {machine.gpus_per_node} or fewer")
-        )
-    if used.world > machine.domain and machine.inter.bytes_per_s <= 0:
+        fix = f"slurm.nodes={machine.nodes}, or name more in a cluster file"
+        problems.append(Problem(text, file=resolved.name, key="slurm.nodes", fix=fix))
+    if used.ranks_per_node > machine.gpus_per_node:
+        text = f"{used.ranks_per_node}, and a node of {machine.name} has {machine.gpus_per_node} GPUs"
+        fix = f"use {machine.gpus_per_node} or fewer"
+        problems.append(Problem(text, file=resolved.name, key="slurm.gpus_per_node", fix=fix))
+    if used.world_size > machine.domain and machine.inter.bytes_per_s <= 0:
         text = f"{used.nodes} nodes, and {machine.name} says nothing of a network between nodes"
         problems.append(Problem(text, file=machine.name, key="network", fix="write network: {kind: ..., gbit: ...}"))
     if problems:

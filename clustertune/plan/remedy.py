@@ -78,7 +78,7 @@ def _pairs(plan: Plan, source: Source, changes: list[_Change]) -> list[Remedy]:
 def _changes(plan: Plan) -> Iterator[_Change]:
     used, start = plan.strategy, plan.resolved
     for ratio in (0.25, 0.5, 0.75, 1.0):
-        if overrides.share(start, ratio, used.kind) > used.checkpointed and (ratio == 1 or used.kind != "Megatron"):
+        if overrides.share(start, ratio, used.kind) > used.recompute.share and (ratio == 1 or used.kind != "Megatron"):
             text = f"recompute the activations of {ratio:.0%} of the layers"
             yield _Change(text, overrides.recomputation(start, ratio, used.kind))
     yield from _sharded(plan)
@@ -103,7 +103,7 @@ def _sharded(plan: Plan) -> Iterator[_Change]:
     if used.kind in ("FSDP2", "FSDP1") and not used.reshard and used.weight_shards > 1:
         layout = Layout("FSDP2", nodes, used.replicas, used.tp, cp=used.cp, offload_params=used.offload_params)
         yield _Change("give the weights back after forward", overrides.distribution(start, layout))
-    elif used.kind in ("DDP", "ZeRO-0", "ZeRO-1", "ZeRO-2") and used.world > 1:
+    elif used.kind in ("DDP", "ZeRO-0", "ZeRO-1", "ZeRO-2") and used.world_size > 1:
         arguments = overrides.distribution(start, Layout("FSDP2", nodes))
         yield _Change("FSDP2, which splits the weights over the ranks", arguments)
     elif used.replicas > 1:
@@ -116,8 +116,8 @@ def _nodes(plan: Plan, source: Source) -> Remedy | None:
     used = plan.strategy
     for count in range(used.nodes + 1, MOST_NODES + 1):
         each = used.tp * used.pp * used.cp * used.replicas
-        world = count * used.gpus_per_node
-        batch = used.dp * used.micro_batch * used.accumulation
+        world = count * used.ranks_per_node
+        batch = used.data_parallel_size * used.micro_batch * used.accumulation
         if world > plan.machine.domain and plan.machine.inter.bytes_per_s <= 0:
             return None
         if world % each or batch % (world // (used.tp * used.pp * used.cp) * used.micro_batch):

@@ -160,8 +160,8 @@ def _evaluation(args: dict[str, object], shape: Shape, machine: Machine, constan
     batch = int(args.get("per_device_eval_batch_size") or DEFAULT_EVAL_BATCH)  # type: ignore[call-overload]
     if not found.eval:
         return Term("evaluation", 0.0, SECONDS, "no eval split known", {})
-    passes = math.ceil(found.eval / (batch * plan.dp))
-    filled = found.eval / (passes * plan.dp)
+    passes = math.ceil(found.eval / (batch * plan.data_parallel_size))
+    filled = found.eval / (passes * plan.data_parallel_size)
     forward = total(micro_batch(shape, machine, constants).forward) * filled / plan.micro_batch
     moved = sum(c.seconds(machine, constants.intra_scale, constants.inter_scale) for c in traffic(shape).forward)
     values = {"passes": passes, "forward": forward, "moved": moved, "rows": found.eval, "batch": batch}
@@ -180,7 +180,7 @@ def _start(resolved: Resolved, shape: Shape, machine: Machine) -> Term:
     """Loading: the weights come from storage once, and where ranks read rows once for each replica of them."""
     # The ranks of a tp group are in one node: rows that several of them read come from storage once.
     parted = shape.strategy.weight_shards * shape.strategy.tp
-    copies = shape.strategy.world // parted if resolved.distribution.reads_parts else 1
+    copies = shape.strategy.world_size // parted if resolved.distribution.reads_parts else 1
     size = 2.0 * shape.counted.total * max(1, copies)
     value = START_S + size / machine.storage_read_bytes_per_s
     values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}

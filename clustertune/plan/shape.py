@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from clustertune.config.parameters import Counted, LayerKind
+from clustertune.config.counted import Counted, LayerKind
 from clustertune.plan.strategy import Strategy
 
 
@@ -46,7 +46,7 @@ class Shape:
     def step_tokens(self) -> int:
         """Tokens of an optimizer step over all ranks, padding included."""
         plan = self.strategy
-        return plan.micro_batch * plan.accumulation * plan.sequence * plan.dp
+        return plan.micro_batch * plan.accumulation * plan.sequence * plan.data_parallel_size
 
     def layer(self, kind: LayerKind) -> float:
         """Parameters of one layer on one rank."""

@@ -43,47 +43,49 @@ _DEEPSPEED = {"lion": "lion_32bit", "sgd": "sgd", "adagrad": "adagrad"}
 """Optimizers that a DeepSpeed file can name, beside Adam's kind."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Bytes per parameter; see :class:`clustertune.plan.strategy.Strategy`."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes per parameter."""
 
-    weight: float
-    gather: float
-    trained: float
-    gradient: float
-    reduce: float
-    state: float
-    master_in_weights: bool
-    compute: str
-    other: float
-    whole: float = 0.0
+    weight_bytes: float
+    """A parameter of the base on the GPU between uses, block scales of a quantised one included (config/quantization.py)."""
+    gather_bytes: float
+    """A parameter in an all-gather."""
+    gradient_bytes: float
+    """The gradient of a trained parameter as it is held."""
+    reduce_bytes: float
+    """The gradient of a trained parameter in a reduce-scatter or all-reduce."""
+    state_bytes: float
+    """Optimizer state of a trained parameter, with a master copy where it is kept beside."""
+    trained_bytes: float = 4.0
+    """A trained parameter as it is stored: of LoRA the adapter's, else ``weight_bytes``."""
+    other_bytes: float = 2.0
+    """A parameter that a quantised base leaves as it is: embeddings, head, norms."""
+    whole_bytes: float = 0.0
+    """Of ``weight_bytes``, what stays whole on every rank where weights are split (bitsandbytes' block scales)."""
+    compute: str = "bf16"
+    """What matrix products are computed in: ``bf16``, ``fp16``, ``fp32`` or ``fp8``."""
     notes: tuple[str, ...] = ()
+    """Assumptions made while reading."""
 
 
-def read(resolved: Resolved, split: Distribution) -> Numbers:
+def read(resolved: Resolved, split: Distribution) -> Sizes:
     """The sizes of a resolved recipe under a distribution."""
-    args, lora = resolved.train_args, resolved.recipe.lora is not None
-    init = args.get("model_init_kwargs") or {}
-    dtype = str(init.get("dtype", DEFAULT_DTYPE))
-    loaded = _SIZES.get(dtype, FULL)
-    mixed = split.mixed_precision
+    args = resolved.train_args
+    dtype = str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE))
+    loaded, mixed = _SIZES.get(dtype, FULL), split.mixed_precision
     config = quantization.of(args)
     base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
     optim = str(args.get("optim", _DEFAULT_OPTIM))
     compute = _NAMES.get(dtype, "fp32") if mixed == "no" else mixed
-    if split.kind == "Megatron":
-        return _megatron(resolved, mixed)
+    if (m := resolved.recipe.megatron) is not None:
+        return _megatron("fp8" if m.fp8 is not None else "fp32" if mixed == "no" else mixed)
     if split.is_deepspeed:
         found = _zero(split, loaded, mixed, optim, compute)
-    elif split.is_fsdp:
-        reduced = _SIZES.get(split.reduce_dtype or "")
-        found = _fsdp(loaded, mixed, optim, compute, lora=lora, base=base, version=split.kind[-1], reduced=reduced)
     else:
-        found = _plain(split, split.world_size, loaded, optim, compute, lora=lora, base=base)
+        found = _torch(split, loaded, optim, compute, base, lora=resolved.recipe.lora is not None)
     found = replace(found, notes=(*found.notes, *_optim_notes(optim)))
-    if base is None:
-        return found
-    return _quantized(found, base, split, config or {})
+    return found if base is None else _quantized(found, base, split, config or {})
 
 
 def moments(optim: str, number: float) -> float:
@@ -109,36 +111,31 @@ def _optim_notes(optim: str) -> list[str]:
     return notes
 
 
-def _fsdp(
-    loaded: float,
-    mixed: str,
-    optim: str,
-    compute: str,
-    *,
-    lora: bool,
-    base: Quantized | None,
-    version: str,
-    reduced: float | None,
-) -> Numbers:
-    """Under mixed precision what is trained is held in float32: accelerate/utils/fsdp_utils.py:816 (FSDP2), accelerator.py:2037
-    (FSDP1). The frozen base stays as loaded. The all-gather runs in the 16-bit type, the reduction in the recipe's
-    ``reduce_dtype`` (``reduced``, bytes; training/sharding.py sets it). Gradients end in the parameter's type."""
+def _torch(split: Distribution, loaded: float, optim: str, compute: str, base: Quantized | None, *, lora: bool) -> Sizes:
+    """FSDP, DDP and one process alone. The frozen base stays as loaded, gradients end in the parameter's type.
+
+    FSDP under mixed precision: what is trained is held in float32 (accelerate/utils/fsdp_utils.py:816 for FSDP2,
+    accelerator.py:2037 for FSDP1), gathered in the 16-bit type and reduced in ``reduce_dtype`` (training/sharding.py).
+    Elsewhere autocast casts weights for the moment of use. DDP holds gradients twice, in their parameters and in its buckets
+    (gradient_as_bucket_view is off in accelerate/utils/dataclasses.py, DistributedDataParallelKwargs).
+    """
+    trained = _adapter(loaded, base) if lora else loaded
+    mixed = split.is_fsdp and split.mixed_precision != "no"
     four = base is not None and base.method == "bitsandbytes" and base.packed == 0.5
-    half = mixed != "no"
-    as_made = _adapter(loaded, base) if lora else loaded
-    # fsdp_utils.py:815 leaves adapters on a 4-bit base as they are.
-    trained = FULL if half and not (four and version == "2") else as_made
-    moved = HALF if half else loaded
-    return Numbers(
-        weight=loaded if lora else trained,
-        gather=moved,
-        trained=trained,
-        gradient=trained,
-        reduce=reduced or trained,
-        state=moments(optim, trained),
-        master_in_weights=trained == FULL,
+    if mixed and not (four and split.kind == "FSDP2"):  # fsdp_utils.py:815 leaves adapters on a 4-bit base as they are
+        trained = FULL
+    twice = split.kind == "DDP" and split.world_size > 1
+    reduced = _SIZES.get(split.reduce_dtype or "") if split.is_fsdp else None
+    return Sizes(
+        weight_bytes=loaded if lora else trained,
+        gather_bytes=HALF if mixed else loaded,
+        trained_bytes=trained,
+        gradient_bytes=trained * (2 if twice else 1),
+        reduce_bytes=reduced or trained,
+        state_bytes=moments(optim, trained),
         compute=compute,
-        other=loaded,
+        other_bytes=loaded,
+        notes=("DDP keeps gradients in its buckets as well",) if twice else (),
     )
 
 
@@ -150,7 +147,7 @@ def _adapter(loaded: float, base: Quantized | None) -> float:
     return max(FULL, loaded)
 
 
-def _zero(split: Distribution, loaded: float, mixed: str, optim: str, compute: str) -> Numbers:
+def _zero(split: Distribution, loaded: float, mixed: str, optim: str, compute: str) -> Sizes:
     """DeepSpeed casts all weights to the 16-bit type (runtime/engine.py, _configure_distributed_model), keeps a float32 master
     of what is trained beside them (runtime/zero/stage_1_and_2.py and stage3.py), gradients in the 16-bit type unless
     data_types.grad_accum_dtype says otherwise, and reduces in communication_data_type, by default the 16-bit type."""
@@ -158,37 +155,21 @@ def _zero(split: Distribution, loaded: float, mixed: str, optim: str, compute: s
         kind = split.optimizer.lower()
         optim = next((name for word, name in _DEEPSPEED.items() if word in kind), "adamw_torch")
     if mixed == "no":
-        return Numbers(loaded, loaded, loaded, loaded, loaded, moments(optim, loaded), loaded == FULL, compute, loaded)
-    gradient, reduce = _stated(split.accumulate_dtype), _stated(split.communicate_dtype)
-    return Numbers(HALF, HALF, HALF, gradient, reduce, FULL + moments(optim, FULL), False, compute, HALF)
-
-
-def _stated(value: object) -> float:
-    return FULL if value in ("fp32", "float32") else HALF
-
-
-def _plain(
-    split: Distribution, world: int, loaded: float, optim: str, compute: str, *, lora: bool, base: Quantized | None
-) -> Numbers:
-    """Weights stay as loaded, autocast casts for the moment of use. DDP holds gradients twice, in their parameters and in its
-    buckets (gradient_as_bucket_view is off in accelerate/utils/dataclasses.py, DistributedDataParallelKwargs)."""
-    trained = _adapter(loaded, base) if lora else loaded
-    twice = split.kind == "DDP" and world > 1
-    return Numbers(
-        weight=loaded,
-        gather=loaded,
-        trained=trained,
-        gradient=trained * (2 if twice else 1),
-        reduce=trained,
-        state=moments(optim, trained),
-        master_in_weights=trained == FULL,
-        compute=compute,
-        other=loaded,
-        notes=("DDP keeps gradients in its buckets as well",) if twice else (),
+        return _alike(loaded, state_bytes=moments(optim, loaded), compute=compute)
+    gradient, reduce = (
+        FULL if said in ("fp32", "float32") else HALF for said in (split.accumulate_dtype, split.communicate_dtype)
     )
+    state = FULL + moments(optim, FULL)
+    return _alike(HALF, gradient_bytes=gradient, reduce_bytes=reduce, state_bytes=state, compute=compute)
 
 
-def _quantized(found: Numbers, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Numbers:
+def _alike(size: float, **others: Any) -> Sizes:
+    """Weights, gradients and what is trained in one type, but for ``others``."""
+    names = ("weight_bytes", "gather_bytes", "trained_bytes", "gradient_bytes", "reduce_bytes", "other_bytes")
+    return Sizes(**dict.fromkeys(names, size) | others)
+
+
+def _quantized(found: Sizes, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Sizes:
     """A quantised base: what is not a linear layer of a block stays as loaded."""
     notes = [f"a quantised parameter takes {base.formula} = {base.bytes:.4f} B; embeddings, head and norms are not quantised"]
     whole, gather = 0.0, base.packed
@@ -203,15 +184,12 @@ def _quantized(found: Numbers, base: Quantized, split: Distribution, config: Map
         notes.append("bnb_4bit_compute_dtype is float32 by default: write bfloat16, or the products are slow")
     if base.method in ("fp8", "fbgemm_fp8"):
         notes.append("an 8-bit base is taken to be gathered in 8 bits")
-    return replace(found, weight=base.bytes, gather=gather, whole=whole, notes=(*found.notes, *notes))
+    return replace(found, weight_bytes=base.bytes, gather_bytes=gather, whole_bytes=whole, notes=(*found.notes, *notes))
 
 
-def _megatron(resolved: Resolved, mixed: str) -> Numbers:
+def _megatron(compute: str) -> Sizes:
     """Megatron-Core: 16-bit weights, float32 main gradients, a float32 master and two moments in the optimizer
     (docs/source/api-guide/dist_optimizer.md: 18 bytes, 6 + 12 / dp with the distributed one)."""
-    m = resolved.recipe.megatron
-    assert m is not None
-    compute = "fp8" if m.fp8 is not None else "fp32" if mixed == "no" else mixed
     if compute == "fp32":
-        return Numbers(FULL, FULL, FULL, FULL, FULL, 2 * FULL, True, compute, FULL)
-    return Numbers(HALF, HALF, HALF, FULL, FULL, 3 * FULL, False, compute, HALF)
+        return _alike(FULL, state_bytes=2 * FULL, compute=compute)
+    return _alike(HALF, gradient_bytes=FULL, reduce_bytes=FULL, state_bytes=3 * FULL, compute=compute)

@@ -41,57 +41,44 @@ def render(plan: Plan, price: Price | None, console: Console) -> None:
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
+def _table(*columns: str, title: str | None = None, words: int = 1) -> Table:
+    """A plain table, whose first columns hold ``words`` and the others numbers."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < words else "right", overflow="fold")
+    return table
+
+
 def _answers(plan: Plan, price: Price | None) -> Table:
-    table = Table(
-        title=f"{plan.resolved.name} on {plan.machine.name}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_header=False,
-    )
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in _rows(plan, price):
+    table = _table("", "", title=f"{plan.resolved.name} on {plan.machine.name}", words=2)
+    for name, value in _rows(plan, price).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
 
 
-def _rows(plan: Plan, price: Price | None) -> list[tuple[str, str]]:
+def _rows(plan: Plan, price: Price | None) -> dict[str, str]:
     used, seconds, low, high = plan.strategy, plan.step.seconds, plan.low, plan.high
-    fits = "yes" if plan.fits else "NO"
-    tensors = plan.peak.bytes / GIB
-    usable = plan.machine.usable_bytes / GIB
-    found = [
-        (
-            "fits",
-            f"{fits}: {plan.needed / GIB:.1f} of {usable:.1f} GiB per GPU (tensors {tensors:.1f})",
-        ),
-        (
-            "step",
-            f"{quantity(seconds, 's')} (four of five runs: {seconds * low:.3g} to {seconds * high:.3g}), "
-            f"{plan.shape.step_tokens:,} tokens",
-        ),
-        ("throughput", f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world:,.0f} per GPU"),
-        ("utilisation", f"MFU {plan.utilisation(hardware=False):.1%}, HFU {plan.utilisation(hardware=True):.1%}"),
-    ]
+    tensors, usable = plan.peak.bytes / GIB, plan.machine.usable_bytes / GIB
+    around = f"four of five runs: {seconds * low:.3g} to {seconds * high:.3g}"
+    found = {
+        "fits": f"{'yes' if plan.fits else 'NO'}: {plan.needed / GIB:.1f} of {usable:.1f} GiB per GPU (tensors {tensors:.1f})",
+        "step": f"{quantity(seconds, 's')} ({around}), {plan.shape.step_tokens:,} tokens",
+        "throughput": f"{plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / used.world_size:,.0f} per GPU",
+        "utilisation": f"MFU {plan.utilisation(hardware=False):.1%}, HFU {plan.utilisation(hardware=True):.1%}",
+        "time": f"unknown: {plan.schedule.steps_why}",
+    }
     if plan.hours is not None:
-        found.append(
-            (
-                "time",
-                f"{plan.hours:.2f} h ({plan.hours * low:.2f} to {plan.hours * high:.2f}), {plan.schedule.steps:,} steps",
-            )
-        )
-        found.append(("GPU-hours", f"{plan.hours * used.world:,.1f} on {used.world} x {plan.machine.gpu}"))
-    else:
-        found.append(("time", f"unknown: {plan.schedule.steps_why}"))
-    found.append(("cost", _money(plan, price)))
-    found.append(("host memory", f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"))
+        hours = f"{plan.hours:.2f} h ({plan.hours * low:.2f} to {plan.hours * high:.2f})"
+        found["time"] = f"{hours}, {plan.schedule.steps:,} steps"
+        found["GPU-hours"] = f"{plan.hours * used.world_size:,.1f} on {used.world_size} x {plan.machine.gpu}"
+    found["cost"] = _money(plan, price)
+    found["host memory"] = f"{plan.host_bytes / GIB:,.0f} of {plan.machine.host_bytes / GIB:,.0f} GiB per node"
     disk = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in plan.schedule.disk.items())
     if saves := plan.schedule.checkpoints:
         disk += f"; {saves} save{'s' * (saves > 1)}: {saves * plan.schedule.checkpoint_bytes / 1e12:,.2f} TB"
         if plan.hours:
             disk += f", {saves * plan.schedule.checkpoint.value / 36 / plan.hours:.1f} % of the time"
-    return [*found, ("storage", disk)]
+    return found | {"storage": disk}
 
 
 def _money(plan: Plan, price: Price | None) -> str:
@@ -107,7 +94,7 @@ def _money(plan: Plan, price: Price | None) -> str:
 
 
 def _bar(plan: Plan, console: Console) -> None:
-    found = {name: value for name, value in words.parts(plan).items() if value > 0}
+    found = {name: value for name, value in plan.parts().items() if value > 0}
     whole = sum(found.values())
     shares = {name: value / whole for name, value in found.items()}
     line = "".join(MARKS[name] * round(share * BAR) for name, share in shares.items())
@@ -119,9 +106,7 @@ def _bar(plan: Plan, console: Console) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title=f"memory of a GPU at the {plan.peak.name}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
+    table = _table("part", "GiB", title=f"memory of a GPU at the {plan.peak.name}")
     for name, value in memory_parts(plan).items():
         if value >= 0.005:
             table.add_row(name, f"{value:.2f}")
@@ -130,16 +115,13 @@ def _memory(plan: Plan) -> Table:
 
 def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for plan in (one, other):
-        table.add_column(plan.resolved.name, overflow="fold")
-    rows = [dict(_rows(plan, price)) for plan, price in zip((one, other), prices, strict=True)]
+    table = _table("", one.resolved.name, other.resolved.name, words=3)
+    rows = [_rows(plan, price) for plan, price in zip((one, other), prices, strict=True)]
     for name in rows[0]:
-        table.add_row(Text(name), Text(rows[0][name]), Text(rows[1].get(name, "")))
-    before, after = words.parts(one), words.parts(other)
+        table.add_row(*map(Text, (name, rows[0][name], rows[1].get(name, ""))))
+    before, after = one.parts(), other.parts()
     for name in before:
-        table.add_row(Text(f"s of {name.replace('_', ' ')}"), Text(f"{before[name]:.3g}"), Text(f"{after.get(name, 0.0):.3g}"))
+        table.add_row(f"s of {name.replace('_', ' ')}", f"{before[name]:.3g}", f"{after.get(name, 0.0):.3g}")
     console.print(table)
     ratio = one.step.seconds / other.step.seconds
     faster = other if ratio > 1 else one
@@ -153,15 +135,13 @@ def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Con
 def advice(found: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, console: Console, *, recipe: str) -> None:
     """The ranking, the winner's overrides, and why the others lose."""
     title = f"{found.searched:,} strategies searched, by {found.goal}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    for name in ("nodes", "micro batch", "layers redone", "s a step", "GiB"):
-        table.add_column(name, justify="right")
+    table = _table("strategy", "nodes", "micro batch", "layers redone", "s a step", "GiB", title=title)
+    table.columns[0].no_wrap = True
     for option in found.fitting:
         used = option.strategy
         table.add_row(
-            option.candidate.family, str(used.nodes), f"{used.micro_batch} x {used.accumulation}", f"{used.checkpointed:.0%}",
-            f"{option.step_s:.3g}", f"{option.needed / GIB:.1f}",
+            option.candidate.family, str(used.nodes), f"{used.micro_batch} x {used.accumulation}",
+            f"{used.recompute.share:.0%}", f"{option.step_s:.3g}", f"{option.needed / GIB:.1f}",
         )  # fmt: skip
     if found.fitting:
         console.print(table)
@@ -185,18 +165,10 @@ def advice(found: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, co
 
 def calibration(found: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "measured s", "before s", "error", "after s", "error"):
-        table.add_column(name, justify="left" if name == "run" else "right")
+    table = _table("run", "measured s", "before s", "error", "after s", "error")
     for (name, measured, before), after in zip(found.before, found.after, strict=True):
-        table.add_row(
-            name,
-            f"{measured:.3g}",
-            f"{before:.3g}",
-            f"{before / measured - 1:+.1%}",
-            f"{after:.3g}",
-            f"{after / measured - 1:+.1%}",
-        )
+        figures = (f"{measured:.3g}", f"{before:.3g}", f"{before / measured - 1:+.1%}")
+        table.add_row(Text(name), *figures, f"{after:.3g}", f"{after / measured - 1:+.1%}")
     console.print(table)
     for name, value in found.values.items():
         console.print(Text(f"{name.replace('_', ' ')}: {value:.3f} (+- {found.deviation[name]:.0%})"))

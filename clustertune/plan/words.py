@@ -18,20 +18,6 @@ RANGE = (
 )
 
 
-def parts(plan: Plan) -> dict[str, float]:
-    """Seconds of one optimizer step by part, what comes now and then spread over the steps."""
-    one, around = plan.step, plan.schedule
-    found = {"compute": sum(term.value for term in one.compute)}
-    found["exposed_communication"] = one.exposed.value
-    found["pipeline_bubble"] = one.bubble.value
-    found["optimizer"] = one.optimizer.value
-    if around.steps:
-        found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
-        found["checkpoint"] = (around.checkpoints or 0) * around.checkpoint.value / around.steps
-        found["load"] = around.start.value / around.steps
-    return found
-
-
 def links(plan: Plan) -> Iterator[tuple[str, Link]]:
     """The links that the plan's collectives use."""
     groups = [wire.collective.group for wire in plan.step.wires]
@@ -50,7 +36,7 @@ def bandwidth_source(plan: Plan) -> str:
 
 def bottleneck(plan: Plan) -> str:
     """One sentence: what the time goes into, and why."""
-    found = parts(plan)
+    found = plan.parts()
     whole = sum(found.values())
     name = max(found, key=lambda key: found[key])
     share = found[name] / whole
@@ -120,10 +106,11 @@ def assumptions(plan: Plan) -> list[str]:
 
 def _recomputed(plan: Plan) -> str:
     """A third of the time and most of the memory hang on it, and TRL turns it on where a recipe says nothing."""
-    share, recipe = plan.strategy.checkpointed, plan.resolved.recipe
+    again, recipe = plan.strategy.recompute, plan.resolved.recipe
+    share = again.share
     text = f"layers recomputed in the backward pass: {'none' if not share else 'all' if share == 1 else f'{share:.0%}'}"
-    if share and plan.strategy.save:
-        text += f"; of them {' and '.join(plan.strategy.save)} kept".replace("every_second_matmul", "every second product")
+    if share and again.save:
+        text += f"; of them {' and '.join(again.save)} kept".replace("every_second_matmul", "every second product")
     keys = ("activation_checkpointing", "gradient_checkpointing")
     said = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
     if share and not said and plan.resolved.train_args.get("activation_checkpointing"):
@@ -191,7 +178,7 @@ def _hours(plan: Plan) -> list[str]:
     for name, value in totals.items():
         count = times.get(name, around.steps)
         if value and count:
-            lines.append(f"{name}: {count:,} x {quantity(value / count, 's')} = {value:,.0f} s")
+            lines.append(f"{name.replace('_', ' ')}: {count:,} x {quantity(value / count, 's')} = {value:,.0f} s")
     return [*lines, f"together {sum(totals.values()):,.0f} s = {plan.hours:.2f} h"]
 
 
@@ -200,7 +187,7 @@ def _mfu(plan: Plan) -> list[str]:
     for name, hardware in (("MFU", False), ("HFU", True)):
         work = flops(plan.shape, hardware=hardware)
         lines.append(
-            f"{name}: {number(work)} FLOPs a step / ({number(plan.step.seconds)} s x {plan.strategy.world} GPUs x "
+            f"{name}: {number(work)} FLOPs a step / ({number(plan.step.seconds)} s x {plan.strategy.world_size} GPUs x "
             f"{number(plan.machine.peak_flops)} FLOP/s) = {plan.utilisation(hardware=hardware):.1%}"
         )
     return lines

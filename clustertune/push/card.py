@@ -10,6 +10,7 @@ from typing import Any
 
 from clustertune.config.distribution import words
 from clustertune.errors import Problem, UserError
+from clustertune.evaluate import scores as evaluation
 from clustertune.manifest import Manifest, require_whole
 from clustertune.report import content, source
 from clustertune.report.format import number
@@ -37,17 +38,17 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         raise UserError(Problem(f"{licence!r} is no licence identifier", file="command line", key="--license", fix=fix))
     recipe = content.get(document, "recipe", "recipe") or {}
     metrics = read_metrics(run.metrics)
-    ifeval = _read_ifeval(run)
+    scored = _read_scores(run)
     base, on_hub = str(content.get(recipe, "model", "name")), content.get(recipe, "model", "weights") == "hub"
     revision, template = content.get(recipe, "model", "revision"), content.get(document, "recipe", "chat_template")
     values = {
-        "metadata": _metadata(recipe, ifeval, licence, repo),
+        "metadata": _metadata(recipe, scored, licence, repo),
         "title": repo.partition("/")[2],
         "what": f"A LoRA adapter for `{base}`, trained with the recipe `{content.get(document, 'recipe', 'name')}`.",
         "notes": _notes(document, metrics, sealed, on_hub),
         "origin": [[key, _cell(value)] for key, value in _origin(recipe, licence)],
         "training": [[key, _cell(value)] for key, value in _training(run, document, metrics, sealed)],
-        **_scores(ifeval),
+        **_scores(scored),
         "base": base,
         "revision_argument": f', revision="{revision}"' if revision else "",
         "repo": repo,
@@ -65,7 +66,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     return text.replace(_TEMPLATE_HERE, str(template).rstrip("\n"))  # behind the line above: its blank lines are tokens
 
 
-def _metadata(recipe: Mapping[str, Any], ifeval: Mapping[str, Any] | None, licence: str | None, repo: str) -> str:
+def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licence: str | None, repo: str) -> str:
     """The YAML head that the Hub reads. A base or a data set that it does not have is not named there."""
     import yaml
 
@@ -81,21 +82,23 @@ def _metadata(recipe: Mapping[str, Any], ifeval: Mapping[str, Any] | None, licen
         found |= {"license": "other", "license_name": "as-the-base-model", "license_link": link}
     if "/" in str(data.get("name")):
         found["datasets"] = [data["name"]]
-    if scores := _benchmark_scores(ifeval):
-        metrics = [{"type": name, "value": round(float(value), 6), "name": name} for name, value in scores.items()]
-        task = {"type": "text-generation", "name": "Text Generation"}
-        dataset = {"type": "google/IFEval", "name": "IFEval"}
-        results = [{"task": task, "dataset": dataset, "metrics": metrics}]
+    if results := _benchmark_results(scored):
         found["model-index"] = [{"name": repo.partition("/")[2], "results": results}]
     return yaml.safe_dump(found, sort_keys=False)
 
 
-def _benchmark_scores(ifeval: Mapping[str, Any] | None) -> dict[str, float]:
-    """IFEval's scores where it was the benchmark, whole: anything else is no result that others may compare with."""
-    whole = content.get(ifeval, "dataset", "is_benchmark") is True and not content.get(ifeval, "dataset", "limited")
-    if ifeval is None or not whole or content.ifeval_content(ifeval) is None:
-        return {}
-    return dict(ifeval["scores"])
+def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The Hub's ``results`` of each whole benchmark: anything else is no result that others may compare with."""
+    found = []
+    for name, row in (content.get(scored, "tasks") or {}).items():
+        data = content.get(scored, "details", name, "data") or []
+        if content.get(scored, "details", name, "comparable") is not True or len(data) != 1:
+            continue
+        values = {evaluation.shown(key): value for key, value, _ in evaluation.metrics(row) if is_number(value)}
+        metrics = [{"type": key, "value": round(float(value), 6), "name": key} for key, value in values.items()]
+        task = {"type": "text-generation", "name": "Text Generation"}
+        found.append({"task": task, "dataset": {"type": data[0], "name": name}, "metrics": metrics})
+    return found
 
 
 def _notes(document: Mapping[str, Any], metrics: Metrics, sealed: Manifest, on_hub: bool) -> list[str]:
@@ -153,13 +156,17 @@ def _hours(run: RunDir, metrics: Metrics) -> str | None:
     return f"{seconds / 3600:.2f}" if is_number(seconds) else None
 
 
-def _scores(ifeval: Mapping[str, Any] | None) -> dict[str, Any]:
-    found = content.ifeval_content(ifeval)
-    if ifeval is None or found is None:
-        return {"scores": [], "scores_of": "", "score_notes": []}
-    stderr = content.get(ifeval, "stderr") or {}
-    rows = [[name, number(value), number(stderr.get(name))] for name, value in ifeval["scores"].items()]
-    return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"]}
+def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = content.eval_content(scored)
+    if scored is None or found is None:
+        return {"scores": [], "scores_of": "", "score_notes": [], "paired": [], "paired_about": ""}
+    rows = [
+        [name, evaluation.shown(key), number(value), number(error)]
+        for name, row in scored["tasks"].items()
+        for key, value, error in evaluation.metrics(row)
+    ]
+    beside = {"paired": found["paired"], "paired_about": content.get(scored, "paired_method")}
+    return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"], **beside}
 
 
 def _versions(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -198,11 +205,11 @@ def _said(value: Any) -> Any:
     return {key: part for key, part in inner.items() if part not in (None, {}, [])}
 
 
-def _read_ifeval(run: RunDir) -> dict[str, Any] | None:
+def _read_scores(run: RunDir) -> dict[str, Any] | None:
     """The result of the run's evaluation; None where there is none. Raises UserError where it is not what was sealed."""
     require_whole(run.eval)
     try:
-        found = json.loads((run.eval / "ifeval.json").read_bytes())
+        found = evaluation.read_result(run.eval)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -251,7 +251,7 @@ def _run(path: Path) -> Entry:
     }
     if metrics.steps:
         last = metrics.steps[-1]
-        peaks = [s.memory_bytes for s in metrics.steps if s.memory_bytes]
+        peaks = metrics.steps.known("memory_bytes")
         entry.values |= {
             "step_s": steady_step(metrics.steps), "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from statistics import median
 from typing import Any
 
+from clustertune.config.schema import without_old_keys
 from clustertune.errors import ExitCode
-from clustertune.ifeval.scores import notes as evaluation_notes
+from clustertune.evaluate import scores as evaluation
 from clustertune.report.format import UNKNOWN, duration, moment, number, percent, plain, size
 from clustertune.report.metrics import Metrics
 
@@ -70,7 +73,7 @@ def status_of(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> dict
     return {"text": "train failed", "tone": "warn"} if failed else {"text": "unfinished", "tone": "plain"}
 
 
-def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], ifeval: Any, trained: Any) -> list[dict[str, str]]:
+def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any, trained: Any) -> list[dict[str, str]]:
     """The figures that come first; ``trained`` is the number of trainable parameters."""
     found = []
 
@@ -91,19 +94,34 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], ifeval: Any
         add("Token accuracy", percent(last.eval_token_accuracy), note)
     elif steps:
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
-    rates = [s.tokens_per_second for s in steps if s.tokens_per_second is not None and math.isfinite(s.tokens_per_second)]
+    rates = [rate for rate in steps.known("tokens_per_second") if math.isfinite(rate)]
     if rates:
         add("Tokens/s", number(float(round(median(rates)))), f"median, {number(steps[-1].tokens)} tokens in all")
-    memory = [s.memory_bytes for s in steps if s.memory_bytes is not None]
+    memory = steps.known("memory_bytes")
     if memory:
         add("Peak memory", size(max(memory)), "largest of all ranks")
     seconds = [record["seconds"] for record in stages.values() if isinstance(record.get("seconds"), int | float)]
     if seconds:
         add("Wall time", duration(sum(seconds)), f"training {duration(get(stages, 'train', 'seconds'))}")
     add("Trainable parameters", number(trained))
-    note = "prompt-level strict" if get(ifeval, "dataset", "is_benchmark") else "prompt-level strict, not the benchmark"
-    add("IFEval", percent(get(ifeval, "scores", "prompt_level_strict_acc")), note)
+    for name, row in (get(scored, "tasks") or {}).items():
+        key, value = next(((key, value) for key, value, _ in evaluation.metrics(row)), ("", None))
+        if not _is_part(scored, name):
+            note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
+            add(name, _score(value), note)
     return found
+
+
+def _is_part(scored: Any, name: str) -> bool:
+    """A task or group that a larger group of the same evaluation sums up."""
+    members = {other: set(get(detail, "members") or [other]) for other, detail in (get(scored, "details") or {}).items()}
+    mine = members.get(name, {name})
+    return any(mine < theirs or (mine == theirs and name in theirs and other != name) for other, theirs in members.items())
+
+
+def _score(value: Any) -> str:
+    """A share in per cent; what is none as a number."""
+    return percent(value) if isinstance(value, int | float) and 0 <= value <= 1 else number(value)
 
 
 def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
@@ -117,7 +135,9 @@ def eval_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
 
 def train_losses(metrics: Metrics) -> tuple[str, list[float]] | None:
     """The same of the training loss, which is logged behind a step."""
-    found = [(record.step, record.loss) for record in metrics.steps if record.loss is not None]
+    losses = zip(metrics.steps.numbers, metrics.steps.column("loss"), strict=True)
+    known = ((step, loss) for step, loss in losses if loss is not None)
+    found = [*islice(known, 1), *deque(known, maxlen=1)]
     return _between(found) if found else None
 
 
@@ -129,7 +149,7 @@ def _between(found: list[tuple[int, float]]) -> tuple[str, list[float]]:
     return when, [before, after]
 
 
-def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], ifeval: Any, trained: Any) -> list[Row]:
+def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scored: Any, trained: Any) -> list[Row]:
     """The recipe's ``expect`` beside what the run reached; ``trained`` is the number of trainable parameters."""
     last_step = metrics.steps[-1] if metrics.steps else None
     last_eval = metrics.evals[-1] if metrics.evals else None
@@ -143,10 +163,16 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], ifev
         "trainable_parameters": trained,
     }
     rows = []
-    for key, wanted in flatten(expect):
+    expect = without_old_keys({"expect": expect})["expect"] if isinstance(expect, Mapping) else {}
+    scores = [
+        (f"{name}.{metric}", wanted) for name, marks in (expect.get("tasks") or {}).items() for metric, wanted in marks.items()
+    ]
+    for name, metric in ((name, metric) for name, marks in (expect.get("tasks") or {}).items() for metric in marks):
+        row = get(scored, "tasks", name) or {}
+        comparable = get(scored, "details", name, "comparable")
+        reached[f"{name}.{metric}"] = row.get(evaluation.find_metric(row, metric)) if comparable else None
+    for key, wanted in [*flatten({key: value for key, value in expect.items() if key != "tasks"}), *scores]:
         found = reached.get(key)
-        if key.startswith("ifeval."):
-            found = get(ifeval, "scores", key.removeprefix("ifeval.")) if get(ifeval, "dataset", "is_benchmark") else None
         both = isinstance(wanted, int | float) and isinstance(found, int | float)
         difference = f"{found - wanted:+,.4g}" if both else UNKNOWN
         rows.append([key, number(wanted), number(found), difference])
@@ -156,9 +182,8 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], ifev
 def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """What ``plan`` said before the first step beside what happened: medians behind the first two steps, which hold warm-up."""
     steps = metrics.steps[WARM_UP:] or metrics.steps
-    times = [step.seconds for step in steps if step.seconds]
-    rates = [step.tokens_per_second for step in steps if step.tokens_per_second]
-    peaks = [step.memory_bytes for step in metrics.steps if step.memory_bytes]
+    times, rates = ([value for value in steps.known(name) if value] for name in ("seconds", "tokens_per_second"))
+    peaks = [value for value in metrics.steps.known("memory_bytes") if value]
     train_seconds = get(stages, "train", "seconds")
     reached = {
         "step_s": median(times) if times else None,
@@ -278,38 +303,43 @@ def environment_rows(run: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def ifeval_content(ifeval: Any) -> dict[str, Any] | None:
+def eval_content(scored: Any) -> dict[str, Any] | None:
     """Rows, numbers for the bars and what must be said beside them; None where nothing was scored."""
-    scores = get(ifeval, "scores")
-    if not isinstance(scores, Mapping) or not all(isinstance(score, int | float) for score in scores.values()):
+    tasks, marks = get(scored, "tasks"), get(scored, "pass", "marks") or {}
+    if not isinstance(tasks, Mapping) or not all(isinstance(row, Mapping) for row in tasks.values()):
         return None
-    dataset, marks = get(ifeval, "dataset") or {}, get(ifeval, "pass", "marks") or {}
-    stderr = get(ifeval, "stderr") or {}
-    errors = [error if isinstance(error := get(stderr, name), int | float) else None for name in scores]
-    rows = [
-        [name, percent(score), percent(error), *([percent(get(marks, name))] if marks else [])]
-        for (name, score), error in zip(scores.items(), errors, strict=True)
-    ]
-    notes = []
-    if get(ifeval, "pass", "passed") is False:
-        notes.append("Below the recipe's pass mark.")
-    try:
-        notes += evaluation_notes(ifeval)
-    except (KeyError, TypeError):  # an evaluation by other means, or by another version
-        notes.append("Not known to be the IFEval benchmark: the evaluation does not say what it scored.")
-    by_hand = get(ifeval, "by_hand")
-    decoding = ", ".join(f"{key} {plain(value)}" for key, value in flatten(get(ifeval, "decoding")) if "." not in key)
-    name = plain(get(dataset, "name") or "unnamed prompts")
+    rows, bars = [], []
+    for name, task in tasks.items():
+        named = {evaluation.find_metric(task, metric): mark for metric, mark in (get(marks, name) or {}).items()}
+        for key, value, error in evaluation.metrics(task):
+            mark = named.get(key)
+            cells = [name, evaluation.shown(key), _score(value), _score(error)]
+            rows.append([*cells, *([percent(mark)] if marks else [])])
+            if isinstance(value, int | float) and 0 <= value <= 1 and not _is_part(scored, name):
+                label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
+                bars.append((label, float(value), error if isinstance(error, int | float) else None, mark))
+    notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
+    notes += [str(note) for note in get(scored, "notes") or []]
+    by_hand = get(scored, "by_hand")
+    decoding = ", ".join(f"{key} {plain(value)}" for key, value in flatten(get(scored, "decoding")) if "." not in key)
+    about = "; ".join(evaluation.title(name, scored) for name in tasks if not _is_part(scored, name))
+    paired = evaluation.paired_rows(scored) if get(scored, "paired") else []
     return {
-        "subtitle": f"{name}, {number(get(dataset, 'prompts'))} prompts. {decoding}",
-        "columns": ["score", "#value", "#± standard error", *(["#pass mark"] if marks else [])],
+        "subtitle": f"{about}. {decoding}",
+        "columns": ["task", "score", "#value", "#± standard error", *(["#pass mark"] if marks else [])],
         "rows": rows,
         "notes": notes,
         "by_hand": " ".join(map(str, by_hand)) if isinstance(by_hand, list) else "",
-        "labels": list(scores),
-        "values": [float(score) for score in scores.values()],
-        "errors": errors,
-        "marks": [mark if isinstance(mark := get(marks, name), int | float) else None for name in scores],
+        "bars": bars,
+        "paired": paired,
+        "paired_columns": ["task", "score", "#base", "#tuned", "#difference", "#95 % interval", "verdict"],
+        "paired_about": f"{get(scored, 'base', 'model')}, {get(scored, 'paired_method')}." if paired else "",
+        "changed": [
+            {"title": f"{name}, document {row['doc']}: {side}", **row}
+            for name, sides in (get(scored, "changed") or {}).items()
+            for side, found in sides.items()
+            for row in found
+        ],
     }
 
 
@@ -327,9 +357,10 @@ def warnings_of(run: Mapping[str, Any], metrics: Metrics, adapter: Any) -> list[
     found = []
     if get(run, "recipe", "tiny"):
         found.append("Run with --tiny: the architecture is scaled down and its weights are random.")
-    bad = next((s for s in metrics.steps if s.loss is not None and not math.isfinite(s.loss)), None)
-    if bad:
-        found.append(f"The loss is not finite at step {bad.step}.")
+    losses = zip(metrics.steps.numbers, metrics.steps.column("loss"), strict=True)
+    bad = next((step for step, loss in losses if loss is not None and not math.isfinite(loss)), None)
+    if bad is not None:
+        found.append(f"The loss is not finite at step {bad}.")
     for source in (get(run, "recipe", "warnings"), get(adapter, "meta", "warnings")):
         found += [str(item) for item in source] if isinstance(source, list) else []
     return found

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One optimizer step. What the line lacked, or held in another type, is None."""
 
     step: int
@@ -27,6 +31,85 @@ class StepRecord:
     tokens_per_second: float | None = None
     memory_bytes: float | None = None
     """Peak, the largest of all ranks."""
+
+
+_MISSING = -sys.float_info.max
+"""In a column: the line had no such number. Losses may be NaN and infinite."""
+_NUMBERS = StepRecord._fields[2:]
+
+
+class Steps(Sequence[StepRecord]):
+    """Step records by step, in columns of 8 bytes a value: of a million steps 96 MB, which as objects are 500."""
+
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        self._columns: dict[str, Any] = {name: array("d" if name in _NUMBERS else "q") for name in StepRecord._fields}
+        for record in records:
+            self.put(*record)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The step of each record."""
+        found: array[int] = self._columns["step"]
+        return found
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | Steps:
+        row = {name: column[index] for name, column in self._columns.items()}
+        if isinstance(index, slice):
+            part = Steps()
+            part._columns = row
+            return part
+        return StepRecord._make(None if value == _MISSING else value for value in row.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def column(self, name: str) -> list[float | None]:
+        """One field of all records."""
+        return [None if value == _MISSING else value for value in self._columns[name]]
+
+    def known(self, name: str) -> list[float]:
+        """One field of the records that have it."""
+        return [value for value in self._columns[name] if value != _MISSING]
+
+    def attempt_of(self, step: int) -> int | None:
+        """The attempt whose record of this step is here; None where there is none."""
+        steps = self.numbers
+        if not steps or step > steps[-1]:
+            return None
+        at = bisect_left(steps, step)
+        return int(self._columns["attempt"][at]) if steps[at] == step else None
+
+    def put(self, step: int, attempt: int, *numbers: float | None) -> None:
+        """Add a record, in the place of another one of this step; numbers that are left out at the end are None."""
+        steps = self.numbers
+        at = len(steps)
+        if at and step <= steps[-1]:
+            at = bisect_left(steps, step)
+            if steps[at] == step:
+                self._remove(at)
+        for column, value in zip_longest(self._columns.values(), (step, attempt, *numbers)):
+            column.insert(at, _MISSING if value is None else value)
+
+    def drop(self, after: int, attempt: int) -> int:
+        """Remove the records behind step ``after`` of ``attempt`` and those before it. Returns how many."""
+        attempts = self._columns["attempt"]
+        lost = [at for at in range(bisect_right(self.numbers, after), len(self)) if attempts[at] <= attempt]
+        for at in reversed(lost):
+            self._remove(at)
+        return len(lost)
+
+    def _remove(self, at: int) -> None:
+        for column in self._columns.values():
+            del column[at]
 
 
 @dataclass(frozen=True)
@@ -99,7 +182,7 @@ class Attempt:
 class Metrics:
     """The course of a run as it counts: for each step the record of the last attempt that took it."""
 
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: Steps = field(default_factory=Steps)
     """By step."""
     evals: list[EvalRecord] = field(default_factory=list)
     """By step."""
@@ -134,7 +217,7 @@ class _Reader:
     """Collects events in file order."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, StepRecord] = {}
+        self.steps = Steps()
         self.evals: dict[int, EvalRecord] = {}
         self.checkpoints: list[CheckpointRecord] = []
         self.stages: dict[str, StageRecord] = {}
@@ -156,7 +239,7 @@ class _Reader:
 
     def result(self) -> Metrics:
         return Metrics(
-            steps=[self.steps[step] for step in sorted(self.steps)],
+            steps=self.steps,
             evals=[self.evals[step] for step in sorted(self.evals)],
             checkpoints=self.checkpoints,
             stages=list(self.stages.values()),
@@ -171,32 +254,32 @@ class _Reader:
     def _on_start(self, event: dict[str, Any]) -> None:
         start, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         attempt = self._attempt(event)
-        lost = [step for step, record in self.steps.items() if step > start and record.attempt <= number]
-        attempt.update(start_step=start, world_size=_maybe_whole(event.get("world_size")), repeated=len(lost))
-        for step in lost:
-            del self.steps[step]
+        lost = self.steps.drop(start, number)
+        attempt.update(start_step=start, world_size=_maybe_whole(event.get("world_size")), repeated=lost)
         for step in [step for step, record in self.evals.items() if step > start and record.attempt <= number]:
             del self.evals[step]
 
-    def _counts(self, step: int, number: int, before: StepRecord | EvalRecord | None) -> bool:
-        """No later attempt has this step, or goes on from before it."""
+    def _counts(self, step: int, number: int, before: int | None) -> bool:
+        """No later attempt has this step, or goes on from before it. ``before``: the attempt whose record there is."""
+        if before is not None and before > number:
+            return False
+        if number >= max(self.attempts, default=0):
+            return True
         starts = (a.get("start_step") for later, a in self.attempts.items() if later > number)
-        return (before is None or before.attempt <= number) and not any(s is not None and s < step for s in starts)
+        return not any(s is not None and s < step for s in starts)
 
     def _on_step(self, event: dict[str, Any]) -> None:
         step, attempt = _whole(event["step"]), self._attempt(event)
-        numbers = {
-            name: _number(event.get(name)) for name in StepRecord.__dataclass_fields__ if name not in ("step", "attempt")
-        }
+        numbers = [_number(event.get(name)) for name in _NUMBERS]
         number = _whole(event.get("attempt", 1))
         attempt["last_step"] = step
-        if self._counts(step, number, self.steps.get(step)):
-            self.steps[step] = StepRecord(step, number, **numbers)
+        if self._counts(step, number, self.steps.attempt_of(step)):
+            self.steps.put(step, number, *numbers)
 
     def _on_eval(self, event: dict[str, Any]) -> None:
         step = _whole(event["step"])
         names, number = ("eval_loss", "eval_token_accuracy", "seconds"), _whole(event.get("attempt", 1))
-        if self._counts(step, number, self.evals.get(step)):
+        if self._counts(step, number, self.evals[step].attempt if step in self.evals else None):
             self.evals[step] = EvalRecord(step, number, **{n: _number(event.get(n)) for n in names})
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
@@ -255,4 +338,6 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if type(value) is float:
+        return value
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else None

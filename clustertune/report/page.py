@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.console import say
 from clustertune.errors import UserError, storage_error
+from clustertune.evaluate.scores import read_result
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.report import content, nccl, plots
 from clustertune.report.format import duration, percent, plain
@@ -57,21 +58,16 @@ def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[st
     resolved = document.get("recipe")
     stages = read_stages(run, metrics)
     require_whole(run.eval)
-    ifeval = _read_json(run.eval / "ifeval.json")
+    scores = _read_scores(run.eval)
     adapter = _read_json(run.adapter / MANIFEST)
     trained = content.get(adapter, "meta", "parameters") or content.get(document, "distributed", "trainable_parameters")
     restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
-    scored = content.ifeval_content(ifeval)
+    scored = content.eval_content(scores)
     if scored:
-        notes = [f"{percent(value)}" for value in scored["values"]]
-        scored["svg"] = plots.draw_bars(
-            "IFEval scores",
-            scored["labels"],
-            scored["values"],
-            notes,
-            errors=scored["errors"],
-            marks=scored["marks"],
-            limit=1.0,
+        labels, values, errors, marks = ([bar[i] for bar in scored["bars"]] for i in range(4))
+        shares = [percent(value) for value in values]
+        scored["svg"] = (
+            plots.draw_bars("scores", labels, values, shares, errors=errors, marks=marks, limit=1.0) if labels else ""
         )
     torn = metrics.unreadable_lines
     return {
@@ -79,13 +75,13 @@ def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[st
         "subtitle": content.subtitle(document),
         "status": content.status_of(metrics, stages),
         "notes": content.warnings_of(document, metrics, adapter),
-        "tiles": content.tiles(metrics, stages, ifeval, trained),
+        "tiles": content.tiles(metrics, stages, scores, trained),
         "forecast": content.forecast_rows(document.get("forecast"), metrics, stages),
         "forecast_note": content.forecast_note(document["forecast"]) if document.get("forecast") else "",
-        "expected": content.expected_rows(content.get(resolved, "recipe", "expect"), metrics, stages, ifeval, trained),
+        "expected": content.expected_rows(content.get(resolved, "recipe", "expect"), metrics, stages, scores, trained),
         "plots": _draw_training(metrics, restarts),
         "restarts": restarts,
-        "ifeval": scored,
+        "scored": scored,
         "nccl": nccl.section(run.path, document.get("cluster")),
         "stages": _stages(stages),
         "attempts": content.attempt_rows(metrics),
@@ -135,34 +131,43 @@ def _stages(stages: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 def _draw_training(metrics: Metrics, restarts: list[int]) -> list[dict[str, Any]]:
     """The plots over steps; one that has no values is left out."""
-    steps = [record.step for record in metrics.steps]
+    steps = metrics.steps.numbers
     at = [record.step for record in metrics.evals]
 
     def train(label: str, name: str, factor: float = 1.0) -> plots.Line:
-        values = [getattr(record, name) for record in metrics.steps]
-        return plots.Line(label, steps, [None if value is None else value * factor for value in values])
+        values = metrics.steps.column(name)
+        return plots.Line(label, steps, values if factor == 1.0 else [v if v is None else v * factor for v in values])
 
     def evaluated(name: str, factor: float = 1.0) -> plots.Line:
         values = [getattr(record, name) for record in metrics.evals]
         scaled = [None if value is None else value * factor for value in values]
         return plots.Line("eval", at, scaled, plots.SECOND, marked=True)
 
-    wanted: list[tuple[str, list[plots.Line], str, bool]] = [
-        ("Loss", [train("train", "loss"), evaluated("eval_loss")], "nats per token", False),
-        ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
-        ("Learning rate", [train("learning rate", "learning_rate")], "", True),
-        ("Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True),
-        ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
-        ("Step time", [train("step time", "seconds")], "s", True),
-        ("Peak memory", [train("memory", "memory_bytes", 2**-30)], "GiB, largest of all ranks", True),
-    ]
+    def wanted() -> Iterator[tuple[str, list[plots.Line], str, bool]]:  # one after the other: a line of a long run is large
+        yield "Loss", [train("train", "loss"), evaluated("eval_loss")], "nats per token", False
+        yield "Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False
+        yield "Learning rate", [train("learning rate", "learning_rate")], "", True
+        yield "Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True
+        yield "Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True
+        yield "Step time", [train("step time", "seconds")], "s", True
+        yield "Peak memory", [train("memory", "memory_bytes", 2**-30)], "GiB, largest of all ranks", True
+
     drawn = []
-    for title, possible, unit, zero in wanted:
+    for title, possible, unit, zero in wanted():
         lines = [line for line in possible if any(value is not None for value in line.values)]
         svg = plots.draw_lines(title, lines, unit=unit, zero=zero, restarts=restarts, wide=title == _WIDE) if lines else ""
         if svg:
             drawn.append({"title": title, "svg": svg, "wide": title == _WIDE})
     return drawn
+
+
+def _read_scores(folder: Path) -> dict[str, Any] | None:
+    """The evaluation's result, or None where there is none or it cannot be read (then said on stderr)."""
+    try:
+        return read_result(folder)
+    except (OSError, ValueError) as error:
+        say(f"warning: {folder} is left out of the report: {error}")
+        return None
 
 
 def _read_json(path: Path) -> Any:

@@ -68,9 +68,9 @@ def draw_lines(
         return ""
     with _figure((11.4, 3.0) if wide else (5.6, 2.5)) as (figure, axes):
         for line in lines:
-            values = [value if _finite(value) else math.nan for value in line.values]
-            dots = line.marked or sum(map(_finite, line.values)) <= 12
-            axes.plot(line.steps, values, color=line.colour, label=line.label, marker="o" if dots else None, markersize=3.5)
+            steps, values = _thinned(line)
+            dots = line.marked or sum(map(math.isfinite, values)) <= 12
+            axes.plot(steps, values, color=line.colour, label=line.label, marker="o" if dots else None, markersize=3.5)
         for step in restarts:
             axes.axvline(step, color=WARN, linestyle=(0, (1, 3)), linewidth=1.2)
         axes.set_xlabel("step", loc="right", labelpad=1)
@@ -82,6 +82,23 @@ def draw_lines(
         if len(lines) > 1:
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(lines), borderaxespad=0, handlelength=1.2)
         return _to_svg(figure, name)
+
+
+def _thinned(line: Line) -> tuple[list[int], list[float]]:
+    """Steps and values for matplotlib, gaps as NaN; of more than :data:`_POINTS` the least and the greatest of each stretch."""
+    values = [value if value is not None and math.isfinite(value) else math.nan for value in line.values]
+    if len(values) <= _POINTS:
+        return list(line.steps), values
+    width = -(-2 * len(values) // _POINTS)
+    found = []
+    for start in range(0, len(values), width):
+        part = [at for at in range(start, min(start + width, len(values))) if not math.isnan(values[at])]
+        found += sorted({min(part, key=values.__getitem__), max(part, key=values.__getitem__)}) if part else [start]
+    return [line.steps[at] for at in found], [values[at] for at in found]
+
+
+_POINTS = 4_000
+"""Of a line: more than the pixels of any screen that shows it."""
 
 
 def draw_bars(

@@ -11,14 +11,14 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.config.distribution import mixed_precision
 from clustertune.manifest import write_durably
 from clustertune.report.content import WARM_UP, get
-from clustertune.report.metrics import Metrics, StepRecord, read_metrics
+from clustertune.report.metrics import Metrics, Steps, read_metrics
 
 FILE = "metrics.json"
 FIELDS = (
@@ -37,19 +37,19 @@ FIELDS = (
 STEADY = "steady_tokens_per_s_per_rank"
 
 
-def seconds_of(steps: list[StepRecord]) -> list[tuple[int, float]]:
+def seconds_of(steps: Steps) -> Iterator[tuple[int, float]]:
     """For each logged stretch how many steps it is and seconds of one of them; what has no time is left out."""
-    found, before = [], 0
-    for record in steps:
-        taken, before = record.step - before, record.step
-        if record.seconds is not None and math.isfinite(record.seconds) and record.seconds > 0 and taken > 0:
-            found.append((taken, record.seconds))
-    return found
+    before = 0
+    for step, seconds in zip(steps.numbers, steps.column("seconds"), strict=True):
+        taken, before = step - before, step
+        if seconds is not None and math.isfinite(seconds) and seconds > 0 and taken > 0:
+            yield taken, seconds
 
 
-def steady_step(steps: list[StepRecord]) -> float | None:
+def steady_step(steps: Steps) -> float | None:
     """Seconds of the median step behind the warm-up; None where there is no such step."""
-    times = [s.seconds for s in steps if s.step > WARM_UP and s.seconds and math.isfinite(s.seconds) and s.seconds > 0]
+    timed = zip(steps.numbers, steps.column("seconds"), strict=True)
+    times = [seconds for step, seconds in timed if step > WARM_UP and seconds and math.isfinite(seconds) and seconds > 0]
     return statistics.median(times) if times else None
 
 
@@ -88,12 +88,11 @@ def nodes_of(folder: Path, run: Mapping[str, Any]) -> int | None:
 
 def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
     """The object; None for a run without a timed step."""
-    timed = seconds_of(metrics.steps)
-    if not timed:
+    wall, count = math.fsum(n * s for n, s in seconds_of(metrics.steps)), sum(n for n, _ in seconds_of(metrics.steps))
+    if not count:
         return None
     resolved = run.get("recipe") or {}
     per_step = tokens_per_step(resolved)
-    wall, count = math.fsum(n * s for n, s in timed), sum(n for n, _ in timed)
     steady = steady_step(metrics.steps)
     told = run.get("distributed")
     worlds = [a.world_size for a in metrics.attempts if a.world_size]

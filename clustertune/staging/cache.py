@@ -14,14 +14,15 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Staging
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.manifest import MANIFEST, fsync_path, read_manifest, write_durably
-from clustertune.staging.worker import amount
+from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, write_durably
+from clustertune.staging import worker
+from clustertune.staging.worker import Bounds, amount
 
 KIND = "staged"
 PLANNED = ".planned.tmp"
@@ -265,11 +266,60 @@ def _held_shortly(path: Path) -> Iterator[None]:
         lock.close()
 
 
-def read_journal(folder: Path) -> list[dict[str, object]]:
-    """The files that were whole when a killed process left the tree; a torn last line is none."""
-    found = []
+def _journal_line(name: str, record: FileRecord) -> str:
+    return json.dumps({"name": name, **record.as_json()}) + "\n"
+
+
+def write_journal(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """The journal anew, with these files."""
+    write_durably(folder / JOURNAL, "".join(_journal_line(*item) for item in sorted(records.items())))
+
+
+@contextlib.contextmanager
+def journal(folder: Path, records: dict[str, FileRecord]) -> Iterator[Callable[[str, FileRecord], None]]:
+    """A function that adds a whole file to ``records`` and to the folder's journal."""
+    with (folder / JOURNAL).open("a") as file:
+
+        def add(name: str, record: FileRecord) -> None:
+            records[name] = record
+            file.write(_journal_line(name, record))
+            file.flush()
+
+        yield add
+
+
+def read_journal(folder: Path) -> dict[str, FileRecord]:
+    """The files that were whole when a killed process left the folder; a torn last line is none."""
+    found = {}
     with contextlib.suppress(OSError):
         for line in (folder / JOURNAL).read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                body = json.loads(line)
+                found[str(body["name"])] = parse_record(body)
     return found
+
+
+def keep_whole(
+    folder: Path, bounds: Bounds, fits: Callable[[str, FileRecord], bool], goes: Callable[[str], bool]
+) -> dict[str, FileRecord]:
+    """What an interrupted process has left whole, each file hashed again; the journal names these alone.
+
+    ``fits``: whether a file is still wanted as it was recorded. ``goes``: whether any other file is removed.
+    """
+    there = {name: record for name, record in read_journal(folder).items() if fits(name, record) and (folder / name).is_file()}
+    wrong = set(find_differing(folder, there, bounds))
+    kept = {name: record for name, record in there.items() if name not in wrong}
+    for name in list_files(folder):
+        if name not in kept and goes(name):
+            (folder / name).unlink()
+    write_journal(folder, kept)
+    return kept
+
+
+def find_differing(folder: Path, records: Mapping[str, FileRecord], bounds: Bounds) -> list[str]:
+    """The files whose content is not what was recorded."""
+    with worker.shown("verifying", sum(record.size for record in records.values())) as advance:
+        paths = [(folder / name, record.algorithm) for name, record in records.items()]
+        answers = worker.hash_files(paths, bounds, advance)
+    found = zip(records.items(), answers, strict=True)
+    return [name for (name, record), answer in found if answer != (record.size, record.digest)]

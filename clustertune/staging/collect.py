@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,18 @@ from clustertune.config.load import find_elsewhere
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.ifeval import punkt
-from clustertune.ifeval import task as tasks
+from clustertune.evaluate import ifeval as tasks
+from clustertune.evaluate import punkt
+from clustertune.evaluate.tasks import data_sets
+from clustertune.evaluate.tasks import snapshot as cached_data
 from clustertune.launch import image as images
 from clustertune.launch.container import enroot_name
-from clustertune.manifest import SHA256, FileRecord
-from clustertune.staging import bundle, hub, needs, worker
-from clustertune.staging.cache import JOURNAL
+from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
+from clustertune.staging import bundle, cache, hub, needs, worker
+from clustertune.staging.cache import JOURNAL, SPARE
 from clustertune.staging.copying import Done
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
-
-SPARE = 64 << 20
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Part:
     """One thing that goes into the folder."""
 
     what: str
-    """``model``, ``data``, ``benchmark``, ``nltk``, ``container`` or ``recipe``."""
+    """``model``, ``data``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
     name: str
     target: str
     """Its folder below the parcel."""
@@ -74,7 +74,7 @@ class Collector:
         """What goes in, and from where. Raises UserError with everything that cannot be had."""
         parts: list[Part] = []
         problems: list[Problem] = []
-        for find in (self._model, self._data, self._benchmark, self._nltk, self._container, self._recipe):
+        for find in (self._model, self._data, self._benchmark, self._task_data, self._nltk, self._container, self._recipe):
             try:
                 parts += find()
             except UserError as error:
@@ -146,6 +146,14 @@ class Collector:
             return []
         return [Part("benchmark", place.name, target, found.parent, [_one(found)], revision=place.revision)]
 
+    def _task_data(self) -> list[Part]:
+        """The data sets of lm-eval's other tasks, from the Hub or its cache."""
+        found = []
+        for name in sorted(set(data_sets(self._resolved.recipe.eval.tasks).values())):
+            kept = cached_data(name)
+            found.append(replace(self._repository("dataset", name, kept.name if kept else None), what="task"))
+        return found
+
     def _nltk(self) -> list[Part]:
         target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
         site = punkt.locate_site_copy()
@@ -198,10 +206,10 @@ class Collector:
             self._begin_folder()
             records = self._kept(parts)
             self._check_room(parts, records)
-            with (self._out / JOURNAL).open("a") as journal:
+            with cache.journal(self._out, records) as add:
                 for part in parts:
                     say(hub.as_words(part.as_json()))
-                    self._collect(part, records, lambda name, record: _note(journal, name, record))
+                    self._collect(part, records, add)
             self._seal(parts, records, overrides)
         except OSError as error:
             raise storage_error(error, "cannot be written", error.filename or self._out) from error
@@ -236,32 +244,19 @@ class Collector:
         out.mkdir(parents=True, exist_ok=True)
         if (out / manifest.MANIFEST).exists():
             found = bundle.read(out)
-            lines = [_line(name, record) for name, record in found.files.items() if name != bundle.SUMS]
-            manifest.write_durably(out / JOURNAL, "".join(lines))
+            cache.write_journal(out, {name: record for name, record in found.files.items() if name != bundle.SUMS})
             (out / manifest.MANIFEST).unlink()
 
     def _kept(self, parts: Sequence[Part]) -> dict[str, FileRecord]:
         """What an earlier try has left, hashed again."""
-        records: dict[str, FileRecord] = {}
-        with contextlib.suppress(OSError):
-            for line in (self._out / JOURNAL).read_text().splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    body = json.loads(line)
-                    records[str(body["name"])] = manifest.parse_record(body)
         wanted = {f"{part.target}/{file.name}": file for part in parts for file in part.files}
-        wanted_names = {f"{part.target}/{name}" for part in parts for name in part.names} | wanted.keys()
-        there = {
-            name: record
-            for name, record in records.items()
-            if name in wanted_names and (self._out / name).is_file() and _fits(wanted.get(name), record)
-        }
-        answers = worker.hash_files([(self._out / name, SHA256) for name in there], self._bounds)
-        kept = {n: r for (n, r), answer in zip(there.items(), answers, strict=True) if answer == (r.size, r.digest)}
-        for name in manifest.list_files(self._out):
-            if name not in kept and f"/{hub.DOWNLOADS}/" not in name and name in records:
-                (self._out / name).unlink()
-        manifest.write_durably(self._out / JOURNAL, "".join(_line(*item) for item in sorted(kept.items())))
-        return kept
+        loaded = {f"{part.target}/{name}" for part in parts for name in part.names}
+        before = cache.read_journal(self._out)
+
+        def fits(name: str, record: FileRecord) -> bool:
+            return wanted[name].fits(record) if name in wanted else name in loaded
+
+        return cache.keep_whole(self._out, self._bounds, fits, lambda name: name in before and f"/{hub.DOWNLOADS}/" not in name)
 
     def _check_room(self, parts: Sequence[Part], kept: dict[str, FileRecord]) -> None:
         needed = sum(f.size for part in parts for f in part.files if f"{part.target}/{f.name}" not in kept)
@@ -270,25 +265,24 @@ class Collector:
             text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
             raise UserError(Problem(text, file=str(self._out), fix="free space, or give another --to"), ExitCode.STORAGE)
 
-    def _collect(self, part: Part, records: dict[str, FileRecord], note: Callable[[str, FileRecord], None]) -> None:
+    def _collect(self, part: Part, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
         target = self._out / part.target
         if part.root is not None:
             wanted = [file for file in part.files if f"{part.target}/{file.name}" not in records]
 
             def keep(done: Done) -> None:
-                records[f"{part.target}/{done.name}"] = FileRecord(done.size, done.digest, done.algorithm)
-                note(f"{part.target}/{done.name}", records[f"{part.target}/{done.name}"])
+                add(f"{part.target}/{done.name}", FileRecord(done.size, done.digest, done.algorithm))
 
             with worker.shown(f"copying {part.name}", sum(file.size for file in wanted)) as advance:
                 if wanted:
                     worker.copy(part.root, target, wanted, self._bounds, done=keep, advance=advance, record=SHA256)
         else:
-            self._load(part, target, records, note)
+            self._load(part, target, records, add)
         if part.revision and part.target.startswith(bundle.HUB):
             kind = "models" if part.what == "model" else "datasets"
             hub.note_revision(self._out / bundle.HUB, kind, part.name, part.revision)
 
-    def _load(self, part: Part, target: Path, records: dict[str, FileRecord], note: Callable[[str, FileRecord], None]) -> None:
+    def _load(self, part: Part, target: Path, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
         """From the network, each file compared with the Hub's own digest of it."""
         missing = [name for name in part.names if f"{part.target}/{name}" not in records]
         if missing and part.fetch is not None:
@@ -300,13 +294,18 @@ class Collector:
             if isinstance(answer, str):
                 raise UserError(Problem(f"cannot be read: {answer}", file=str(target / name)), ExitCode.STORAGE)
             expected = said.get(name, "")
-            found = answer[1] if len(expected) == 64 else _git_sha1(target / name) if len(expected) == 40 else expected
+            found = (
+                answer[1]
+                if len(expected) == 64
+                else manifest.hash_file(target / name, GIT_SHA1).digest
+                if len(expected) == 40
+                else expected
+            )
             if found != expected:
                 (target / name).unlink()
                 text = f"came from the network as {found[:12]}, the Hub says {expected[:12]}"
                 raise UserError(Problem(text, file=str(target / name), fix="run the same command again"), ExitCode.AGAIN)
-            records[f"{part.target}/{name}"] = FileRecord(answer[0], answer[1])
-            note(f"{part.target}/{name}", records[f"{part.target}/{name}"])
+            add(f"{part.target}/{name}", FileRecord(answer[0], answer[1]))
         hub.tidy(target)
 
     def _seal(self, parts: Sequence[Part], records: dict[str, FileRecord], overrides: Sequence[str]) -> None:
@@ -350,25 +349,3 @@ def _one(path: Path) -> SourceFile:
     except OSError as error:
         raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path))) from None
     return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-
-
-def _fits(file: SourceFile | None, record: FileRecord) -> bool:
-    if file is None:
-        return True
-    return file.size == record.size and (file.algorithm != SHA256 or file.digest == record.digest)
-
-
-def _git_sha1(path: Path) -> str:
-    import hashlib
-
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _line(name: str, record: FileRecord) -> str:
-    return json.dumps({"name": name, **record.as_json()}) + "\n"
-
-
-def _note(journal: Any, name: str, record: FileRecord) -> None:
-    journal.write(_line(name, record))
-    journal.flush()

@@ -19,7 +19,7 @@ from typing import Any
 
 from clustertune.errors import UserError
 from clustertune.process import die_with_parent
-from clustertune.staging.copying import Copier, Done, hash_files
+from clustertune.staging.copying import Done, copy_files, hash_files
 from clustertune.staging.survey import SourceFile, survey
 
 TELL_SECONDS = 0.2
@@ -66,15 +66,9 @@ def work(order: Mapping[str, Any], teller: _Teller) -> Any:
         return [file.as_json() for file in survey(Path(order["root"]), order["what"])]
     if order["do"] == "copy":
         files = [SourceFile(**values) for values in order["files"]]
-        Copier(
-            Path(order["root"]),
-            Path(order["out"]),
-            files,
-            advance=teller.advance,
-            done=teller.done,
-            workers=order["workers"],
-            record=order["record"],
-        ).run()
+        root, out = Path(order["root"]), Path(order["out"])
+        bounds = {"workers": order["workers"], "record": order["record"]}
+        copy_files(root, out, files, advance=teller.advance, done=teller.done, **bounds)
         return None
     assert order["do"] == "hash", order["do"]
     paths = [(Path(path), algorithm) for path, algorithm in order["paths"]]

@@ -1,4 +1,4 @@
-"""Copying many files at the speed of the disks: several at once, ranges of a large one side by side, hashed on the way.
+"""Copying many files at the speed of the disks: several at once, hashed on the way.
 
 Blocks are read with large sequential reads (page faults of a mapped file cost a round trip each on NFS), hashed in order as
 they pass, written, and dropped from the page cache on both sides: a model larger than the memory leaves it as it was.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,9 @@ from clustertune.staging.survey import SourceFile
 BLOCK = 8 << 20
 """Bytes of one read: a network file system splits it into requests that are under way together."""
 WORKERS = 8
-IN_FLIGHT = 4
-"""Blocks of one file that are under way at once: hashing goes in order, and the others wait for it."""
 BEHIND = 8
 """Blocks after which what was written must have reached the disk: dirty pages stay few, and the last fsync short."""
 _WRITE, _WAIT_WRITE_WAIT = 2, 7  # linux/fs.h: SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
-
-
-class Stop(Exception):
-    """Another worker has failed."""
 
 
 @dataclass(frozen=True)
@@ -81,167 +76,95 @@ def drop(fd: int, offset: int, size: int) -> None:
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
 
-@dataclass
-class _Open:
-    """A file that is being copied."""
+def copy_files(
+    root: Path,
+    out: Path,
+    files: Sequence[SourceFile],
+    *,
+    advance: Callable[[int], None],
+    done: Callable[[Done], None],
+    workers: int = WORKERS,
+    record: str = XXH3_128,
+) -> None:
+    """Copy files, several at once. ``advance(bytes)`` is called for every block, ``done`` for every whole file.
 
-    file: SourceFile
-    source: Path
-    target: Path
-    src: int
-    dst: int
-    hashes: dict[str, Hasher]
-    next_block: int = 0
-    hashed: int = 0
-    left: int = 0
-    turn: threading.Condition = field(default_factory=threading.Condition)
-
-    @property
-    def blocks(self) -> int:
-        return max(1, -(-self.file.size // BLOCK))
-
-
-class Copier:
-    """Copies files with several threads. ``advance(bytes)`` is called for every block, ``done`` for every whole file."""
-
-    def __init__(
-        self,
-        root: Path,
-        out: Path,
-        files: Sequence[SourceFile],
-        *,
-        advance: Callable[[int], None],
-        done: Callable[[Done], None],
-        workers: int = WORKERS,
-        record: str = XXH3_128,
-    ) -> None:
-        self._record = record
-        self._root, self._out, self._advance, self._done = root, out, advance, done
-        self._waiting = deque(sorted(files, key=lambda file: -file.size))  # the largest first: none is left alone at the end
-        self._open: list[_Open] = []
-        self._workers = max(1, min(workers, sum(-(-file.size // BLOCK) or 1 for file in files)))
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Copy all. Raises what the first failing worker met: OSError with the path, UserError where a file is not as said."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        buffer = bytearray(BLOCK)
+    Raises what the first failing one met: OSError with the path, UserError where a file is not as said.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        largest_first = sorted(files, key=lambda file: -file.size)  # none is left alone at the end
+        running = [pool.submit(_copy, file, root / file.name, out / file.name, record, advance, stop) for file in largest_first]
         try:
-            while (found := self._take()) is not None:
-                self._copy_block(*found, memoryview(buffer))
-        except Stop:
-            pass
-        except BaseException as error:
-            with self._lock:
-                self._error = self._error or error
-            for item in list(self._open):
-                with item.turn:
-                    item.turn.notify_all()
-
-    def _take(self) -> tuple[_Open, int] | None:
-        """The next block: of the open file that has the fewest under way, or of one more file where all have enough."""
-        with self._lock:
-            if self._error is not None:
-                raise Stop
-            ready = [item for item in self._open if item.next_block < item.blocks]
-            ready.sort(key=lambda item: item.left)
-            if self._waiting and (not ready or len(ready) < self._workers or ready[0].left >= IN_FLIGHT):
-                item = self._begin(self._waiting.popleft())
-                self._open.append(item)
-            elif ready:
-                item = ready[0]
-            else:
-                return None
-            number = item.next_block
-            item.next_block += 1
-            item.left += 1
-            return item, number
-
-    def _begin(self, file: SourceFile) -> _Open:
-        source, target = self._root / file.name, self._out / file.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            target.unlink()  # a new inode: what a killed copier has still open is no longer this file
-        src = os.open(source, os.O_RDONLY | os.O_NOCTTY)
-        try:
-            self._same(file, src, source)
-            dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            for copied in as_completed(running):
+                done(copied.result())
         except BaseException:
-            os.close(src)
+            stop.set()
+            pool.shutdown(cancel_futures=True)
             raise
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(src, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return _Open(file, source, target, src, dst, hashers(file, self._record))
 
-    def _same(self, file: SourceFile, fd: int, path: Path) -> None:
-        state = os.fstat(fd)
-        if (state.st_size, state.st_mtime_ns, state.st_ctime_ns) != (file.size, file.mtime_ns, file.ctime_ns):
-            raise changed(path)
 
-    def _copy_block(self, item: _Open, number: int, buffer: memoryview) -> None:
-        offset = number * BLOCK
-        view = buffer[: min(BLOCK, item.file.size - offset)]
-        try:
-            _read(item.src, view, offset, item.source)
-            drop(item.src, offset, len(view))
-            self._hash(item, number, view)
-            _write(item.dst, view, offset)
-            write_back(item.dst, offset, len(view), wait=False)
-            if number >= BEHIND:
-                before = offset - BEHIND * BLOCK
-                write_back(item.dst, before, BLOCK, wait=True)
-                drop(item.dst, before, BLOCK)
-        except OSError as error:
-            if error.filename is None:
-                error.filename = str(item.target)
-            raise
-        self._advance(len(view))
-        with self._lock:
-            item.left -= 1
-            whole = item.left == 0 and item.next_block == item.blocks
-            if whole:
-                self._open.remove(item)
-        if whole:
-            self._finish(item)
+def _copy(
+    file: SourceFile, source: Path, target: Path, record: str, advance: Callable[[int], None], stop: threading.Event
+) -> Done:
+    hashes, offset = hashers(file, record), 0
+    with _named(target), source.open("rb", buffering=0) as src:
+        _same(file, src, source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a new inode: what a killed copier has still open is no longer this file
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as dst:
+            for block in _blocks(src, source):
+                if stop.is_set():
+                    raise CancelledError
+                if offset + len(block) > file.size:  # it grows while it is read
+                    raise changed(source)
+                for hasher in hashes.values():
+                    hasher.update(block)
+                _write(dst.fileno(), block, offset)
+                write_back(dst.fileno(), offset, len(block), wait=False)
+                offset += len(block)
+                if offset > BEHIND * BLOCK:
+                    write_back(dst.fileno(), offset - BEHIND * BLOCK, BLOCK, wait=True)
+                    drop(dst.fileno(), offset - BEHIND * BLOCK, BLOCK)
+                advance(len(block))
+            os.fsync(dst.fileno())
+            drop(dst.fileno(), 0, 0)
+        _same(file, src, source)
+    digests = {kind: hasher.hexdigest() for kind, hasher in hashes.items()}
+    if file.algorithm and digests[file.algorithm] != file.digest:
+        raise damaged(source, file.algorithm)
+    return Done(file.name, file.size, digests[record], record, signs(target))
 
-    def _hash(self, item: _Open, number: int, view: memoryview) -> None:
-        """Hash a block when those before it are hashed: they are under way in other threads, which never wait for this one."""
-        with item.turn:
-            while item.hashed != number:
-                if self._error is not None:
-                    raise Stop
-                item.turn.wait(0.5)
-        for hasher in item.hashes.values():
-            hasher.update(view)
-        with item.turn:
-            item.hashed += 1
-            item.turn.notify_all()
 
-    def _finish(self, item: _Open) -> None:
-        try:
-            os.fsync(item.dst)
-            drop(item.dst, 0, 0)
-            self._same(item.file, item.src, item.source)
-        except OSError as error:
-            error.filename = error.filename or str(item.target)
-            raise
-        finally:
-            os.close(item.src)
-            os.close(item.dst)
-        digests = {kind: hasher.hexdigest() for kind, hasher in item.hashes.items()}
-        if item.file.algorithm and digests[item.file.algorithm] != item.file.digest:
-            raise damaged(item.source, item.file.algorithm)
-        kind = next(iter(digests))
-        self._done(Done(item.file.name, item.file.size, digests[kind], kind, signs(item.target)))
+def _same(file: SourceFile, src: io.FileIO, path: Path) -> None:
+    """Raise UserError where an open source is not what was listed."""
+    state = os.fstat(src.fileno())
+    if (state.st_size, state.st_mtime_ns, state.st_ctime_ns) != (file.size, file.mtime_ns, file.ctime_ns):
+        raise changed(path)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give errors that name no file this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _blocks(src: io.FileIO, path: Path) -> Iterator[memoryview]:
+    """A file's content, each block valid until the next is asked for; the pages of what was read are given back."""
+    buffer, offset = memoryview(bytearray(BLOCK)), 0
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(src.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    while True:
+        with _named(path):
+            got = src.readinto(buffer)
+        if not got:
+            return
+        drop(src.fileno(), offset, got)
+        offset += got
+        yield buffer[:got]
 
 
 def changed(path: Path) -> UserError:
@@ -257,18 +180,6 @@ def damaged(path: Path, algorithm: str) -> UserError:
     return UserError(Problem(f"its content differs from {where} ({algorithm})", file=str(path), fix=fix), ExitCode.FAILED)
 
 
-def _read(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(view):
-        try:
-            got = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        if not got:  # shorter than it was
-            raise changed(path)
-        done += got
-
-
 def _write(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
@@ -279,22 +190,18 @@ def hash_files(
     paths: Sequence[tuple[Path, str]], advance: Callable[[int], None], workers: int = WORKERS
 ) -> list[tuple[int, str] | str]:
     """Size and digest of each file (with its algorithm), several at once; a text where one cannot be read."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(max(1, workers)) as pool:
         return list(pool.map(lambda item: _hash_one(item[0], item[1], advance), paths))
 
 
 def _hash_one(path: Path, algorithm: str, advance: Callable[[int], None]) -> tuple[int, str] | str:
     hasher, size = new_hasher(algorithm), 0
-    buffer = memoryview(bytearray(BLOCK))
     try:
         with path.open("rb", buffering=0) as src:
-            while got := src.readinto(buffer):
-                hasher.update(buffer[:got])
-                drop(src.fileno(), size, got)
-                size += got
-                advance(got)
+            for block in _blocks(src, path):
+                hasher.update(block)
+                size += len(block)
+                advance(len(block))
     except OSError as error:
         return error.strerror or str(error)
     return size, hasher.hexdigest()

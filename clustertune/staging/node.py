@@ -18,6 +18,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
 from clustertune.errors import UserError
+from clustertune.events import read_object
 from clustertune.launch import visible
 from clustertune.launch.agent import ask_anew, node_record
 from clustertune.launch.plan import Plan, newest_attempt
@@ -88,7 +89,7 @@ def cluster_of(run: RunDir) -> Cluster | None:
 def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[Staged]) -> list[str]:
     """Fill ``leases``; what could not be copied, in words."""
     bounds, warnings = Bounds(), []
-    mounts = visible.MOUNTS.read_text(errors="replace") if visible.MOUNTS.exists() else ""
+    mounts = visible.mounts_here()
     assert cluster.storage.staging is not None
     try:
         stager = Stager(cache.open_cache(cluster.storage.staging), bounds, deep=False)
@@ -165,10 +166,9 @@ def read_records(folder: Path, nodes: int) -> list[dict[str, Any]]:
     ask_anew(folder)
     found = []
     for node in range(nodes):
-        with contextlib.suppress(OSError, ValueError):
-            body = json.loads(record_file(folder, node).read_bytes())
-            if isinstance(body, dict) and isinstance(body.get("trees"), list):
-                found.append(body)
+        body = read_object(record_file(folder, node))
+        if isinstance(body.get("trees"), list):
+            found.append(body)
     return found
 
 

@@ -7,7 +7,6 @@ line, for each step what it found or what is wrong.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
@@ -127,7 +126,7 @@ class Rehearsal:
         folder = bundle.model_folder(self._folder)
         if folder is None:
             raise UserError(Problem("holds no model", file=str(self._folder), fix="stage the recipe again"))
-        from clustertune.ifeval.model import check_weights, raise_if
+        from clustertune.evaluate.model import check_weights, raise_if
 
         self._model = folder
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
@@ -209,42 +208,32 @@ class Rehearsal:
         return f"{tuple(logits.shape)} logits, finite"
 
     def benchmark(self) -> str:
-        """lm-eval's task on the prompts that the chain will score, with the sentence splitter."""
-        from clustertune.ifeval import punkt, quiet
-        from clustertune.ifeval import task as tasks
+        """lm-eval's tasks on the prompts that the chain will score, with the sentence splitter."""
+        from clustertune.evaluate import ifeval, punkt, quiet, tasks
 
-        task = tasks.read_task_file()
-        published = self.resolved.recipe.model.weights == "hub"
+        wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
         given = bundle.prompts(self.resolved)
-        source = tasks.choose_source(task, given, benchmark=published)
-        own = given is None and source.name != task.hub.name
-        lacks = f" (the folder has no {task.hub.name})" if published and own else ""
-        corpus = [(tasks.FOLDER / "punkt.txt").read_text(encoding="utf-8")]
-        splitter = punkt.prepare(corpus, self._scratch / "nltk")
-        with punkt.installed(splitter.path), quiet.quiet():
-            count = self._read_task(task, source)
-        if splitter.source != punkt.TRAINED and not splitter.path.is_relative_to(self._folder):
-            fix = "stage the recipe where NLTK_DATA names the data"
-            raise UserError(Problem(f"the sentence splitter came from {splitter.path}, not from the folder", fix=fix))
-        return f"{count} prompts of {source.name}, sentence splitter: {splitter.source}{lacks}"
-
-    def _read_task(self, task: Any, source: Any) -> int:
-        from lm_eval.tasks import TaskManager
-
-        from clustertune.ifeval import task as tasks
-        from clustertune.ifeval.prompts import find_difference, read_prompts
-        from clustertune.manifest import write_durably
-
-        checked = read_prompts(source.file)
-        place = self._scratch / "prompts.jsonl"
-        write_durably(place, checked.to_jsonl())
-        file = self._scratch / "task" / f"{task.task}.yaml"
-        tasks.write_task(task, self.resolved.recipe.eval.ifeval, place, file)
-        loaded = TaskManager(include_path=str(file.parent), include_defaults=False).load([task.task])
-        documents = list(itertools.chain.from_iterable(found.eval_docs for found in loaded["tasks"].values()))
-        if difference := find_difference(checked, documents):
-            raise UserError(difference)
-        return len(documents)
+        said, folder = "", self._scratch / "task"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet.quiet())
+            rows, own_files = None, {}
+            if ifeval.NAME in wanted.tasks:
+                rows = stack.enter_context(ifeval.inputs(given, published, self._scratch))
+                own_files = rows.write_task(wanted, folder, self._scratch)
+                own = given is None and rows.source.name != rows.task.hub.name
+                lacks = f" (the folder has no {rows.task.hub.name})" if published and own else ""
+                said = f" of {rows.source.name}, sentence splitter: {rows.splitter.source}{lacks}"
+                if rows.splitter.source != punkt.TRAINED and not rows.splitter.path.is_relative_to(self._folder):
+                    fix = "stage the recipe where NLTK_DATA names the data"
+                    text = f"the sentence splitter came from {rows.splitter.path}, not from the folder"
+                    raise UserError(Problem(text, fix=fix))
+            loaded, _ = tasks.load(wanted.tasks, own_files, wanted)
+            if rows is not None and (problems := rows.find_difference(loaded["tasks"][ifeval.NAME])):
+                raise UserError(problems)
+            counts = {name: len(task.eval_docs) for name, task in loaded["tasks"].items()}
+        others = ", ".join(f"{count} documents of {name}" for name, count in counts.items() if name != ifeval.NAME)
+        first = f"{counts[ifeval.NAME]} prompts{said}" if ifeval.NAME in counts else ""
+        return "; ".join(part for part in (first, others) if part)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import MANIFEST, hub_record, read_manifest
+from clustertune.manifest import MANIFEST, FileRecord, hub_record, read_manifest
 
 INDEX = ".index.json"
 _OTHER_WEIGHTS = re.compile(
@@ -38,6 +38,10 @@ class SourceFile:
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``SourceFile(**values)`` gives an equal one back."""
         return asdict(self)
+
+    def fits(self, record: FileRecord) -> bool:
+        """Whether a record can be that of this file: size, and the digest where both are of one kind."""
+        return self.size == record.size and (self.algorithm != record.algorithm or self.digest == record.digest)
 
 
 def survey(root: Path, what: str) -> list[SourceFile]:

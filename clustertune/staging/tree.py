@@ -167,7 +167,7 @@ class Stager:
         wrong = sorted(there ^ records)
         states = {name: _signs(folder / name) for name in sorted(records & found.files.keys())}
         suspects = [name for name, state in states.items() if state and (deep or list(state) != kept.get(name))]
-        wrong += self._differing(folder, {name: found.files[name] for name in suspects})
+        wrong += cache.find_differing(folder, {name: found.files[name] for name in suspects}, self._bounds)
         if wrong:
             shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
             self._tell(f"warning: {folder}: damaged, missing or foreign: {shown}")
@@ -179,18 +179,8 @@ class Stager:
             return
         with contextlib.suppress(UserError):
             files = manifest.read_manifest(folder, KIND).files
-            lines = [_journal_line(name, record) for name, record in sorted(files.items()) if name not in wrong]
-            manifest.write_durably(folder / JOURNAL, "".join(lines))
+            cache.write_journal(folder, {name: record for name, record in files.items() if name not in wrong})
         (folder / manifest.MANIFEST).unlink()
-
-    def _differing(self, folder: Path, records: Mapping[str, FileRecord]) -> list[str]:
-        """The files whose content is not what was recorded."""
-        total = sum(record.size for record in records.values())
-        with worker.shown("verifying", total) as advance:
-            paths = [(folder / name, record.algorithm) for name, record in records.items()]
-            answers = worker.hash_files(paths, self._bounds, advance)
-        pairs = zip(records.items(), answers, strict=True)
-        return [name for (name, record), answer in pairs if answer != (record.size, record.digest)]
 
     def _fill(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> int:
         """Copy what is missing, and seal the tree. Returns the bytes that were copied."""
@@ -201,13 +191,10 @@ class Stager:
             self._tell(f"{len(whole)} files of an earlier copy are whole and kept")
         self._tell(f"copies {source.name}: {len(wanted)} files, {worker.amount(size)}, {source.root} -> {folder / source.name}")
         try:
-            with (folder / JOURNAL).open("a") as journal, worker.shown(f"copying {source.name}", size) as advance:
+            with cache.journal(folder, whole) as add, worker.shown(f"copying {source.name}", size) as advance:
 
                 def keep(done: Done) -> None:
-                    name = f"{source.name}/{done.name}"
-                    whole[name] = FileRecord(done.size, done.digest, done.algorithm)
-                    journal.write(_journal_line(name, whole[name]))
-                    journal.flush()
+                    add(f"{source.name}/{done.name}", FileRecord(done.size, done.digest, done.algorithm))
 
                 worker.copy(source.root, folder / source.name, wanted, self._bounds, done=keep, advance=advance)
             self._check_source(source, files)
@@ -232,24 +219,13 @@ class Stager:
 
     def _kept_from_before(self, folder: Path, source: Source, files: Sequence[SourceFile]) -> dict[str, FileRecord]:
         """The files that a killed copy has left whole: each is hashed again, and all others are removed."""
-        records: dict[str, FileRecord] = {}
         expected = {f"{source.name}/{file.name}": file for file in files}
-        for line in cache.read_journal(folder):
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                name, record = str(line["name"]), manifest.parse_record(line)
-                file = expected.get(name)
-                if file is None or file.size != record.size:
-                    continue
-                if file.algorithm != record.algorithm or file.digest == record.digest:
-                    records[name] = record
-        there = {name: record for name, record in records.items() if (folder / name).is_file()}
-        wrong = set(self._differing(folder, there))
-        kept = {name: record for name, record in there.items() if name not in wrong}
-        for name in manifest.list_files(folder):
-            if name not in kept:
-                (folder / name).unlink()
-        manifest.write_durably(folder / JOURNAL, "".join(_journal_line(*item) for item in sorted(kept.items())))
-        return kept
+
+        def fits(name: str, record: FileRecord) -> bool:
+            file = expected.get(name)
+            return file is not None and file.fits(record)
+
+        return cache.keep_whole(folder, self._bounds, fits, lambda _name: True)
 
     def _seal(self, folder: Path, source: Source, whole: Mapping[str, FileRecord]) -> None:
         meta = {
@@ -268,7 +244,3 @@ def _signs(path: Path) -> tuple[int, int, int] | None:
         return signs(path)
     except OSError:
         return None
-
-
-def _journal_line(name: str, record: FileRecord) -> str:
-    return json.dumps({"name": name, **record.as_json()}) + "\n"

@@ -17,6 +17,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import SHA256
+from clustertune.process import captured
 from clustertune.staging import bundle, netwatch, worker
 from clustertune.staging.worker import Bounds
 
@@ -111,7 +112,7 @@ def _check_sums(folder: Path, found: manifest.Manifest, verdict: Verdict, bounds
 def no_namespace() -> str | None:
     """Why this machine gives a process no network of its own; None where it does."""
     try:
-        done = subprocess.run([*_NO_NETWORK, "true"], capture_output=True, text=True, timeout=20, check=False)
+        done = captured([*_NO_NETWORK, "true"], 20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if done.returncode == 0 else done.stderr.strip() or "unshare failed"

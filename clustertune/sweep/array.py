@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune import lock
+from clustertune import chain, lock
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import shape, signal_margin, slurm, submit
 from clustertune.launch.records import parse_jobs
-from clustertune.rundir import STAGES
+from clustertune.rundir import STAGES, keep_private
 from clustertune.sweep.points import Point, Sweep, missing_inputs
 from clustertune.tree import ROOT
 
@@ -88,14 +88,21 @@ def live_jobs(path: Path, run: slurm.Run = slurm.call) -> list[str]:
     return live
 
 
-def send(sweep: Sweep, job: submit.StageJob) -> str:
-    """Submit the array and keep its id in ``jobs/jobs.json``; returns the id. Refused where tasks of the sweep are queued."""
+def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: submit.StageJob) -> str:
+    """Submit the array and keep its id in ``jobs/jobs.json``; returns the id. Refused where tasks of the sweep are queued.
+
+    What every task runs is recorded in its point's ``run.json`` before: an edit while it waits changes nothing.
+    """
+    keep_private(cluster)
     with lock.held(sweep.path / "jobs" / "lock", "submits this sweep", shown=sweep.path, fix="wait for it"):
         sweep.write()
         if live := live_jobs(sweep.path):
             fix = f"clustertune sweep --results {shlex.quote(str(sweep.path))} shows it; scancel {' '.join(live)} ends it"
             problem = Problem(f"tasks of this sweep are in the queue: {', '.join(live)}", file=str(sweep.path), fix=fix)
             raise UserError(problem, ExitCode.AGAIN)
+        for point in sweep.left():
+            run = chain.open_run(resolved[point.index], point.run_dir, chain.command_line())
+            run.describe(resolved[point.index], cluster, {"train": job.shape})
         entries = submit.submit_all(
             sweep.path, [job], lambda options, script, words: slurm.submit(options, script, words, os.environ)
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from clustertune import lock
 from clustertune.console import say
+from clustertune.rundir import keep_private
 from clustertune.sweep.points import Point, Sweep
 
 STOP_SECONDS = 300.0
@@ -36,6 +37,7 @@ def run_command(sweep: Sweep, point: Point) -> list[str]:
 def run_all(sweep: Sweep) -> list[int]:
     """Run the points that are left; one that fails does not hold up the others. Returns the numbers of those that failed."""
     failed = []
+    keep_private()
     with lock.held(sweep.path / "lock", "works on this sweep", shown=sweep.path, fix="wait for it"):
         sweep.write()
         (sweep.path / "logs").mkdir(exist_ok=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import IFEVAL_SCORES
 from clustertune.errors import storage_error
 from clustertune.manifest import write_durably
 from clustertune.report import page, plots
@@ -19,13 +18,13 @@ from clustertune.sweep.results import DONE, FAILED, LOWER, OPEN, WAITING, Result
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _MAX_SHOWN = 60
 """Dots and curves on the page; the table has all points."""
-_SHOWN = ("eval_loss", "loss", "eval_token_accuracy", *IFEVAL_SCORES)
 
 
 def columns(metric: str, results: Sequence[Result]) -> list[str]:
     """The metrics to show: the one that sorts, then those that any point has."""
-    there = {name for result in results for name in result.metrics}
-    return [metric, *(name for name in _SHOWN if name != metric and name in there)]
+    there = dict.fromkeys(name for result in results for name in result.metrics)
+    order = [*(name for name in LOWER if name in there), *(name for name in there if name not in LOWER)]
+    return [metric, *(name for name in order if name not in (metric, f"ifeval.{metric}"))]
 
 
 def rows(sweep: Sweep, names: Sequence[str], results: Sequence[Result]) -> list[list[str]]:
@@ -36,7 +35,7 @@ def rows(sweep: Sweep, names: Sequence[str], results: Sequence[Result]) -> list[
         rank += ranked
         state = " ".join(f"{result.status}: {result.reason}".split()) if result.reason else result.status
         settings = [result.values.get(key, UNKNOWN) for key in sweep.keys]
-        metrics = [number(result.metrics.get(name)) for name in names]
+        metrics = [number(result.value(name)) for name in names]
         step = UNKNOWN if result.step is None else str(result.step)
         place = str(rank) if ranked else ""
         found.append([place, str(result.index), *settings, *metrics, step, duration(result.seconds), state])

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.schema import IFEVAL_SCORES
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.evaluate.scores import metrics as scores_of
+from clustertune.evaluate.scores import read_result, shown
+from clustertune.events import read_object
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
 from clustertune.sweep.points import Point, Sweep
 
-LOWER = {"eval_loss": True, "loss": True, "eval_token_accuracy": False, **dict.fromkeys(IFEVAL_SCORES, False)}
-"""The metrics that points can be sorted by, and whether less is better."""
+LOWER = {"eval_loss": True, "loss": True, "eval_token_accuracy": False}
+"""The metrics of training that points can be sorted by, and whether less is better; of a score more is better."""
+SCORE = re.compile(r"[\w.:+-]+[.]\w[\w,.-]*|(prompt|inst)_level_(strict|loose)_acc")
+"""``TASK.METRIC``; IFEval's four scores are known without their task, as before there were tasks."""
 DONE, FAILED, OPEN, WAITING = "done", "failed", "unfinished", "waiting"
 
 
@@ -40,17 +44,15 @@ class Result:
 
     def value(self, metric: str) -> float | None:
         """Its value of a metric, where it is a number."""
-        found = self.metrics.get(metric)
+        found = self.metrics.get(metric, self.metrics.get(f"ifeval.{metric}"))
         return found if found is not None and math.isfinite(found) else None
 
 
 def check_metric(metric: str) -> None:
-    """Raises UserError for a metric that is not known."""
-    if metric not in LOWER:
-        problem = Problem(
-            f"there is no metric {metric!r}", file="command line", key="--metric", fix=f"one of {', '.join(LOWER)}"
-        )
-        raise UserError(problem)
+    """Raises UserError for what can be no metric; which scores the points have is known when they end."""
+    if metric not in LOWER and not SCORE.fullmatch(metric):
+        fix = f"one of {', '.join(LOWER)}, or a score: TASK.METRIC, such as ifeval.prompt_level_strict_acc"
+        raise UserError(Problem(f"there is no metric {metric!r}", file="command line", key="--metric", fix=fix))
 
 
 def collect(sweep: Sweep, metric: str) -> list[Result]:
@@ -60,7 +62,7 @@ def collect(sweep: Sweep, metric: str) -> list[Result]:
 
     def key(result: Result) -> tuple[int, bool, float, int]:
         value = result.value(metric)
-        signed = 0.0 if value is None else value if LOWER[metric] else -value
+        signed = 0.0 if value is None else value if LOWER.get(metric) else -value
         return (order[result.status], value is None, signed, result.index)
 
     return sorted(found, key=key)
@@ -107,10 +109,13 @@ def _values(run: RunDir, metrics: Metrics) -> dict[str, float]:
     if metrics.evals:
         last["eval_loss"] = metrics.evals[-1].eval_loss
         last["eval_token_accuracy"] = metrics.evals[-1].eval_token_accuracy
-    scores = _json(run.eval / "ifeval.json").get("scores")
-    for name in IFEVAL_SCORES:
-        value = scores.get(name) if isinstance(scores, dict) else None
-        last[name] = float(value) if isinstance(value, int | float) else None
+    try:
+        found = read_result(run.eval) or {}
+    except (OSError, ValueError):
+        found = {}
+    for task, row in (found.get("tasks") or {}).items():
+        for key, value, _ in scores_of(row):
+            last[f"{task}.{shown(key)}"] = float(value) if isinstance(value, int | float) else None
     return {name: value for name, value in last.items() if value is not None}
 
 
@@ -120,7 +125,7 @@ def _status(sweep: Sweep, point: Point, metrics: Metrics) -> tuple[str, str]:
         return DONE, ""
     failed = next((stage.stage for stage in reversed(metrics.stages) if stage.status == "failed"), None)
     logged = _last_error(sweep, point)
-    if not run.run_json.exists():
+    if not run.metrics.exists():  # submit writes run.json before the point begins
         return (FAILED, logged) if logged else (WAITING, "")
     outcome = _outcome(run.path)
     if failed is None or (failed == "train" and outcome.get("code") == ExitCode.AGAIN):
@@ -134,7 +139,7 @@ def _status(sweep: Sweep, point: Point, metrics: Metrics) -> tuple[str, str]:
 def _outcome(run_path: Path) -> dict[str, Any]:
     """How the newest attempt at training ended."""
     found = sorted(run_path.glob("attempts/*/outcome.json"))
-    return _json(found[-1]) if found else {}
+    return read_object(found[-1]) if found else {}
 
 
 def _last_error(sweep: Sweep, point: Point) -> str:
@@ -145,11 +150,3 @@ def _last_error(sweep: Sweep, point: Point) -> str:
         lines = path.read_text(errors="replace").splitlines()
         return next((line.partition("error: ")[2][:500] for line in reversed(lines) if line.startswith("error: ")), "")
     return ""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

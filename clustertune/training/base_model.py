@@ -7,14 +7,15 @@ the quantisation of the checkpoint's own ``config.json``, of which the recipe ne
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertune.config import quantization
+from clustertune.config.architecture import contradictions
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
+from clustertune.events import read_object
 
 CONFIG = "config.json"
 RECIPE_KEY = "train.model_init_kwargs.quantization_config"
@@ -25,12 +26,17 @@ FIX = (
 
 
 def check(source: str, revision: str | None, resolved: Resolved) -> None:
-    """Raise UserError where the base, or what the recipe makes of it, is quantised in a way that the run cannot train over.
+    """Raise UserError where the base is another than the recipe's model.json says, or where it, or what the recipe makes of it,
+    is quantised in a way that the run cannot train over.
 
     ``source``: the model's folder or Hub id.
     """
     file = _config_file(source, revision)
-    stored, asked = _stored(file), quantization.of(resolved.train_args)
+    config = _read(file)
+    if differ := contradictions(resolved.architecture, config):
+        fix = f"copy these keys from {file} into it, or name the model that it describes"
+        raise UserError(Problem(f"not the sizes of the base: {differ}", file=f"{resolved.name}/model.json", fix=fix))
+    stored, asked = _stored(config), quantization.of(resolved.train_args)
     reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
     reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.distribution.type)
     if reason is None:
@@ -100,14 +106,13 @@ def _config_file(source: str, revision: str | None) -> Path | None:
     return Path(found) if found else None
 
 
-def _stored(file: Path | None) -> dict[str, Any] | None:
+def _read(file: Path | None) -> dict[str, Any]:
+    """A config.json; empty where there is none that can be read, which transformers tells when it loads the model."""
+    return read_object(file) if file is not None else {}
+
+
+def _stored(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The checkpoint's own quantisation, of the model or of its text part."""
-    if file is None or not file.is_file():
-        return None
-    try:
-        body = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    parts = [body, body.get("text_config")] if isinstance(body, dict) else []
+    parts = [config, config.get("text_config")]
     found = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
     return next((dict(config) for config in found if isinstance(config, dict) and config), None)

@@ -216,8 +216,9 @@ class Session:
         if base is None:
             return
         problems: list[Problem] = []
+        rank, size = manifest.sharers(base, self.group)
         try:
-            self._weights = manifest.Comparison(base, self.group.rank, self.group.world_size)
+            self._weights = manifest.Comparison(base, rank, size)
             problems = self._weights.problems
         except UserError as error:
             problems = error.problems

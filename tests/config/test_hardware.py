@@ -41,24 +41,6 @@ def test_the_reference_gpu_is_known() -> None:
     assert gpu.bf16_tflops == 480
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp8", "hbm"),
-    [
-        ("h100-sxm", 989.4, 1978.9, 3350),
-        ("h200-sxm", 989.4, 1978.9, 4800),
-        ("a100-sxm-80", 312, None, 2039),
-        ("b200", 2250, 4500, 8000),
-        ("gb200", 2500, 5000, 8000),
-        ("l4", 121, 242.5, 300),
-        ("v100-sxm-32", None, None, 900),
-    ],
-)
-def test_peaks_are_dense(name: str, bf16: float | None, fp8: float | None, hbm: float) -> None:
-    """Data sheets print the figure with sparsity large: taken for the dense one it halves each share of the peak."""
-    gpu = load_hardware()[name]
-    assert (gpu.bf16_tflops, gpu.fp8_tflops, gpu.hbm_gb_s) == (bf16, fp8, hbm)
-
-
 def test_every_link_and_network_that_a_cluster_file_may_name_has_figures() -> None:
     """An all-gather stays below the nominal speed, and NVLink above PCIe of its time."""
     hardware = read_hardware()

@@ -9,8 +9,8 @@ import pytest
 
 from clustertune.config import checks
 from clustertune.config.architecture import common_names, scale_down
-from clustertune.config.modeling import module_names
 from clustertune.config.parameters import adapter_modules, head_names
+from clustertune.config.values import module_names
 from tests.config.architectures import ARCHITECTURES
 from tests.conftest import TINY_LLAMA
 
@@ -40,7 +40,7 @@ def test_the_modules_are_those_of_the_model(name: str) -> None:
 
 
 def refusals(architecture: dict[str, Any], **lora: Any) -> list[str]:
-    return [str(problem) for problem in checks.find_lora_problems(lora, architecture, ".".join)]
+    return [message for _, message, _ in checks.check_lora(lora, architecture)]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from clustertune.config.kernels import PACKED
-from clustertune.config.modeling import config_fields
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
+from clustertune.config.values import config_fields
 from clustertune.errors import UserError
 from tests.command import REPO
 from tests.launch.machines import RECIPES

@@ -1,10 +1,8 @@
-"""Parameter counts against published integers, and against the models that the installed transformers and PEFT build."""
+"""Parameter counts against the models that the installed transformers and PEFT build."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,53 +12,11 @@ from clustertune.config.parameters import KNOWN, count, layers_of, lora_paramete
 from clustertune.config.values import Values
 from tests.config.architectures import ARCHITECTURES
 
-HUB = "safetensors.total of huggingface.co/api/models/NAME, as public repositories quote it"
-PUBLISHED: dict[str, tuple[int, str]] = {
-    "meta-llama/Llama-2-7b-hf": (6_738_415_616, HUB),
-    "meta-llama/Llama-3.1-8B-Instruct": (8_030_261_248, HUB),
-    "meta-llama/Llama-3.2-1B-Instruct": (1_235_814_400, HUB),
-    "meta-llama/Llama-3.3-70B-Instruct": (70_553_706_496, HUB),
-    "meta-llama/Llama-3.1-405B": (405_853_388_800, HUB),
-    "mistralai/Mistral-7B-v0.1": (7_241_732_096, HUB),
-    "mistralai/Mistral-7B-v0.3": (7_248_023_552, HUB),
-    "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, HUB),
-    "Qwen/Qwen2.5-7B-Instruct": (7_615_616_512, HUB),
-    "Qwen/Qwen2.5-14B": (14_770_033_664, HUB),
-    "Qwen/Qwen2.5-32B": (32_763_876_352, HUB),
-    "Qwen/Qwen2.5-72B": (72_706_203_648, HUB),
-    "Qwen/Qwen1.5-MoE-A2.7B": (14_315_784_192, HUB),
-    "Qwen/Qwen3-4B": (4_022_468_096, HUB),
-    "Qwen/Qwen3-8B": (8_190_735_360, HUB),
-    "Qwen/Qwen3-32B": (32_762_123_264, HUB),
-    "Qwen/Qwen3-30B-A3B": (30_532_122_624, HUB),
-    "Qwen/Qwen3-235B-A22B": (235_093_634_560, HUB),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
-        79_674_391_296,
-        f"{HUB}, of Qwen/Qwen3-Coder-Next, which has no layer for more tokens",
-    ),
-    "google/gemma-7b": (8_537_680_896, HUB),
-    "google/gemma-2-2b-it": (2_614_341_888, HUB),
-    "google/gemma-2-9b": (9_241_705_984, HUB),
-    "google/gemma-3-1b-it": (999_885_952, HUB),
-    "microsoft/Phi-3.5-mini-instruct": (3_821_079_552, HUB),
-    "microsoft/phi-4": (14_659_507_200, HUB),
-    "allenai/OLMo-2-1124-7B-Instruct": (7_298_617_344, HUB),
-    "allenai/OLMo-2-1124-13B": (13_716_198_400, HUB),
-    "THUDM/GLM-4-9B-0414": (9_400_279_040, "n_params that llama.cpp prints for its GGUF files"),
-    "ibm-granite/granite-3.3-8b-instruct": (8_170_864_640, HUB),
-    "EleutherAI/gpt-neox-20b": (20_554_567_680, "its model card, table of hyperparameters"),
-    "deepseek-ai/DeepSeek-V2-Lite": (15_706_484_224, HUB),
-    "deepseek-ai/DeepSeek-V3": (671_026_419_200, "elements of its 61 layers' tensors, README_WEIGHTS.md: 671B of 685B"),
-    "openai/gpt-oss-20b": (20_914_757_184, f"{HUB}; arXiv 2508.10925, table 1: 20.91B"),
-    "openai/gpt-oss-120b": (116_829_156_672, f"{HUB}; arXiv 2508.10925, table 1: 116.83B"),
-    "HuggingFaceTB/SmolLM3-3B": (3_075_098_624, HUB),
-}
-"""Published integers and where they stand."""
-LLAMA_4_PICTURES = 871_932_416
-"""What the published Llama 4 models hold for pictures: the same in both, and not in the text model."""
-
+OLD_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLD_ROPE["original_max_position_embeddings"] = 4096
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama biases": ("meta-llama/Llama-3.1-8B-Instruct", {"attention_bias": True, "mlp_bias": True}),
+    "llama old rope": ("meta-llama/Llama-3.1-8B-Instruct", {"rope_theta": 500000.0, "rope_scaling": OLD_ROPE}),
     "llama wide heads": ("meta-llama/Llama-3.1-8B-Instruct", {"head_dim": 256, "num_key_value_heads": None}),
     "qwen2 window": ("Qwen/Qwen2.5-7B-Instruct", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}),
     "qwen2_moe dense layers": (
@@ -132,18 +88,6 @@ def stored(model: Any) -> dict[str, Any]:
     """The parameters, and DeepSeek-V3's corrections, which are parameters where they were published."""
     corrections = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     return dict(model.named_parameters()) | corrections
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_integers(name: str) -> None:
-    """To the last digit."""
-    assert parameter_count(ARCHITECTURES[name]) == PUBLISHED[name][0], PUBLISHED[name][1]
-
-
-def test_llama_4_is_published_with_its_pictures() -> None:
-    """108,641,793,536 and 401,583,781,376 (Hub) differ from the text models by one and the same vision part."""
-    assert parameter_count(ARCHITECTURES["meta-llama/Llama-4-Scout-17B-16E"]) == 108_641_793_536 - LLAMA_4_PICTURES
-    assert parameter_count(ARCHITECTURES["meta-llama/Llama-4-Maverick-17B-128E"]) == 401_583_781_376 - LLAMA_4_PICTURES
 
 
 @pytest.mark.parametrize(
@@ -328,11 +272,3 @@ def test_lora_is_counted_as_peft_makes_it(name: str, lora: dict[str, Any]) -> No
 def test_lora_that_is_not_counted(change: dict[str, Any]) -> None:
     """Where more is trained than r (inputs + outputs), or PEFT would have to be asked."""
     assert lora_parameter_count(ARCHITECTURES["Qwen/Qwen3-30B-A3B"], {"r": 4, **change}) is None
-
-
-def test_counting_imports_no_torch() -> None:
-    """A plan takes less time than one import of torch."""
-    code = "import sys; from clustertune.config.parameters import count; print(count({'model_type': 'gpt_oss'}).total);"
-    code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy', 'peft')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "116829156672"), done.stderr

@@ -31,12 +31,6 @@ def test_the_shipped_prices_are_those_of_their_day() -> None:
     """As Spheron listed them on 29 April 2026."""
     found = price("h100-sxm")
     assert found and (found.on_demand, found.spot, found.currency, found.date) == (2.90, 0.80, "USD", "2026-04-29")
-    assert {name: (p.on_demand, p.spot) for name, p in load_prices().items() if p.date == found.date} == {
-        "h100-sxm": (2.90, 0.80),
-        "h200-sxm": (3.69, 1.19),
-        "b200": (7.43, 1.71),
-        "a100-sxm-80": (1.64, 0.45),
-    }
     assert price("a40") is None
     assert not any(p.warning for p in load_prices().values())
 

@@ -28,17 +28,6 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("file", ["accelerate.yaml", "accelerate-fsdp1.yaml"])
-@pytest.mark.parametrize("tiny", [False, True])
-def test_every_shipped_recipe_resolves_and_survives_json(name: str, file: str, tiny: bool) -> None:
-    resolved = resolve(name, [f"accelerate={file}"], tiny=tiny)
-    assert resolved.accelerate_path.name == file and resolved.accelerate_path.is_file()
-    again = Resolved.from_dict(json.loads(json.dumps(resolved.as_dict())))
-    assert again == resolved
-    assert again.fingerprint() == resolved.fingerprint()
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_folder_is_covered(name: str) -> None:
     """As it stands and, where our own program trains it, tiny: nothing of it is lost on the way to the ranks."""
@@ -139,12 +128,12 @@ def test_what_does_not_divide_names_the_nearest(
 def test_accumulation_is_exact_or_its_advice_divides(batch: int, micro: int, ranks: int, shared: int) -> None:
     world = ranks * shared
     train = {"global_batch_size": batch, "per_device_train_batch_size": micro}
-    found, problems = derive.accumulation(train, world, ranks, lambda path: "f")
+    found, problems = derive.accumulation(train, world, ranks)
     if found is not None:
         assert problems == [] and found.value * micro * ranks == batch
         return
     assert batch % (micro * ranks)
-    fix = problems[0].fix or ""
+    fix = problems[0][2] or ""
     sizes = fix.removeprefix("write ").split(",")[0].split(" or ")
     assert sizes and all(int(size) % (micro * ranks) == 0 for size in sizes)
     if " ranks" in fix:
@@ -209,9 +198,10 @@ def test_the_chat_template_is_read_and_counts(recipes: Path, refused: Refuse) ->
     ("override", "changes"),
     [
         ("train.learning_rate=1e-4", True), ("train.seed=1", True), ("lora.r=8", True), ("data.language=de", True),
+        ("train.weight_decay=0.3", True),
         ("accelerate=accelerate-fsdp1.yaml", True), ("lora=null", True),
         ("train.report_to=none", False), ("expect.eval_loss=1.0", False), ("slurm.time=01:00:00", False),
-        ("eval.ifeval.limit=3", False), ("train.save_total_limit=9", False),
+        ("eval.limit=3", False), ("train.save_total_limit=9", False),
     ],
 )  # fmt: skip
 def test_the_fingerprint_follows_what_decides_the_weights(override: str, changes: bool) -> None:

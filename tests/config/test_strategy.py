@@ -8,8 +8,8 @@ import pytest
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import strategy
-from clustertune.config.modeling import parallel_plans
 from clustertune.config.resolve import resolve
+from clustertune.config.values import parallel_plans
 from clustertune.errors import UserError
 from tests.command import REPO
 from tests.conftest import TINY_LLAMA
@@ -146,10 +146,8 @@ def look(architecture: dict[str, Any], *, length: Any = 64, **sizes: int) -> lis
     accelerate = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
     for axis, size in sizes.items():
         accelerate["parallelism_config"][f"parallelism_config_{axis}_size"] = size  # type: ignore[index]
-    found = strategy.find_problems(
-        {} if length is ... else {"max_length": length}, None, accelerate, architecture, "accelerate.yaml", ".".join
-    )
-    return [problem.message for problem in found]
+    train = {} if length is ... else {"max_length": length}
+    return [message for _, message, _ in strategy.find_problems(train, None, accelerate, architecture)]
 
 
 @pytest.mark.parametrize(

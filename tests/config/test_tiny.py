@@ -24,8 +24,8 @@ def test_a_tiny_run_needs_no_hub_and_few_steps(name: str, ranks: int) -> None:
     assert args["max_length"] <= 256 and args["max_steps"] <= 6 and args["logging_steps"] == 1
     assert args["save_steps"] <= 2 and args["eval_steps"] <= 2
     assert args["gradient_accumulation_steps"] <= 2
-    assert recipe.eval.ifeval.max_gen_toks == 32 and recipe.eval.ifeval.pass_mark == {}
-    assert recipe.expect.ifeval == {} and recipe.expect.trainable_parameters is None
+    assert recipe.eval.max_gen_toks == 32 and recipe.eval.pass_mark == {}
+    assert recipe.expect.tasks == {} and recipe.expect.trainable_parameters is None
     assert tiny.architecture["architectures"] == full.architecture["architectures"]
     assert tiny.accelerate == full.accelerate
     for key in ("learning_rate", "warmup_steps", "report_to", "lr_scheduler_type", "seed"):
@@ -36,7 +36,7 @@ def test_a_tiny_run_needs_no_hub_and_few_steps(name: str, ranks: int) -> None:
 
 def test_each_tiny_value_says_so() -> None:
     origins = resolve("llama405b-oasst2", tiny=True).origins
-    for key in ("model.weights", "train.max_steps", "train.max_length", "data.input", "eval.ifeval.max_gen_toks", "train.tf32"):
+    for key in ("model.weights", "train.max_steps", "train.max_length", "data.input", "eval.max_gen_toks", "train.tf32"):
         assert origins[key] == "tiny"
     assert origins["train.seed"] == "base sft-lora"
 

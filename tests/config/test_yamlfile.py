@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.config import yamlfile
 from clustertune.config.yamlfile import parse_value, parse_yaml, read_yaml
 from clustertune.errors import UserError
 
@@ -85,22 +84,6 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         read_yaml(tmp_path / "none.yaml", "none.yaml")
     with pytest.raises(UserError, match="not a file"):
         read_yaml(tmp_path, "folder")
-
-
-def test_without_the_size_limit_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "f.yaml"
-    path.write_text("a: " + "x" * 2000)
-    assert read_yaml(path, "f").data["a"]
-    monkeypatch.setattr(yamlfile, "MAX_BYTES", 1000)
-    with pytest.raises(UserError, match="at most 1000"):
-        read_yaml(path, "f")
-
-
-def test_without_the_depth_limit_nesting_ends_in_a_recursion_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yamlfile, "MAX_DEPTH", 10**9)
-    with pytest.raises(UserError) as caught:
-        parse_yaml("a: " + "[" * 1500 + "]" * 1500, "f")
-    assert "recursion" in str(caught.value)
 
 
 @given(st.text(max_size=200))

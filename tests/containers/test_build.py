@@ -110,6 +110,9 @@ build)
     ls > {log}.files
     echo image > "$last";;
 exec) echo '{inventory}';;
+run) case $* in *--inventory) echo '{inventory}';; esac;;
+image) echo 7;;
+save) echo archive > "$3";;
 esac
 """
 
@@ -122,6 +125,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = folder / "apptainer"
     program.write_text(APPTAINER.format(log=tmp_path / "log", fail=tmp_path / "fail", inventory=json.dumps(INVENTORY)))
     program.chmod(0o755)
+    for name in ("docker", "podman"):
+        (folder / name).symlink_to(program)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setattr(build, "WORK", tmp_path / "work")
@@ -153,6 +158,25 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     assert files == {"base.tar", "image.lock", "install.sh", "requirements.txt", "selftest.py", "train.def"}
     assert sorted(path.name for path in fake.glob("*sif*")) == ["x.sif", "x.sif.cdx.json", "x.sif.sha256"]
     assert [path.name for path in (fake / "work").iterdir()] == ["lock"]  # builds gather one at a time
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_an_oci_image_has_its_bill_and_on_request_an_archive(
+    fake: Path, archive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built, tested without a network, described; the archive has a sum as a SIF does."""
+    monkeypatch.setattr(engines, "ROOT", fake)
+    out = fake / "image.tar" if archive else None
+    made = engines.build_image(Asked("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
+    told = (fake / "log").read_text()
+    assert f"--build-arg BASE_IMAGE={DIGEST}" in told and "--network none" in told and "planted" not in told
+    assert made["image"] == f"{fake}/made" and json.loads(Path(made["sbom"]).read_text())["components"][0]["name"] == "libc6"
+    if archive:
+        digest = hashlib.sha256(b"archive\n").hexdigest()
+        assert (fake / "image.tar.sha256").read_text() == f"{digest}  image.tar\n"
+    else:
+        assert made["bytes"] == 7
+    assert not list(fake.glob(".*.part")) and [path.name for path in (fake / "work").iterdir()] == ["lock"]
 
 
 def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 
 CANARY = "canary-61c0"
 PLANTED = ("PLANTED", "HF_TOKEN", "WANDB_API_KEY", "APPTAINERENV_PLANTED", "PYTHONPATH")
-SHORT_EVALUATION = ["eval.ifeval.max_gen_toks=4", "eval.ifeval.limit=2"]
+SHORT_EVALUATION = ["eval.max_gen_toks=4", "eval.limit=2"]
 NOTHING_ELSE = {"HOME", "LD_LIBRARY_PATH", "PATH", "PWD", "LANG", "LC_CTYPE"}
 
 
@@ -91,7 +91,7 @@ def test_the_tiny_recipe_over_two_nodes(quiet: Seen, cpu_sif: dict[str, Any]) ->
     pinned = pins.read()[pins.PY]
     assert {name: version.partition("+")[0] for name, version in kept["packages"].items()} == pinned
     assert "warning: the image" not in quiet.job.text
-    for made in ("adapter/adapter_model.safetensors", "merged/MANIFEST.json", "eval/ifeval.json", "report.html"):
+    for made in ("adapter/adapter_model.safetensors", "merged/MANIFEST.json", "eval/results.json", "report.html"):
         assert (run / made).exists(), made
 
 

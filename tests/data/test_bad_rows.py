@@ -27,6 +27,7 @@ def bad_rows(row):
     return [
         ("empty", "empty-text", [row("a2", "p1", "")]),
         ("blank", "empty-text", [row("a2", "p1", " \n\t\u00a0")]),
+        ("zero width", "empty-text", [row("a2", "p1", "\u200b\ufeff \u2060")]),
         ("role", "unknown-role", [row("a2", "p1", role="user")]),
         ("second root", "two-roots", [row("p2", None)]),
         ("no parent", "missing-parent", [row("a2", "nobody")]),

@@ -11,30 +11,18 @@ from typing import Any
 import yaml
 
 from clustertune import manifest
+from clustertune.check.rule import RECIPE as RECIPE_RULES
 from clustertune.check.rule import Finding
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
-from clustertune.doctor import (
-    data_files,
-    data_model,
-    recipe_context,
-    recipe_plan,
-    recipe_refused,
-    recipe_training,
-    run_folder,
-    run_secrets,
-    run_space,
-    stack_versions,
-)
+from clustertune.doctor import recipe_context
+from clustertune.doctor.recipe_findings import recipe_checks
+from clustertune.evaluate import punkt
 from clustertune.host.facts import HostFacts, Mount, Package
-from clustertune.ifeval import punkt
 from clustertune.tensorfile import Tensor, build_header
 
-MODULES = (
-    data_files, data_model, recipe_plan, recipe_refused, recipe_training, run_folder, run_secrets, run_space, stack_versions,
-)  # fmt: skip
 MODEL = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -53,7 +41,7 @@ RECIPE: dict[str, Any] = {
         "eval_steps": 100, "model_init_kwargs": {"dtype": "bfloat16"},
     },
     "slurm": {"nodes": 1, "gpus_per_node": 8, "time": "24:00:00"},
-    "expect": {"hours": 1.0, "steps": 157, "ifeval": {"prompt_level_strict_acc": 0.7}},
+    "expect": {"hours": 1.0, "steps": 157, "tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}}},
 }  # fmt: skip
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -139,7 +127,7 @@ class Case:
 
     def findings(self) -> list[Finding]:
         context = self.context()
-        return [item for module in MODULES for item in module.check(context)]
+        return [item for check in recipe_checks(RECIPE_RULES) for item in check(context)]
 
 
 def make(root: Path) -> Case:

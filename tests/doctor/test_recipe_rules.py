@@ -15,13 +15,14 @@ from clustertune import manifest
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.config.resolved import Resolved
 from clustertune.doctor import recipe_context, recipe_plan, recipe_refused, recipe_training
+from clustertune.doctor.recipe_findings import recipe_rules
 from clustertune.errors import Problem, UserError
 from clustertune.host.facts import Mount
-from tests.doctor.recipe_case import ACCELERATE, MODULES, Case, make, write_checkpoint, write_model, write_run
+from tests.doctor.recipe_case import ACCELERATE, Case, make, write_checkpoint, write_model, write_run
 from tests.doctor.run_cases import RUN_CASES, checkpoint, env
 
 Spoil = Callable[[Case], object]
-RULES = {rule.id: rule for module in MODULES for rule in module.RULES}
+RULES = {rule.id: rule for rule in recipe_rules()}
 HUB = {"name": "meta-llama/Llama-3.1-8B-Instruct", "revision": "0" * 40}
 
 
@@ -183,6 +184,12 @@ def huge(case: Case) -> None:
     case.change = lambda resolved: replace(resolved, architecture={**resolved.architecture, "num_hidden_layers": 2400})
 
 
+def huge_by_transformers(case: Case) -> None:
+    """The same, scored in one process."""
+    huge(case)
+    case.recipe.setdefault("eval", {})["backend"] = "hf"
+
+
 def full_dicts(case: Case) -> None:
     """resolve() refuses it; a run.json of another program may have it."""
     config = {**ACCELERATE["fsdp_config"], "fsdp_state_dict_type": "FULL_STATE_DICT"}  # type: ignore[dict-item]
@@ -232,7 +239,14 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("long-warmup", WARN, override("train.warmup_steps=100")),
     ("long-warmup", WARN, override("train.warmup_steps=0.6")),
     ("loss-on-all-tokens", WARN, lambda c: c.recipe["train"].pop("assistant_only_loss")),
-    ("compile-shapes", WARN, override(REGIONAL, "train.torch_compile=true", "train.packing=false", "train.eval_steps=400")),
+    (
+        "compile-shapes",
+        WARN,
+        both(
+            fsdp(fsdp_activation_checkpointing=False),
+            override(REGIONAL, "train.torch_compile=true", "train.packing=false", "train.eval_steps=400"),
+        ),
+    ),
     ("quantised-compute", WARN, quantised(bnb_4bit_compute_dtype=None)),
     ("no-bfloat16", FAIL, cluster(compute__gpu="v100-sxm-32", compute__interconnect="nvlink2")),
     ("no-mixed-precision", WARN, override("train.bf16=false", "train.model_init_kwargs.dtype=float32")),
@@ -252,7 +266,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("warning-lead", FAIL, override("slurm.time=00:05:00")),
     ("time-limit", WARN, both(override("train.num_train_epochs=30", "slurm.time=02:00:00"))),
     ("much-evaluation", WARN, override("train.eval_steps=1")),
-    ("eval-gpus", WARN, huge),
+    ("eval-gpus", WARN, huge_by_transformers),
     ("small-micro-batch", WARN, both(long_steps(20), section("train", per_device_train_batch_size=1, save_steps=40))),
     ("model-absent", WARN, hub),
     ("model-absent", FAIL, both(hub, environment(HF_HUB_OFFLINE="1"))),
@@ -280,7 +294,8 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("staged-inputs", FAIL, lambda c: c.recipe.update(staged=str(c.root / "nowhere"))),
     ("staged-inputs", FAIL, both(parcel_of(revision="1" * 40), hub)),
     ("ifeval-data", WARN, environment(HF_HUB_OFFLINE="1")),
-    ("ifeval-data", FAIL, both(environment(HF_HUB_OFFLINE="1"), override("eval.ifeval.pass_mark.prompt_level_strict_acc=0.6"))),
+    ("ifeval-data", FAIL, both(environment(HF_HUB_OFFLINE="1"), override("eval.pass_mark.ifeval.prompt_level_strict_acc=0.6"))),
+    ("eval-tasks", FAIL, override("eval.tasks=[ifeval,gsm8]")),
     ("punkt-data", WARN, environment(NLTK_DATA="")),
     ("wandb-mode", WARN, environment(TRANSFORMERS_OFFLINE="yes", WANDB_MODE="online")),
     ("versions-differ", WARN, versions(wandb="0.30.0")),
@@ -363,7 +378,7 @@ def test_every_rule_has_a_case() -> None:
 
 def test_rules_are_told_apart_and_linked() -> None:
     """People search and suppress ids; a link is what they read next."""
-    ids = [rule.id for module in MODULES for rule in module.RULES]
+    ids = [rule.id for rule in recipe_rules()]
     assert len(set(ids)) == len(ids)
     for rule in RULES.values():
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", rule.id)
@@ -374,7 +389,7 @@ def test_rules_are_told_apart_and_linked() -> None:
 def test_a_refused_recipe_is_told_as_findings() -> None:
     """Each problem with its place and remedy: the same words as submit's, in the same list as all others."""
     error = UserError([Problem("no such field", file="r/recipe.yaml:3", key="train.warmup_ratio", fix="warmup_steps: 0.03")])
-    (found,) = recipe_refused.refused(error)
+    (found,) = list(recipe_refused.refused(error))
     assert (found.rule, found.status, found.where) == ("recipe-refused", FAIL, "r/recipe.yaml:3: train.warmup_ratio")
     assert (found.found, found.fix) == ("no such field", "warmup_steps: 0.03")
     assert exit_code([found]) == 2
@@ -488,9 +503,9 @@ def test_a_model_type_says_that_its_layers_carry_a_state(tmp_path: Path) -> None
     case = make(tmp_path)
     resolved = case.context().resolved
     named = replace(resolved, architecture={**resolved.architecture, "model_type": "bamba"})
-    found = list(recipe_training._packed(replace(case.context(), resolved=named)))
+    found = list(recipe_training.packed(replace(case.context(), resolved=named)))
     assert [item.rule for item in found] == ["packed-state"] and "bamba has layers with a state" in found[0].found
-    assert not list(recipe_training._packed(case.context()))
+    assert not list(recipe_training.packed(case.context()))
 
 
 def test_memory_that_is_nearly_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,19 @@ def test_an_older_checkpoint_is_not_exported_in_the_final_one_s_place(tmp_path: 
     assert links._still_there("train")
 
 
+def test_what_was_damaged_since_is_not_finished(tmp_path: Path) -> None:
+    """With the same number of bytes: a letter of a configuration that nothing reads again before it is pushed."""
+    run = RunDir(tmp_path)
+    links = chain.Chain(run, SimpleNamespace(recipe=SimpleNamespace(lora={})))  # type: ignore[arg-type]
+    run.merged.mkdir()
+    config = run.merged / "generation_config.json"
+    config.write_text('{"top_k": 50}')
+    manifest.seal(run.merged, "merged", {})
+    assert links._still_there("merge")
+    config.write_text('{"top_k": 51}')
+    assert not links._still_there("merge")
+
+
 @pytest.mark.parametrize(("name", "ours"), [("lock", True), (".run.json.77.tmp", True), ("thesis.tex", False)])
 def test_a_command_killed_before_run_json_was_whole(tmp_path: Path, name: str, ours: bool) -> None:
     (tmp_path / name).touch()

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import UserError
 from clustertune.launch import environment as module
-from clustertune.launch.environment import environment, make_own_folder, own_folder, route_interface
+from clustertune.launch.environment import environment, make_own_folder, own_folder
 
 
 @pytest.fixture(scope="module")
@@ -154,29 +155,6 @@ def test_a_scratch_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot hold compiler caches"):
         make_own_folder({"TRITON_CACHE_DIR": str(tmp_path / "file" / "clustertune-1" / "triton")})
-
-
-ROUTES = """\
-Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
-eth0	00000000	010200C0	0003	0	0	100	00000000	0	0	0
-eth1	00000000	010200C0	0003	0	0	50	00000000	0	0	0
-bond0	0085150A	00000000	0001	0	0	0	00FFFFFF	0	0	0
-down0	0086150A	00000000	0000	0	0	0	00FFFFFF	0	0	0
-"""
-
-
-@pytest.mark.parametrize(
-    ("address", "interface"),
-    [("10.21.133.35", "bond0"), ("10.21.134.35", "eth1"), ("192.168.1.1", "eth1"), ("node1", None), ("fe80::1", None)],
-)
-def test_the_route_to_an_address_is_the_kernels(address: str, interface: str | None) -> None:
-    """The longest prefix, then the lowest metric, of routes that are up."""
-    assert route_interface(address, ROUTES) == interface
-
-
-def test_no_route_is_none() -> None:
-    assert route_interface("10.0.0.1", "") is None
-    assert route_interface("10.0.0.1", "Iface\nrubbish\neth0 x y z 0 0 0 w\n") is None
 
 
 # --- what the cluster file says itself ---------------------------------------------------------------------------------

@@ -19,15 +19,14 @@ VERDICTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verdicts.j
 
 def ours(case: dict[str, Any]) -> list[str]:
     """What our rules say of a case."""
-    model, found = MODELS[case["model"]], list[str]()
+    model = MODELS[case["model"]]
     architecture = {
         "num_hidden_layers": model["num_layers"], "num_attention_heads": model["num_attention_heads"],
         "num_key_value_heads": model["num_query_groups"], "intermediate_size": model["ffn_hidden_size"],
         "num_local_experts": model.get("num_moe_experts", 0),
     }  # fmt: skip
     section = Megatron.model_validate(case["section"])
-    find_problems(section, case["world"], architecture, {}, lambda key, text, _fix: found.append(f"{key}: {text}"))
-    return found
+    return [f"{key}: {text}" for key, text, _ in find_problems(section, case["world"], architecture, {})]
 
 
 def test_the_record_is_of_these_cases() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from clustertune.commands import nccl_checking as program
-from clustertune.commands import nccl_submitting
 from clustertune.config.cluster import load_cluster
 from clustertune.launch.batch import BatchJob
 from clustertune.nccl_check import batch
@@ -25,4 +24,4 @@ def asked(**changes: object) -> program.Asked:
 def job(name: str) -> BatchJob:
     cluster = load_cluster(name)
     wanted = batch.shape(cluster, None, None, program.GPU_SECONDS)
-    return batch.make(wanted, Path("/folder"), nccl_submitting.arguments(asked(cluster=name), cluster))
+    return batch.make(wanted, Path("/folder"), program.arguments(asked(cluster=name), cluster))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import read_hardware
 from clustertune.nccl_check.expected import expected
 from clustertune.plan.machine import machine

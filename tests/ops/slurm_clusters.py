@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster
 
 BASE: dict[str, Any] = {
     "name": "odd",

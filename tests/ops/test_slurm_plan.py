@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN
-from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.lock import held
 from clustertune.ops import files as files_room
+from clustertune.ops.nodes import choose_node, is_here
 from clustertune.ops.slurm import applying
-from clustertune.ops.slurm import node as node_room
 from clustertune.ops.slurm.applying import apply_plan
 from clustertune.ops.slurm.judge import RULES, judge
 from clustertune.ops.slurm.node import NodeFacts, Place, search_path
-from clustertune.ops.slurm.planning import Plan, choose_node, make_plan
+from clustertune.ops.slurm.planning import Plan, make_plan
 from clustertune.ops.slurm.reading import entries, hide, losses
 from clustertune.ops.slurm.texts import MUNGE_KEY
 from clustertune.ops.slurm.version import Version
@@ -495,9 +496,9 @@ def test_the_host_of_another_domain_is_another_machine(tmp_path: Path, monkeypat
     ]
     cluster = load(tmp_path, {"nodes": [HEAD, *both]})
     monkeypatch.setattr(socket, "gethostname", lambda: "n1.a")
-    assert [node_room.is_here(cluster, host) for host in cluster.nodes] == [False, True, False]
+    assert [is_here(cluster, host) for host in cluster.nodes] == [False, True, False]
     monkeypatch.setattr(socket, "gethostname", lambda: "n1")
-    assert not any(node_room.is_here(cluster, host) for host in cluster.nodes)
+    assert not any(is_here(cluster, host) for host in cluster.nodes)
 
 
 def test_a_release_that_the_file_does_not_say(rno: Cluster) -> None:

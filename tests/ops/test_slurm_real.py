@@ -14,7 +14,8 @@ import pytest
 
 from clustertune.cluster.cluster import Failed
 from clustertune.cluster.tryout import shape, try_out
-from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster
 from clustertune.ops.slurm.node import search_path
 from clustertune.ops.slurm.planning import all_texts, make_plan
 from clustertune.ops.slurm.texts import GRES_CONF, SLURM_CONF

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, exit_code
+from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, checks, exit_code
 from clustertune.config.cluster import load_cluster
 from clustertune.ops.storage import judge
 from clustertune.ops.storage.layout import Layout, layout
 from clustertune.ops.storage.look import Facts, Place
 from clustertune.ops.storage.points import Point
-from clustertune.ops.storage.rules import RULES
 from tests import tree
 
 TIB = 1 << 40
+RULES = [one.rule for one in checks(STORAGE)]
 ETAB = (
     "/data/shared\t10.21.133.0/24(rw,sync,wdelay,hide,nocrossmnt,secure,root_squash,no_all_squash,no_subtree_check,"
     "mountpoint,sec=sys)\n"

@@ -188,7 +188,7 @@ def test_each_goal_ranks_by_its_own_quantity(tmp_path: Path, where: Callable[[in
     """Time by seconds, cost by GPU-seconds, memory by bytes; the winner has no reason to lose, all others have one."""
     source = Source(resolve(write_recipe(tmp_path / "recipe")))
     keys = {
-        "time": lambda o: o.step_s, "cost": lambda o: o.step_s * o.strategy.world, "memory": lambda o: o.needed,
+        "time": lambda o: o.step_s, "cost": lambda o: o.step_s * o.strategy.world_size, "memory": lambda o: o.needed,
     }  # fmt: skip
     for goal, key in keys.items():
         advice = ask(source, where(1), goal)  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def test_what_the_libraries_refuse_is_no_candidate(tmp_path: Path, where: Callab
     small = Source(resolve(write_recipe(tmp_path / "small", train={"global_batch_size": 8})))
     advice = ask(small, where(4), nodes=[4])
     assert "no multiple of 32" in advice.refused["FSDP2"]
-    assert all(option.strategy.dp <= 8 for option in advice.fitting) and advice.fitting
+    assert all(option.strategy.data_parallel_size <= 8 for option in advice.fitting) and advice.fitting
 
 
 @pytest.mark.usefixtures("few_sizes")
@@ -274,7 +274,7 @@ def test_a_share_of_layers_is_whole_layers(tmp_path: Path) -> None:
             activation_checkpointing={"ratio": ratio},
         )  # fmt: skip
         resolved = resolve(recipe)
-        assert share(resolved, ratio, "FSDP2") == read_strategy(resolved).checkpointed == layers / 30
+        assert share(resolved, ratio, "FSDP2") == read_strategy(resolved).recompute.share == layers / 30
 
 
 def test_of_options_that_are_alike_the_emptier_gpu_wins() -> None:
@@ -316,8 +316,8 @@ def test_what_this_program_starts_is_named_beside_a_megatron_winner(tmp_path: Pa
 
     source = Source(resolve(write_recipe(tmp_path / "recipe", **CASES["70B LoRA"])))
     advice = ask(source, where(2))
-    megatron = next(option for option in advice.fitting if option.strategy.engine == "megatron")
-    others = [option for option in advice.fitting if option.strategy.engine != "megatron"]
+    megatron = next(option for option in advice.fitting if option.strategy.kind == "Megatron")
+    others = [option for option in advice.fitting if option.strategy.kind != "Megatron"]
     assert advisor.best_started(changed(advice, fitting=[megatron, *others])) is others[0]
     assert advisor.best_started(changed(advice, fitting=others)) is None
 

@@ -66,7 +66,7 @@ def test_a_run_that_waits_for_the_network_says_nothing_of_the_gpu() -> None:
 
 def test_a_run_in_one_node_finds_the_links_inside() -> None:
     """What never left the node does not move the network's factor."""
-    one = {"world": 8, "dp": 8, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8}
+    one = {"world_size": 8, "data_parallel_size": 8, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8}
     found = fit([run(factors(intra_scale=0.8), WAITING, **one)])
     assert set(found.values) == {"intra_scale"}
     assert found.values["intra_scale"] == pytest.approx(0.8, rel=0.04)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.cluster import Cluster, Host, load_cluster
-from clustertune.config.cluster_schema import Compute, Network, Storage
+from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, Storage
 from clustertune.errors import UserError
 from clustertune.plan.machine import machine
 from clustertune.plan.measured import Measured

@@ -105,7 +105,7 @@ def test_a_wrong_result_is_refused(tmp_path: Path, change: dict[str, Any], words
         ("", "not valid JSON"),
         ("[]", "no nccl-check result"),
         ("{", "not valid JSON"),
-        ('{"schema": NaN}', "schema"),
+        ('{"schema": NaN}', "NaN"),
         ('{"nodes": 1, "nodes": 2}', "'nodes' stands twice"),
         ("[" * 5000, "not valid JSON"),
     ],

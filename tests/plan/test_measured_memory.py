@@ -38,6 +38,7 @@ ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 LAYERS = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}
 
 SHORT = {"length": 64, "lengths": [64], "whole": True}
+LONG = {"length": 1024, "lengths": [512, 256, 256]}
 CASES: dict[str, dict[str, Any]] = {
     "LoRA, recomputed": {"lora": ALL, "dropout": 0.05, "recompute": True, "length": 256, "lengths": [128, 64, 64]},
     "weights above all, fp32": {"model": WIDE, "bf16": False, **SHORT},
@@ -49,6 +50,9 @@ MORE: dict[str, dict[str, Any]] = {
     "full, packed under a mask": {"attention": "sdpa"},
     "two rows under a mask": {"attention": "sdpa", "batch": 2, "length": 256, "lengths": [128, 64, 64]},
     "two rows under a mask, recomputed": {"attention": "sdpa", "batch": 2, "recompute": True},
+    "a long row under a mask, recomputed": {"attention": "sdpa", "batch": 2, **LONG, "recompute": True},
+    "a long row under a mask, eager, recomputed": {"attention": "eager", **LONG, "recompute": True},
+    "two rows packed, recomputed": {"batch": 2, **LONG, "recompute": True},
     "full, fp32": {"bf16": False},
     "LoRA, recomputed": {"lora": ALL, "dropout": 0.05, "recompute": True, "model": WIDE},
     "weights above all": {"model": WIDE, **SHORT},

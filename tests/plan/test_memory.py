@@ -166,7 +166,7 @@ def test_a_pipelines_first_stage_keeps_several_micro_batches(
     pp: int, virtual: int, accumulation: int, inflight: float
 ) -> None:  # fmt: skip
     """As many as there are stages, or micro batches; interleaved a little more (https://arxiv.org/abs/2205.05198, 4.2.3)."""
-    held = {**WHOLE, "kind": "Megatron", "dp": 16 // pp, "accumulation": accumulation}
+    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 16 // pp, "accumulation": accumulation}
     found = activations(shape(**held, pp=pp, virtual=virtual))
     assert found == pytest.approx(activations(shape()) / pp * inflight, rel=0.01)
 

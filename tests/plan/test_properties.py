@@ -37,19 +37,19 @@ MACHINES = st.builds(
 def distributed(kind: str, world: int = 16) -> dict[str, Any]:
     """A strategy of a kind over 16 or more GPUs."""
     shards = {"weight_shards": world, "gradient_shards": world, "state_shards": world}
-    base: dict[str, Any] = {"world": world, "dp": world}
+    base: dict[str, Any] = {"world_size": world, "data_parallel_size": world}
     if kind == "FSDP2":
         return base | shards
     if kind == "HSDP":
         return base | {"replicas": world // 8, "weight_shards": 8, "gradient_shards": 8, "state_shards": 8}
     if kind == "TP":
         part = dict.fromkeys(shards, world // 4)
-        return base | part | {"tp": 4, "dp": world // 4}
+        return base | part | {"tp": 4, "data_parallel_size": world // 4}
     if kind == "Megatron":
-        rest = {"tp": 2, "pp": 4, "dp": world // 8, "state_shards": world // 8, "sequence_parallel": True}
-        return base | WHOLE | {"kind": "Megatron", "engine": "megatron", "weight_bytes": 2.0, "state_bytes": 12.0} | rest
+        rest = {"tp": 2, "pp": 4, "data_parallel_size": world // 8, "state_shards": world // 8, "sequence_parallel": True}
+        return base | WHOLE | {"kind": "Megatron", "weight_bytes": 2.0, "state_bytes": 12.0} | rest
     if kind == "experts":
-        return base | WHOLE | {"kind": "Megatron", "engine": "megatron", "ep": 8, "weight_bytes": 2.0, "state_shards": world}
+        return base | WHOLE | {"kind": "Megatron", "ep": 8, "weight_bytes": 2.0, "state_shards": world}
     whole = base | WHOLE | {"kind": kind}
     return whole | {
         "DDP": {}, "ZeRO-1": {"state_shards": world}, "ZeRO-2": {"state_shards": world, "gradient_shards": world},

@@ -31,6 +31,7 @@ from tests.plan.world import (
     LAYERS,
     MATMUL,
     NARROW,
+    RECOMPUTE,
     VOCABULARY,
     constants,
     machine,
@@ -114,16 +115,6 @@ def measured(of: Shape) -> dict[str, float]:
 
 TOKENS = 1024
 EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Callable[[float, float], bool]]]] = {
-    "all layers recomputed": (
-        {"checkpointed": 0.0},
-        {},
-        {"activations": lambda b, a: a < b / 4, "peak": lambda b, a: a < b, "seconds": lambda b, a: a > b},
-    ),
-    "half of them": (
-        {"checkpointed": 0.0},
-        {"checkpointed": 0.5},
-        {"activations": lambda b, a: 0.5 < a / b < 0.6, "seconds": lambda b, a: b < a < 4 / 3 * b},
-    ),
     "attention kept": (
         {},
         {"save": ("attention",)},
@@ -151,18 +142,12 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Callable[[flo
             "elements": lambda b, a: a / b == pytest.approx(250 / 560),
         },
     ),
-    "compiled": (
-        {"checkpointed": 0.0},
-        {"checkpointed": 0.0, "compiled": True},
-        {"activations": lambda b, a: a < b, "elements": lambda b, a: a / b == pytest.approx(250 / 560)},
-    ),
     "flash attention, packed": (
         {"checkpointed": 0.0, "isolated": True},
         {"checkpointed": 0.0, "isolated": True, "attention": "flash"},
         # No mask of 2 x 512 numbers a token, and keys and values are not written out for each head.
         {"activations": lambda b, a: b - a == LAYERS * TOKENS * 2 * (1024 + 2 * (HIDDEN - NARROW))},
     ),
-    "eager attention": ({}, {"attention": "eager"}, {"peak": lambda b, a: a > b}),
     "whole logits": (
         {"tiled_loss": True},
         {"fused_loss": False, "whole_forward": True},
@@ -204,7 +189,8 @@ SAVE = "activation_checkpointing.save=[attention,matmul]"
 def test_what_a_recipe_says_is_what_is_planned(words: list[str], wanted: dict[str, Any]) -> None:
     """From the keys to the strategy: one that is read elsewhere only would change nothing here."""
     found = read_strategy(resolve("llama405b-oasst2", words))
-    assert {key: getattr(found, key) for key in wanted} == wanted
+    known = vars(found) | {key: getattr(found.recompute, field) for key, field in RECOMPUTE.items()}
+    assert {key: known[key] for key in wanted} == wanted
     assert any("label_smoothing_factor" in note for note in found.notes) == (not found.fused_loss)
 
 
@@ -214,7 +200,7 @@ def test_a_ratio_of_none_takes_the_policy_out() -> None:
     words = overrides.recomputation(start, 0.0, "FSDP2")
     assert Source(start, (OFF, SAVE)).changed(words).train_args["activation_checkpointing"] is False
     half = Source(start, (OFF, SAVE)).changed(overrides.recomputation(start, 0.5, "FSDP2"))
-    assert read_strategy(half).save == ("attention", "matmul") and read_strategy(half).checkpointed == 0.5
+    assert read_strategy(half).recompute.save == ("attention", "matmul") and read_strategy(half).recompute.share == 0.5
 
 
 def test_work_that_is_spared_is_not_counted_as_done() -> None:
@@ -263,7 +249,7 @@ def test_the_ratio_that_is_advised_is_the_one_of_the_source(tmp_path: Path, mode
     if not plan.fits:
         shares = [r for r in remedies(plan) if r.what.startswith("recompute")]
         assert shares[0].arguments == [f"activation_checkpointing.ratio={wanted:g}"]
-        assert shares[0].plan.strategy.checkpointed == wanted <= told
+        assert shares[0].plan.strategy.recompute.share == wanted <= told
 
 
 def test_the_command_of_the_page() -> None:

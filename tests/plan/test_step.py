@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from clustertune.plan.compute import micro_batch
-from clustertune.plan.offload import ADAM_BYTES, HOST_ADAM_BYTES_PER_S, NVME_BYTES_PER_S, offload
 from clustertune.plan.shape import Shape
-from clustertune.plan.step import Step, step
+from clustertune.plan.step import ADAM_BYTES, HOST_ADAM_BYTES_PER_S, NVME_BYTES_PER_S, Step, offload, step
 from clustertune.plan.term import total
 from tests.plan.world import ADAPTERS, HBM, INTER, LORA, TOTAL, WHOLE, constants, machine, shape
 
@@ -25,7 +24,8 @@ def timed(of: Shape, at: Any = None, **changes: Any) -> Step:
 
 def test_parts_sum_to_the_step() -> None:
     """Nothing of a step is without a part."""
-    for changes in ({}, LORA, {"accumulation": 4}, {"tp": 2, "pp": 2, "kind": "Megatron", **WHOLE, "dp": 4, "accumulation": 8}):
+    megatron = {"tp": 2, "pp": 2, "kind": "Megatron", **WHOLE, "data_parallel_size": 4, "accumulation": 8}
+    for changes in ({}, LORA, {"accumulation": 4}, megatron):
         found = timed(shape(**changes))
         parts = [*found.compute, found.exposed, found.bubble, found.optimizer]
         assert found.seconds == pytest.approx(total(parts))
@@ -64,18 +64,18 @@ def test_the_longer_of_two_counts_and_a_share_of_the_shorter() -> None:
 def test_the_bubble_of_a_pipeline(pp: int, virtual: int, accumulation: int) -> None:
     """(pp - 1) / virtual micro batches: of m micro batches the share (pp - 1) / (virtual m)
     (https://arxiv.org/abs/2104.04473, 2.2)."""
-    held = {**WHOLE, "kind": "Megatron", "dp": 16 // pp, "accumulation": accumulation}
+    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 16 // pp, "accumulation": accumulation}
     fast = machine(inter=machine().intra, **{"intra": machine().intra})
     found = step(shape(**held, pp=pp, virtual=virtual), fast, constants())
     sent = sum(wire.term.value for wire in found.wires if wire.collective.name == "pipeline send") / accumulation
     one = total(found.compute) / accumulation + sent
     assert found.bubble.value == pytest.approx((pp - 1) / virtual * one)
-    assert timed(shape(**{**held, "dp": 16})).bubble.value == 0
+    assert timed(shape(**{**held, "data_parallel_size": 16})).bubble.value == 0
 
 
 def test_what_the_next_product_waits_for_counts_whole() -> None:
     """Tensor parallelism without overlap is beside nothing."""
-    split = {**WHOLE, "kind": "Megatron", "tp": 8, "dp": 2, "gradient_bytes": 0.0, "reduce_bytes": 0.0}
+    split = {**WHOLE, "kind": "Megatron", "tp": 8, "data_parallel_size": 2, "gradient_bytes": 0.0, "reduce_bytes": 0.0}
     found = timed(shape(**split, accumulation=5))
     wire = next(w for w in found.wires if w.collective.name == "tensor-parallel all-reduce")
     assert found.exposed.value >= wire.term.value > 0

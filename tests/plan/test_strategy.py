@@ -17,6 +17,7 @@ from clustertune.plan.predict import read_strategy, real_length
 from clustertune.plan.strategy import Strategy, strategy
 from clustertune.plan.strategy_bytes import moments
 from tests.command import REPO
+from tests.plan.world import RECOMPUTE
 
 RECIPE = "llama405b-oasst2"
 DEEPSPEED = ["accelerate.distributed_type=DEEPSPEED", "accelerate.fsdp_config=null"]
@@ -35,7 +36,8 @@ def quantized(words: str) -> str:
 
 
 def check(found: Strategy, **wanted: Any) -> None:
-    assert {key: getattr(found, key) for key in wanted} == wanted
+    known = vars(found) | {key: getattr(found.recompute, field) for key, field in RECOMPUTE.items()}
+    assert {key: known[key] for key in wanted} == wanted
 
 
 def refused(*overrides: str, recipe: str | Path = RECIPE) -> list[str]:
@@ -62,24 +64,24 @@ def folder(tmp_path: Path) -> Path:
 def test_the_reference_recipe() -> None:
     """A frozen bfloat16 base over 16 ranks, adapters in float32, as is the sum of their gradients."""
     found = read()
-    check(found, engine="trl", kind="FSDP2", world=16, gpus_per_node=8, dp=16, replicas=1, lora=True, packing=True)
+    check(found, kind="FSDP2", world_size=16, ranks_per_node=8, data_parallel_size=16, replicas=1, lora=True, packing=True)
     check(found, weight_shards=16, gradient_shards=16, state_shards=16, reshard=True, checkpointed=1.0)
     check(found, micro_batch=1, accumulation=2, sequence=2048, attention="sdpa", compiled=False)
     check(found, weight_bytes=2, gather_bytes=2, trained_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8)
-    check(found, master_in_weights=True, offload_params="none", compute="bf16")
+    check(found, offload_params="none", compute="bf16")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "weight", "gather", "trained", "gradient", "reduce", "state", "master"),
+    ("overrides", "weight", "gather", "trained", "gradient", "reduce", "state"),
     [
-        ([], 4, 2, 4, 4, 2, 8, True),  # accelerate upcasts what is trained
-        (["reduce_dtype=float32"], 4, 2, 4, 4, 4, 8, True),
-        (["train.bf16=false"], 2, 2, 2, 2, 2, 4, False),  # pure bfloat16: nothing is upcast
-        (["train.bf16=false", "train.model_init_kwargs=null"], 4, 4, 4, 4, 4, 8, True),
+        ([], 4, 2, 4, 4, 2, 8),  # accelerate upcasts what is trained
+        (["reduce_dtype=float32"], 4, 2, 4, 4, 4, 8),
+        (["train.bf16=false"], 2, 2, 2, 2, 2, 4),  # pure bfloat16: nothing is upcast
+        (["train.bf16=false", "train.model_init_kwargs=null"], 4, 4, 4, 4, 4, 8),
         (["accelerate.fsdp_config={fsdp_version: 1}", "accelerate.fsdp_config.fsdp_reshard_after_forward=null"],
-         4, 2, 4, 4, 2, 8, True),
-        ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=2"], 2, 2, 2, 2, 2, 12, False),
-        (["accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"], 2, 2, 2, 4, 2, 4, False),
+         4, 2, 4, 4, 2, 8),
+        ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=2"], 2, 2, 2, 2, 2, 12),
+        (["accelerate.distributed_type=MULTI_GPU", "accelerate.fsdp_config=null"], 2, 2, 2, 4, 2, 4),
     ],
 )  # fmt: skip
 def test_bytes_of_full_fine_tuning(
@@ -90,12 +92,11 @@ def test_bytes_of_full_fine_tuning(
     gradient: float,
     reduce: float,
     state: float,
-    master: bool,
 ) -> None:
     """16 bytes a parameter are the rule and have exceptions, each of which decides whether a model fits."""
     found = read(*FULL, *overrides)
     check(found, lora=False, weight_bytes=weight, gather_bytes=gather, trained_bytes=trained, gradient_bytes=gradient)
-    check(found, reduce_bytes=reduce, state_bytes=state, master_in_weights=master)
+    check(found, reduce_bytes=reduce, state_bytes=state)
 
 
 def test_a_base_that_says_no_dtype_is_loaded_in_float32() -> None:
@@ -117,19 +118,27 @@ def test_fsdp1(name: str, shards: int, replicas: int, reshard: bool) -> None:
     """HYBRID_SHARD holds a copy of the model on each node."""
     fsdp1 = ["accelerate=accelerate-fsdp1.yaml", f"accelerate.fsdp_config.fsdp_sharding_strategy={name}"]
     found = strategy(resolve(RECIPE, fsdp1))
-    check(found, kind="FSDP1", weight_shards=shards, gradient_shards=shards, replicas=replicas, reshard=reshard, dp=16)
+    check(
+        found,
+        kind="FSDP1",
+        weight_shards=shards,
+        gradient_shards=shards,
+        replicas=replicas,
+        reshard=reshard,
+        data_parallel_size=16,
+    )
 
 
 def test_hsdp_needs_only_its_replicas() -> None:
     """The ranks that are left are derived, as all numbers of ranks are."""
     found = read(f"{PARALLEL}_dp_replicate_size=2", "accelerate.fsdp_config.fsdp_reshard_after_forward=false")
-    check(found, kind="FSDP2", replicas=2, weight_shards=8, state_shards=8, dp=16, reshard=False)
+    check(found, kind="FSDP2", replicas=2, weight_shards=8, state_shards=8, data_parallel_size=16, reshard=False)
 
 
 def test_tensor_and_context_parallelism() -> None:
     """FSDP shards over the data-parallel and the context-parallel ranks together (accelerate's dp_shard_cp)."""
-    check(read(f"{PARALLEL}_tp_size=8"), tp=8, dp=2, weight_shards=2, accumulation=16)
-    check(read(f"{PARALLEL}_cp_size=4", "train.packing=false"), cp=4, dp=4, weight_shards=16, packing=False)
+    check(read(f"{PARALLEL}_tp_size=8"), tp=8, data_parallel_size=2, weight_shards=2, accumulation=16)
+    check(read(f"{PARALLEL}_cp_size=4", "train.packing=false"), cp=4, data_parallel_size=4, weight_shards=16, packing=False)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,7 @@ def test_zero_stages(stage: int, weights: int, gradients: int, states: int) -> N
     check(
         found, kind=f"ZeRO-{stage}", weight_shards=weights, gradient_shards=gradients, state_shards=states, reshard=stage == 3
     )
-    check(found, checkpointed=1.0, master_in_weights=False)
+    check(found, checkpointed=1.0)
 
 
 def test_a_deepspeed_file_and_what_is_laid_over_it(folder: Path) -> None:
@@ -195,8 +204,8 @@ def test_a_base_of_another_program_is_counted(config: dict[str, Any], weight: fl
 def test_adapters_on_a_4_bit_base_are_bfloat16_under_fsdp2_only() -> None:
     """TRL casts them down, FSDP1 up again, FSDP2 leaves them."""
     words = quantized(f"{NF4}, bnb_4bit_quant_storage: bfloat16")
-    check(read(words), trained_bytes=2, state_bytes=4, gradient_bytes=2, master_in_weights=False)
-    check(read(words, "accelerate=accelerate-fsdp1.yaml"), trained_bytes=4, state_bytes=8, master_in_weights=True)
+    check(read(words), trained_bytes=2, state_bytes=4, gradient_bytes=2)
+    check(read(words, "accelerate=accelerate-fsdp1.yaml"), trained_bytes=4, state_bytes=8)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +249,7 @@ def test_megatron() -> None:
     sizes = ["megatron.tensor_model_parallel_size=8", "megatron.pipeline_model_parallel_size=2", "slurm.nodes=8"]
     more = ["megatron.context_parallel_size=2", "megatron.sequence_parallel=true", "megatron.fp8=hybrid"]
     found = read(*sizes, *more, "megatron.virtual_pipeline_model_parallel_size=3", "megatron.recompute_granularity=full")
-    check(found, engine="megatron", kind="Megatron", tp=8, pp=2, cp=2, dp=2, virtual=3, state_shards=4, weight_shards=1)
+    check(found, kind="Megatron", tp=8, pp=2, cp=2, data_parallel_size=2, virtual=3, state_shards=4, weight_shards=1)
     check(found, weight_bytes=2, gradient_bytes=4, reduce_bytes=4, state_bytes=12, sequence_parallel=True, checkpointed=1.0)
     check(found, compute="fp8", attention="flash")
     check(read(*sizes, "megatron.use_distributed_optimizer=false"), state_shards=1, checkpointed=0.0)
@@ -254,11 +263,11 @@ def test_megatron() -> None:
         ([*DEEPSPEED, "accelerate.deepspeed_config.zero_stage=7"], "no ZeRO stage 7"),
         (
             [*DEEPSPEED, "accelerate.deepspeed_config={zero_stage: 2, offload_param_device: cpu}"],
-            "parameters are offloaded only by ZeRO stage 3",
+            "parameters are offloaded from stage 3 on, here it is 2",
         ),
         (
             [*DEEPSPEED, "accelerate.deepspeed_config={zero_stage: 2, offload_optimizer_device: nvme}"],
-            "NVMe takes state only of ZeRO stage 3",
+            "nvme takes state of stage 3 only, here it is 2",
         ),
     ],
 )

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.plan.groups import Collective, Group
 from clustertune.plan.machine import Link
-from clustertune.plan.traffic import traffic
+from clustertune.plan.traffic import Collective, Group, traffic
 from tests.plan.world import (
     ADAPTERS,
     ENDS,
@@ -177,7 +176,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int, int, float]]]] 
             f"backward: {SCATTER}": ("gather", 16, 1, TOTAL * 2),
         },
     ),
-    "one GPU sends nothing": ({**WHOLE, "world": 1, "dp": 1, "gpus_per_node": 1, "kind": "NO"}, {}),
+    "one GPU sends nothing": ({**WHOLE, "world_size": 1, "data_parallel_size": 1, "ranks_per_node": 1, "kind": "NO"}, {}),
 }
 
 
@@ -190,7 +189,7 @@ def test_collectives_of_data_parallel_strategies(name: str) -> None:
 
 def test_tensor_parallelism_reduces_four_times_a_layer() -> None:
     """Two all-reduces forward, two backward; recomputation repeats the forward ones; FSDP runs across with stride tp."""
-    size = {"tp": 4, "dp": 4, "weight_shards": 4, "gradient_shards": 4, "state_shards": 4}
+    size = {"tp": 4, "data_parallel_size": 4, "weight_shards": 4, "gradient_shards": 4, "state_shards": 4}
     for share, rounds in ((0.0, 4), (1.0, 6)):
         found = sent(**size, checkpointed=share)
         assert found["exposed: tensor-parallel all-reduce"] == ("reduce", 4, 1, rounds * LAYERS * ACTIVATION)
@@ -205,14 +204,14 @@ def test_tensor_parallelism_reduces_four_times_a_layer() -> None:
 @pytest.mark.parametrize(("virtual", "sequence_parallel", "rounds"), [(1, False, 2), (2, False, 4), (2, True, 2)])
 def test_a_pipeline_sends_activations_and_gradients(virtual: int, sequence_parallel: bool, rounds: int) -> None:
     """Of each micro batch, once per virtual stage and direction; under sequence parallelism each rank sends its part."""
-    held = {**WHOLE, "kind": "Megatron", "dp": 4, "tp": 2, "pp": 2}
+    held = {**WHOLE, "kind": "Megatron", "data_parallel_size": 4, "tp": 2, "pp": 2}
     found = sent(**held, virtual=virtual, sequence_parallel=sequence_parallel)
     assert found["exposed: pipeline send"] == ("send", 2, 8, rounds * ACTIVATION)
 
 
 def test_ring_attention_passes_keys_and_values() -> None:
     """All other ranks' keys and values come by; backward their gradients too."""
-    found = sent(cp=2, dp=8)
+    found = sent(cp=2, data_parallel_size=8)
     whole = LAYERS * 2 * NARROW * 2 * 512 * 2
     assert found["forward: keys and values around the ring"] == ("gather", 2, 1, whole)
     assert found["backward: keys, values and their gradients around the ring"] == ("gather", 2, 1, 2 * whole)
@@ -231,7 +230,7 @@ def test_experts_exchange_each_tokens_copies() -> None:
 
 def test_parallel_groups_of_a_node_share_its_ports_in_a_step() -> None:
     """TP 8 x FSDP 2: eight gathers at once over one node's ports, as NeMo's A100 rows showed."""
-    split = {"tp": 8, "dp": 2, "weight_shards": 2, "gradient_shards": 2, "state_shards": 2}
+    split = {"tp": 8, "data_parallel_size": 2, "weight_shards": 2, "gradient_shards": 2, "state_shards": 2}
     found = next(c for c in traffic(shape(**split)).forward if c.name == GATHER)
     assert found.seconds(machine()) == pytest.approx(found.size / 2 / (INTER / 8))
     one = replace(found, group=Group(2, 16))

@@ -81,7 +81,7 @@ def test_rates_money_and_time_belong_together(plan: Plan) -> None:
     """Tokens a second x seconds = tokens; GPU-hours x price = money."""
     body = document.as_json(plan, PRICE)
     assert body["tokens_per_s"] * body["step_s"] == pytest.approx(64 * 2048)
-    assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world)
+    assert body["gpu_hours"] == pytest.approx(body["hours"] * plan.strategy.world_size)
     assert body["cost"]["on_demand"] == pytest.approx(2 * body["gpu_hours"])
     assert body["cost"]["spot"] == pytest.approx(0.5 * body["gpu_hours"])
     assert 0 < body["mfu"] <= body["hfu"] < 1
@@ -113,34 +113,7 @@ def evaluate(line: str) -> tuple[float, float, str]:
     value, unit = result.replace(",", "").split(" ")
     while "(" in tokens and (at := tokens.index("(")) + 1 < len(tokens) and tokens[at + 1] == ")":
         del tokens[at : at + 2]
-    left, rest = _sum(tokens)
-    assert not rest, line
-    return left, float(value), unit
-
-
-def _sum(tokens: list[str]) -> tuple[float, list[str]]:
-    value, tokens = _product(tokens)
-    while tokens and tokens[0] in "+-":
-        sign = 1 if tokens[0] == "+" else -1
-        more, tokens = _product(tokens[1:])
-        value += sign * more
-    return value, tokens
-
-
-def _product(tokens: list[str]) -> tuple[float, list[str]]:
-    value, tokens = _factor(tokens)
-    while tokens and tokens[0] in "*/":
-        sign = tokens[0]
-        more, tokens = _factor(tokens[1:])
-        value = value * more if sign == "*" else value / more
-    return value, tokens
-
-
-def _factor(tokens: list[str]) -> tuple[float, list[str]]:
-    if tokens[0] == "(":
-        value, rest = _sum(tokens[1:])
-        return value, rest[1:]
-    return float(tokens[0]), tokens[1:]
+    return eval(" ".join(tokens)), float(value), unit  # noqa: S307 - numbers and signs
 
 
 UNITS = {"s": 1.0, "ms": 1e-3, "GiB": 2.0**30, "MiB": 2.0**20}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.counted import Attention, Counted, LayerKind, Linear
+from clustertune.config.distribution import Recompute
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Link, Machine
 from clustertune.plan.shape import Shape
@@ -52,15 +53,17 @@ def mixture(experts: int = 8, active: int = 2) -> Counted:
     return Counted((kind,), HIDDEN, VOCABULARY, ENDS, ENDS, HIDDEN, tied=False)
 
 
+RECOMPUTE = {"checkpointed": "share", "checkpoint_offload": "offload", "save": "save"}
+
+
 def strategy(**changes: Any) -> Strategy:
     """Full fine-tuning with FSDP2 over 16 GPUs on two nodes, but for what is given."""
+    again = Recompute(**{field: changes.pop(key) for key, field in RECOMPUTE.items() if key in changes})
     values: dict[str, Any] = {
-        "engine": "trl", "kind": "FSDP2", "world": 16, "gpus_per_node": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "virtual": 1,
-        "replicas": 1, "dp": 16, "weight_shards": 16, "gradient_shards": 16, "state_shards": 16, "reshard": True,
-        "micro_batch": 2, "accumulation": 1, "sequence": 512, "packing": True, "checkpointed": 0.0, "checkpoint_offload": False,
-        "compiled": True, "attention": "sdpa", "lora": False, "weight_bytes": 4.0, "gather_bytes": 2.0, "gradient_bytes": 4.0,
-        "reduce_bytes": 2.0, "state_bytes": 8.0, "master_in_weights": True, "offload_params": "none",
-        "offload_optimizer": "none", "sequence_parallel": False, "fused_loss": True, "notes": (),
+        "kind": "FSDP2", "world_size": 16, "ranks_per_node": 8, "data_parallel_size": 16, "weight_shards": 16,
+        "gradient_shards": 16, "state_shards": 16, "reshard": True, "micro_batch": 2, "accumulation": 1, "sequence": 512,
+        "packing": True, "recompute": again, "compiled": True, "attention": "sdpa", "lora": False, "weight_bytes": 4.0,
+        "gather_bytes": 2.0, "gradient_bytes": 4.0, "reduce_bytes": 2.0, "state_bytes": 8.0, "fused_loss": True,
     }  # fmt: skip
     return Strategy(**(values | changes))
 

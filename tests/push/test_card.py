@@ -114,7 +114,7 @@ def test_what_a_run_does_not_have_is_not_said(trained: RunDir) -> None:
         document.pop("versions")
 
     text = card(trained, act)
-    assert "No IFEval scores of this adapter are known." in text and "| standard error |" not in text
+    assert "No scores of this adapter are known." in text and "| standard error |" not in text
     assert "None" not in text and "clustertune commit" not in text and ", revision=" not in text
 
 
@@ -124,7 +124,7 @@ def test_scores_of_no_known_form_are_none(scores: Any, dataset: Any, trained: Ru
     """A file that somebody else's program wrote, or that was cut."""
     (trained.eval / "ifeval.json").write_text(json.dumps({"scores": scores, "dataset": dataset}))
     text = card(trained)
-    assert "model-index" not in yaml.safe_load(text.split("---\n")[1]) and "No IFEval scores" in text
+    assert "model-index" not in yaml.safe_load(text.split("---\n")[1]) and "No scores" in text
 
 
 @pytest.mark.parametrize("key", forms.RUN)

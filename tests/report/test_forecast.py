@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.report import content
-from clustertune.report.metrics import Metrics, StepRecord
+from clustertune.report.metrics import Metrics, StepRecord, Steps
 from clustertune.report.page import build
 
 TOLD = {
@@ -28,7 +28,7 @@ def steps(*seconds: float) -> Metrics:
         StepRecord(n, 1, seconds=value, tokens_per_second=1000 / value, memory_bytes=2.0**30)
         for n, value in enumerate(seconds, 1)
     ]
-    return Metrics(steps=records)
+    return Metrics(steps=Steps(records))
 
 
 def test_the_first_two_steps_do_not_count() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from clustertune import summary
 from clustertune.report import content
-from clustertune.report.metrics import EvalRecord, Metrics, StepRecord
+from clustertune.report.metrics import EvalRecord, Metrics, StepRecord, Steps
 from clustertune.rundir import RunDir
 
 
@@ -35,7 +35,7 @@ def test_what_was_not_taken_is_none() -> None:
     """An evaluation without a loss, no evaluation, no step."""
     assert content.eval_losses(Metrics(evals=[EvalRecord(2, 1)])) is None
     assert content.train_losses(Metrics()) is None
-    assert content.train_losses(Metrics(steps=[StepRecord(1, 1, loss=2.0), StepRecord(2, 1)])) == ("after step 1", [2.0])
+    assert content.train_losses(Metrics(steps=Steps([StepRecord(1, 1, loss=2.0), StepRecord(2, 1)]))) == ("after step 1", [2.0])
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def read(run_dir: Path) -> tuple[str, Text]:
 
 def test_a_whole_run_shows_everything(whole: str) -> None:
     page = Text(whole)
-    for heading in ("Training", "IFEval", "Stages", "Attempts", "Checkpoints", "Recipe", "Derived", "Environment"):
+    for heading in ("Training", "Evaluation", "Stages", "Attempts", "Checkpoints", "Recipe", "Derived", "Environment"):
         assert heading in page.headings
     for plot in ("Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Step time", "Peak memory"):
         assert plot in page.headings
@@ -183,7 +183,7 @@ def test_a_page_comes_without_any_one_part(gone: str, run_dir: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     _, page = read(run_dir)
     assert "Recipe" in page.headings
-    assert ("IFEval" in page.headings) == (gone != "eval")
+    assert ("Evaluation" in page.headings) == (gone != "eval")
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -230,7 +230,7 @@ def test_expected_and_reached_stand_side_by_side(run_dir: Path) -> None:
             "eval_loss": 8.0,
             "steps": 8,
             "trainable_parameters": 217088,
-            "ifeval": {"prompt_level_strict_acc": 0.7},
+            "tasks": {"ifeval": {"prompt_level_strict_acc": 0.7}},
         }
 
     edit(run_dir / "run.json", change)
@@ -258,7 +258,7 @@ def test_unreadable_documents_are_left_out_and_said(run_dir: Path, capsys: pytes
     with (run_dir / "metrics.jsonl").open("a") as out:
         out.write('{"event":"st')
     _, page = read(run_dir)
-    assert "IFEval" not in page.headings
+    assert "Evaluation" not in page.headings
     assert any("1 lines of metrics.jsonl" in words for words in page.words)
     assert capsys.readouterr().err.count("left out of the report") == 2
 

@@ -10,7 +10,7 @@ import pytest
 from clustertune.bench.ask import Asked, make
 from clustertune.config.resolve import resolve
 from clustertune.report import compare, source
-from clustertune.report.metrics import Metrics, StepRecord
+from clustertune.report.metrics import Metrics, StepRecord, Steps
 from clustertune.training.bench_schedule import BenchSchedule
 
 
@@ -30,7 +30,7 @@ def test_a_groups_sequences_count_once(recipe: str, ranks: int, groups: int, tok
     assert (resolved.world_size, resolved.data_parallel_size) == (ranks, groups)
     run = {"recipe": resolved.as_dict()}
     steps = [StepRecord(n, 1, seconds=2.0) for n in range(1, 6)]
-    found = source.describe(run, Metrics(steps=steps))
+    found = source.describe(run, Metrics(steps=Steps(steps)))
     assert found is not None and found["approx_tokens_per_rank"] == 5 * tokens / ranks
     assert found[source.STEADY] * ranks == pytest.approx(tokens / 2.0)
     (tmp_path / "run.json").write_text(json.dumps(run))

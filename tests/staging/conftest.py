@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.config.cluster_schema import Staging
-from clustertune.ifeval import task
+from clustertune.evaluate import ifeval as task
 from clustertune.staging import cache, needs
 from clustertune.staging.tree import Source, Stager
 from clustertune.staging.worker import Bounds

@@ -212,7 +212,7 @@ def test_the_chain_runs_from_the_parcel_alone(staged: Path, tmp_path: Path) -> N
     done = run(*words, network=False, HF_HOME=str(tmp_path / "nothing"))
     assert done.code == 0, done.err
     assert (tmp_path / "r/report.html").is_file()
-    result = json.loads((tmp_path / "r/eval/ifeval.json").read_bytes())
+    result = json.loads((tmp_path / "r/eval/results.json").read_bytes())
     assert str(staged) in result["dataset"]["file"]
 
 

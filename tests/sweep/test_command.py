@@ -139,7 +139,7 @@ def test_metrics_decide_how_far_the_points_go(call: Call) -> None:
         (["tiny-oasst2", *WORDS, "--here", "--to", "bake"], "there is no stage 'bake'"),
         (["tiny-oasst2", *WORDS, "--metric", "vibes"], "there is no metric 'vibes'"),
         (["tiny-oasst2", *WORDS, "--here", "--max-parallel", "2"], "--max-parallel: has no meaning with --here"),
-        (["tiny-oasst2", "train.learning_rate=1e-3,9", "lora.r=0,8", "--here"], "lora.r: 0 is outside"),
+        (["tiny-oasst2", "train.learning_rate=1e-3,9", "lora.r=0,8", "--here"], "lora.r: 0: must be at least 1"),
         (["llama405b-oasst2", *WORDS, "--here"], "asks for 16 GPUs"),
         (["tiny-oasst2", "data.input=absent.jsonl,conversations.jsonl", "--here"], "data.input: no such file or folder"),
         (["--results", "nowhere"], "no such folder"),
@@ -180,7 +180,9 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     job = array.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
     monkeypatch.setattr(array.slurm, "submit", lambda options, script, words, environ: sent.append([script]) or "41")
-    assert array.send(made, job) == "41"
+    assert array.send(made, resolved, machine(2, 8), job) == "41"
+    recorded = [RunDir(point.run_dir).description(1) for point in made.points]  # what the tasks run, whatever is edited since
+    assert [found.resolved for found in recorded] == resolved and all(found.cluster == machine(2, 8) for found in recorded)
     states = {"0": "COMPLETED", "1": "RUNNING"}
 
     def scontrol(words: list[str]) -> str:
@@ -197,7 +199,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     assert array.live_jobs(made.path, scontrol) == []
     monkeypatch.setattr(array, "live_jobs", lambda path: ["41"])
     with pytest.raises(UserError, match="tasks of this sweep are in the queue: 41") as caught:
-        array.send(made, job)
+        array.send(made, resolved, machine(2, 8), job)
     assert caught.value.code is ExitCode.AGAIN and len(sent) == 1
 
 

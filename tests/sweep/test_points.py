@@ -95,7 +95,7 @@ def test_a_damaged_folder_is_refused_in_words(text: str, tmp_path: Path) -> None
 def test_points_that_train_the_same_are_told(tmp_path: Path) -> None:
     """Varying how a model is scored trains it again for nothing."""
     options = {"tiny": False, "last": "eval", "path": tmp_path / "s"}
-    assert len(same_weights(*make_sweep("tiny-oasst2", ["eval.ifeval.max_gen_toks=8,16"], **options))) == 1  # type: ignore[arg-type]
+    assert len(same_weights(*make_sweep("tiny-oasst2", ["eval.max_gen_toks=8,16"], **options))) == 1  # type: ignore[arg-type]
     assert same_weights(*make_sweep("tiny-oasst2", WORDS, **options)) == []  # type: ignore[arg-type]
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.command import REPO
 
 FSDP2: dict[str, Any] = {
@@ -159,6 +161,9 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
         del os.environ[key]
     world = str(request["ranks"])
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    said = Path(request["folder"], "accelerate.yaml")
+    if request["ranks"] == 1 and said.is_file() and yaml.safe_load(said.read_bytes()).get("distributed_type") == "NO":
+        place = {}  # as `accelerate launch` starts one process: without these its state is NO, with them MULTI_CPU
     os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled")
     import torch
 

@@ -8,6 +8,7 @@ import pytest
 
 from clustertune.adapter.whole import export_either, find_base, read_types
 from clustertune.chain import Chain, open_run
+from clustertune.config import quantization
 from clustertune.config.resolve import resolve
 from tests.command import REPO
 from tests.recipe_runs import RUNS, WORDS, judge
@@ -20,7 +21,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.jobs]
 def test_a_recipe_trains_tiny(name: str, forge: Forge, tmp_path: Path) -> None:
     """Finished, over the mesh and the placements that the recipe names, with a finite loss at each step.
 
-    A trained model is then published in the types of its base, tensor by tensor; an adapter in float32, in which it is trained.
+    A trained model is then published in the types of its base, tensor by tensor; an adapter in the type in which it is trained:
+    float32, and bfloat16 beside a quantised base (trl/trainer/sft_trainer.py:911).
     """
     recipe, more = RUNS[name].recipe, RUNS[name].overrides
     ranks = RUNS[name].ranks
@@ -39,5 +41,6 @@ def test_a_recipe_trains_tiny(name: str, forge: Forge, tmp_path: Path) -> None:
     out = Path(export_either(path)["out"])
     published = read_types(out)
     assert named == "bfloat16" and set(stored.values()) == {named}
-    adapter = ("float32", dict.fromkeys(published[1], "float32"))
+    trained = "bfloat16" if quantization.of(resolved.train_args) is not None else "float32"
+    adapter = (trained, dict.fromkeys(published[1], trained))
     assert published == ((named, stored) if resolved.recipe.lora is None else adapter)

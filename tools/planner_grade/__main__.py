@@ -29,9 +29,7 @@ not: its 8.0 GB/s come from the run that it is graded on. That row shows only th
 class (bf16, float8 and Megatron-Core, experts) was set with these rows in sight. Memory is the peak that torch had allocated;
 torchtitan's tables print what its allocator had reserved (`max_reserved_gib`, "memory" of its train.py), which is more:
 up to all that it once split and could not join. Its loss was not compiled with the model, and is counted so. What its rows with
-long rows, TP and PP lack beyond that is not explained: its pipeline also keeps gathered weights between micro batches, and
-takes a local batch in as many parts as there are stages, where the row has one sequence each. "Lowest" is the row that is
-predicted most too low.
+long rows and TP lack beyond that is not explained. "Lowest" is the row that is predicted most too low.
 """
 
 
@@ -73,14 +71,8 @@ def _line(row: Row) -> str:
     notes = [row.note] if row.note else []
     notes += [f"not counted: {run.excluded}"] if run.excluded else []
     notes += ["not read at its source"] if not run.verified else []
-    cells = [
-        run.id,
-        run.model,
-        f"{run.world} x {run.cluster}",
-        f"{row.published_s:.4g}",
-        f"{row.predicted_s:.4g}",
-        f"{row.error:+.1%}",
-    ]
+    figures = [f"{row.published_s:.4g}", f"{row.predicted_s:.4g}", f"{row.error:+.1%}"]
+    cells = [run.id, run.model, f"{run.world} x {run.cluster}", *figures]
     return "| " + " | ".join([*cells, *memory, "; ".join(notes)]) + " |"
 
 

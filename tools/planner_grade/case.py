@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.config.cluster_checks import read_cluster
+from clustertune.config.distribution import Recompute
 from clustertune.config.parameters import count, lora_parameter_count
 from clustertune.config.yamlfile import Document
 from clustertune.plan import memory
@@ -19,6 +20,13 @@ from tools.planner_grade.data import DTYPE_BYTES, PublishedRun, published_cluste
 GIB = 2**30
 HALF_LAYER = 0.5
 """Share of a layer's forward pass that torchtitan's selective recomputation repeats: every second matrix product."""
+
+
+_SAME = (
+    "kind", "tp", "pp", "cp", "ep", "virtual", "replicas", "reshard", "micro_batch", "accumulation", "sequence", "compiled",
+    "attention", "sequence_parallel", "fused_loss", "overlap_tp", "reduce_each", "whole_loss", "half_loss", "holds_logits",
+)  # fmt: skip
+"""Fields that a published run and a strategy share."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,8 @@ def _lora(run: PublishedRun, architecture: dict[str, Any]) -> tuple[int, int, tu
         return 0, 1, ()
     targets = run.lora["target_modules"]
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    return (
-        lora_parameter_count(architecture, run.lora) or 0,
-        int(run.lora["r"]),
-        names if targets == "all-linear" else tuple(targets),
-    )
+    adapted = names if targets == "all-linear" else tuple(targets)
+    return lora_parameter_count(architecture, run.lora) or 0, int(run.lora["r"]), adapted
 
 
 def _machine(run: PublishedRun) -> Machine:
@@ -80,23 +85,15 @@ def _strategy(run: PublishedRun) -> Strategy:
     sharded = run.dp * run.cp // run.replicas if run.kind.startswith("FSDP") else 1
     states = run.dp * run.cp if run.kind == "Megatron" else sharded
     weight, reduced = DTYPE_BYTES[run.weight_dtype], DTYPE_BYTES[run.reduce_dtype]
-    moments = 2 * DTYPE_BYTES[run.state_dtype]
-    master = run.weight_dtype == "fp32"
     trained_full = run.method == "full"
+    share = run.checkpointed * (HALF_LAYER if run.recompute == "op" else 1.0)
     return Strategy(
-        engine="megatron" if run.kind == "Megatron" else "trl", kind=run.kind, world=run.world, gpus_per_node=run.gpus_per_node,
-        tp=run.tp, pp=run.pp, cp=run.cp, ep=run.ep, virtual=run.virtual, replicas=run.replicas, dp=run.dp,
-        weight_shards=sharded,
-        gradient_shards=sharded, state_shards=states, reshard=run.reshard, micro_batch=run.micro_batch,
-        accumulation=run.accumulation, sequence=run.sequence, packing=run.packing == "full",
-        checkpointed=run.checkpointed * (HALF_LAYER if run.recompute == "op" else 1.0), checkpoint_offload=False,
-        compiled=run.compiled, attention=run.attention, lora=not trained_full, weight_bytes=weight,
-        gather_bytes=min(DTYPE_BYTES[run.gather_dtype], weight),
-        gradient_bytes=reduced, reduce_bytes=reduced,
-        state_bytes=moments + (4 if run.kind == "Megatron" and trained_full else 0), master_in_weights=master,
-        offload_params="none", offload_optimizer="none", sequence_parallel=run.sequence_parallel, fused_loss=run.fused_loss,
-        notes=(), compute=run.compute_dtype, overlap_tp=run.overlap_tp, reduce_each=run.reduce_each,
-        whole_loss=run.whole_loss, half_loss=run.half_loss, holds_logits=run.holds_logits,
+        **{name: getattr(run, name) for name in _SAME}, world_size=run.world, ranks_per_node=run.gpus_per_node,
+        data_parallel_size=run.dp, weight_shards=sharded, gradient_shards=sharded, state_shards=states,
+        packing=run.packing == "full", recompute=Recompute(share=share), lora=not trained_full, weight_bytes=weight,
+        gather_bytes=min(DTYPE_BYTES[run.gather_dtype], weight), gradient_bytes=reduced, reduce_bytes=reduced,
+        state_bytes=2 * DTYPE_BYTES[run.state_dtype] + (4 if run.kind == "Megatron" and trained_full else 0),
+        compute=run.compute_dtype,
     )  # fmt: skip
 
 
@@ -106,15 +103,11 @@ def cluster_document(run: PublishedRun) -> dict[str, Any]:
     Cores and storage are placeholders: no plan of time or memory per GPU reads them.
     """
     cluster = published_clusters()[run.cluster]
-    nodes = [{"name": f"node{index}", "address": f"10.0.{index // 250}.{index % 250 + 1}"} for index in range(run.nodes)]
+    roles = {"roles": ["compute"]}
     compute: dict[str, Any] = {
-        "gpus": cluster.gpus_per_node,
-        "gpu": cluster.gpu,
-        "interconnect": cluster.interconnect,
-        "cores": 64,
-        "threads": 64,
+        "gpus": cluster.gpus_per_node, "gpu": cluster.gpu, "interconnect": cluster.interconnect, "cores": 64, "threads": 64,
         "memory_gb": cluster.host_gb,
-    }
+    }  # fmt: skip
     if cluster.domain:
         compute["nvlink_domain"] = cluster.domain
     network: dict[str, Any] = {"kind": "none"}
@@ -122,9 +115,5 @@ def cluster_document(run: PublishedRun) -> dict[str, Any]:
         network = {"kind": cluster.network.kind, "ports": cluster.network.ports}
         network |= {"gbit": cluster.network.gbit} if cluster.network.gbit else {}
         network |= {"measured_gb_s": cluster.measured_gb_s} if cluster.measured_gb_s else {}
-    return {
-        "name": run.cluster,
-        "nodes": [node | {"roles": ["compute"]} for node in nodes],
-        "compute": compute,
-        "network": network,
-    }
+    nodes = [{"name": f"node{n}", "address": f"10.0.{n // 250}.{n % 250 + 1}"} | roles for n in range(run.nodes)]
+    return {"name": run.cluster, "nodes": nodes, "compute": compute, "network": network}

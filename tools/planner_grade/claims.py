@@ -27,8 +27,8 @@ def check_claims() -> list[ClaimResult]:
 
 def check(claim: Claim) -> ClaimResult:
     """One claim: the figure computed from its inputs, and how far the claimed one lies from it."""
-    found = compute(claim.formula, claim.inputs)
-    return ClaimResult(claim, found.value, found.arithmetic, judge(claim, found.value))
+    value, arithmetic = compute(claim.formula, claim.inputs)
+    return ClaimResult(claim, value, arithmetic, judge(claim, value))
 
 
 def judge(claim: Claim, value: float) -> str:

@@ -6,70 +6,21 @@ model's architecture, times of published runs are read from their rows: nothing 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from clustertune.config.counted import Counted
 from clustertune.config.hardware import load_hardware
-from clustertune.config.parameters import Counted, count, lora_parameter_count
+from clustertune.config.parameters import count, lora_parameter_count
 from clustertune.plan.term import number
 from tools.planner_grade.data import PublishedRun, published_models, published_runs
 
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A value in the claim's unit, and how it came about."""
-
-    value: float
-    arithmetic: str
-
-
-@dataclass
-class Inputs:
-    """The inputs of a claim; remembers which were asked for."""
-
-    values: Mapping[str, Any]
-    used: set[str] = field(default_factory=set)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number; KeyError where it is missing and has no default."""
-        self.used.add(name)
-        found = self.values[name] if default is None else self.values.get(name, default)
-        return float(found)
-
-    def has(self, name: str) -> bool:
-        """Whether an input is given."""
-        return name in self.values
-
-    def word(self, name: str) -> str:
-        """A text."""
-        self.used.add(name)
-        return str(self.values[name])
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        """A mapping."""
-        self.used.add(name)
-        return dict(self.values[name])
-
-    def architecture(self) -> Mapping[str, Any]:
-        """The config.json keys of ``model``."""
-        return published_models()[self.word("model")].architecture
-
-    def counted(self) -> Counted:
-        """``model`` with its layers counted."""
-        return _counted(self.word("model"))
-
-    def parameters(self) -> float:
-        """Parameters of ``model``, counted; a plain number ``parameters`` where the source names a size and no model."""
-        return self.number("parameters") if self.has("parameters") else float(self.counted().total)
-
-    def run(self, name: str = "run") -> PublishedRun:
-        """A published run."""
-        return published_runs()[self.word(name)]
+Figure = tuple[float, str]
+"""A value in the claim's unit, and how it came about."""
 
 
 @cache
@@ -88,47 +39,40 @@ def step_seconds(run: PublishedRun) -> float:
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def memory(given: Inputs) -> Computed:
+def memory(size: float, each: float, gpus: float = 1) -> Figure:
     """GB: parameters x bytes each, over the GPUs that share them."""
-    size, each, gpus = given.parameters(), given.number("bytes"), given.number("gpus", 1)
     shared = f" / {gpus:g} GPUs" if gpus != 1 else ""
-    return Computed(size * each / gpus / GB, f"{number(size)} parameters x {each:g} B{shared}")
+    return size * each / gpus / GB, f"{number(size)} parameters x {each:g} B{shared}"
 
 
-def minimum_gpus(given: Inputs) -> Computed:
+def minimum_gpus(size: float, each: float, gpu_gb: float) -> Figure:
     """GPUs that hold parameters, gradients and optimizer state between them, without any activation."""
-    size, each, room = given.parameters(), given.number("bytes"), given.number("gpu_gb")
-    return Computed(math.ceil(size * each / (room * GB)), f"{number(size)} parameters x {each:g} B / {room:g} GB, rounded up")
+    return math.ceil(size * each / (gpu_gb * GB)), f"{number(size)} parameters x {each:g} B / {gpu_gb:g} GB, rounded up"
 
 
-def nodes_filled(given: Inputs) -> Computed:
+def nodes_filled(size: float, each: float, gpus: float, gpu_gb: float) -> Figure:
     """How many nodes of ``gpus`` GPUs the state alone fills."""
-    size, each, gpus, room = given.parameters(), given.number("bytes"), given.number("gpus"), given.number("gpu_gb")
-    return Computed(size * each / (gpus * room * GB), f"{number(size)} x {each:g} B / ({gpus:g} GPUs x {room:g} GB)")
+    return size * each / (gpus * gpu_gb * GB), f"{number(size)} x {each:g} B / ({gpus:g} GPUs x {gpu_gb:g} GB)"
 
 
-def share_of_gpu(given: Inputs) -> Computed:
+def share_of_gpu(size: float, each: float, gpu: str) -> Figure:
     """What the weights are of the memory of one GPU of ops/hardware.yaml."""
-    size, each, gpu = given.parameters(), given.number("bytes"), given.word("gpu")
     room = load_hardware()[gpu].memory_gb
-    return Computed(size * each / (room * GB), f"{number(size)} x {each:g} B / {room:g} GB of a {gpu}")
+    return size * each / (room * GB), f"{number(size)} x {each:g} B / {room:g} GB of a {gpu}"
 
 
-def saved_activations(given: Inputs) -> Computed:
+def saved_activations(counted: Counted, tokens: float) -> Figure:
     """GB that backward needs of one sequence without checkpointing, bf16, with an attention that keeps no scores.
 
     Per token and layer: inputs of the two norms and of the products behind them (4 d), queries and attention output (2 d), keys
     and values, gate, up, the activated gate and their product (4 f); and the logits once in bf16 and once in fp32.
     """
-    counted = given.counted()
-    tokens = given.number("tokens")
-    layer = counted.layers[0]
+    layer, layers = counted.layers[0], counted.num_layers
     keys = layer.attention.kv_heads * (layer.attention.qk_dim + layer.attention.v_dim)
     elements = 6 * counted.hidden + keys + 4 * layer.inner
-    layers = sum(kind.count for kind in counted.layers)
     total = tokens * (layers * elements * 2 + counted.vocabulary * 6)
     shown = f"{tokens:g} tokens x ({layers} layers x {number(elements)} x 2 B + {number(counted.vocabulary)} logits x 6 B)"
-    return Computed(total / GB, shown)
+    return total / GB, shown
 
 
 def _zero_bytes(stage: float, ranks: float) -> float:
@@ -136,255 +80,221 @@ def _zero_bytes(stage: float, ranks: float) -> float:
     return (2 / ranks if stage >= 3 else 2) + (2 / ranks if stage >= 2 else 2) + (12 / ranks if stage >= 1 else 12)
 
 
-def zero_reduction(given: Inputs) -> Computed:
+def zero_reduction(stage: float, ranks: float) -> Figure:
     """How many times less memory a rank needs under a ZeRO stage than under plain data parallelism."""
-    stage, ranks = given.number("stage"), given.number("ranks")
     held = _zero_bytes(stage, ranks)
-    return Computed(16 / held, f"16 B / {held:.3g} B a parameter with stage {stage:g} over {ranks:g} ranks")
+    return 16 / held, f"16 B / {held:.3g} B a parameter with stage {stage:g} over {ranks:g} ranks"
 
 
-def zero_memory(given: Inputs) -> Computed:
+def zero_memory(size: float, stage: float, ranks: float) -> Figure:
     """GB of weights, gradients and optimizer state a rank under a ZeRO stage."""
-    size, stage, ranks = given.parameters(), given.number("stage"), given.number("ranks")
     held = _zero_bytes(stage, ranks)
-    return Computed(size * held / GB, f"{number(size)} parameters x {held:.3g} B (ZeRO-{stage:g} over {ranks:g} ranks)")
+    return size * held / GB, f"{number(size)} parameters x {held:.3g} B (ZeRO-{stage:g} over {ranks:g} ranks)"
 
 
 # --- parameters --------------------------------------------------------------------------------------------------------
 
 
-def lora_parameters(given: Inputs) -> Computed:
+def lora_parameters(counted: Counted, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Parameters that LoRA trains: r (inputs + outputs) of each target module."""
-    kind, lora = given.counted().layers[0], given.mapping("lora")
-    trained = lora_parameter_count(given.architecture(), lora)
+    kind, trained = counted.layers[0], lora_parameter_count(architecture, lora)
     assert trained is not None, "only adapters that can be counted are claimed"
     sides = [f"({f.inputs:,} + {f.outputs:,})" for f in kind.linears if f.name.split(".")[-1] in lora["target_modules"]]
-    return Computed(trained, f"{lora['r']} x {kind.count} layers x ({' + '.join(sides)})")
+    return trained, f"{lora['r']} x {kind.count} layers x ({' + '.join(sides)})"
 
 
-def lora_percent(given: Inputs) -> Computed:
+def lora_percent(size: float, counted: Counted, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Trained share of all parameters, per cent."""
-    trained, size = lora_parameters(given).value, given.parameters()
-    return Computed(100 * trained / size, f"100 x {number(trained)} / {number(size)}")
+    trained, _ = lora_parameters(counted, architecture, lora)
+    return 100 * trained / size, f"100 x {number(trained)} / {number(size)}"
 
 
-def lora_gb(given: Inputs) -> Computed:
+def lora_gb(each: float, counted: Counted, architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> Figure:
     """Size of the adapter file, GB."""
-    trained, each = lora_parameters(given).value, given.number("bytes")
-    return Computed(trained * each / GB, f"{number(trained)} x {each:g} B")
+    trained, _ = lora_parameters(counted, architecture, lora)
+    return trained * each / GB, f"{number(trained)} x {each:g} B"
 
 
-def weight_shards(given: Inputs) -> Computed:
+def weight_shards(counted: Counted, each: float, shard_gb: float) -> Figure:
     """Files that transformers writes: whole tensors in the order of the model, a new file before the limit is passed."""
-    counted, limit, each = given.counted(), given.number("shard_gb") * GB, given.number("bytes")
     layers = [[linear.inputs * linear.outputs for linear in kind.linears] for kind in counted.layers for _ in range(kind.count)]
     tensors = [counted.embedding, *(size for layer in layers for size in layer), counted.head]
     files, held = 1, 0.0
     for size in tensors:
-        if held + size * each > limit and held:
+        if held + size * each > shard_gb * GB and held:
             files, held = files + 1, 0.0
         held += size * each
     total = sum(tensors) * each
-    return Computed(
-        files, f"{total / GB:.1f} GB in whole tensors of up to {max(tensors) * each / GB:.2f} GB, {limit / GB:g} GB a file"
-    )
+    shown = f"{total / GB:.1f} GB in whole tensors of up to {max(tensors) * each / GB:.2f} GB, {shard_gb:g} GB a file"
+    return files, shown
 
 
 # --- operations and time -----------------------------------------------------------------------------------------------
 
 
-def flops_per_token(given: Inputs) -> Computed:
+def flops_per_token(size: float) -> Figure:
     """FLOPs of a token in training: 6 a parameter (2 forward, 4 backward)."""
-    size = given.parameters()
-    return Computed(6 * size, f"6 x {number(size)}")
+    return 6 * size, f"6 x {number(size)}"
 
 
-def _rate(given: Inputs) -> Computed:
-    """Tokens per second: from an MFU and a peak, from the TFLOP/s that a GPU reached, or as given."""
-    if given.has("tokens_per_s"):
-        rate = given.number("tokens_per_s")
-        return Computed(rate, f"{number(rate)} tokens/s")
-    size, gpus = given.parameters(), given.number("gpus")
-    if given.has("measured"):
-        run = given.run("measured")
-        assert run.tflops_per_gpu is not None
-        return Computed(
-            gpus * run.tflops_per_gpu * 1e12 / (6 * size),
-            f"{gpus:g} GPUs x {run.tflops_per_gpu:g} TFLOP/s (reached by {run.id}) / (6 x {number(size)})",
-        )
-    mfu, peak = given.number("mfu"), given.number("peak_tflops")
-    shown = f"{mfu:g} x {gpus:g} GPUs x {peak:g} TFLOP/s / (6 x {number(size)})"
-    return Computed(mfu * gpus * peak * 1e12 / (6 * size), shown)
+def token_rate(
+    size: float = 0, gpus: float = 0, mfu: float = 0, peak_tflops: float = 0, measured: PublishedRun | None = None,
+    tokens_per_s: float | None = None,
+) -> Figure:  # fmt: skip
+    """Tokens per second of all GPUs: from an MFU and a peak, from the TFLOP/s that a GPU reached, or as given."""
+    if tokens_per_s is not None:
+        return tokens_per_s, f"{number(tokens_per_s)} tokens/s"
+    if measured is not None:
+        assert measured.tflops_per_gpu is not None
+        reached = f"{measured.tflops_per_gpu:g} TFLOP/s (reached by {measured.id})"
+        rate = gpus * measured.tflops_per_gpu * 1e12 / (6 * size)
+        return rate, f"{gpus:g} GPUs x {reached} / (6 x {number(size)})"
+    shown = f"{mfu:g} x {gpus:g} GPUs x {peak_tflops:g} TFLOP/s / (6 x {number(size)})"
+    return mfu * gpus * peak_tflops * 1e12 / (6 * size), shown
 
 
-def token_rate(given: Inputs) -> Computed:
-    """Tokens per second of all GPUs."""
-    return _rate(given)
-
-
-def hours_for_tokens(given: Inputs) -> Computed:
+def hours_for_tokens(tokens: float, **rate: Any) -> Figure:
     """Wall hours for a number of tokens."""
-    rate, tokens = _rate(given), given.number("tokens")
-    return Computed(tokens / rate.value / 3600, f"{number(tokens)} tokens / ({rate.arithmetic} = {number(rate.value)}) / 3600")
+    value, arithmetic = token_rate(**rate)
+    return tokens / value / 3600, f"{number(tokens)} tokens / ({arithmetic} = {number(value)}) / 3600"
 
 
-def days_for_tokens(given: Inputs) -> Computed:
+def days_for_tokens(tokens: float, **rate: Any) -> Figure:
     """Wall days for a number of tokens."""
-    hours = hours_for_tokens(given)
-    return Computed(hours.value / 24, f"{hours.arithmetic} / 24")
+    hours, arithmetic = hours_for_tokens(tokens, **rate)
+    return hours / 24, f"{arithmetic} / 24"
 
 
-def product(given: Inputs) -> Computed:
+def product(**factors: float) -> Figure:
     """A plain product of what is given."""
-    names = list(given.values)
-    factors = [given.number(name) for name in names]
-    return Computed(math.prod(factors), " x ".join(f"{number(v)} {n}" for n, v in zip(names, factors, strict=True)))
+    return math.prod(factors.values()), " x ".join(f"{number(value)} {name}" for name, value in factors.items())
 
 
-def quotient(given: Inputs) -> Computed:
+def quotient(above: float, below: float) -> Figure:
     """One number over another."""
-    above, below = given.number("above"), given.number("below")
-    return Computed(above / below, f"{number(above)} / {number(below)}")
+    return above / below, f"{number(above)} / {number(below)}"
 
 
-def gap_percent(given: Inputs) -> Computed:
+def gap_percent(found: float, wanted: float) -> Figure:
     """How far one figure lies from another, per cent."""
-    found, wanted = given.number("found"), given.number("wanted")
-    return Computed(100 * abs(found / wanted - 1), f"100 x |{found:g} / {wanted:g} - 1|")
+    return 100 * abs(found / wanted - 1), f"100 x |{found:g} / {wanted:g} - 1|"
 
 
-def minutes_per_step(given: Inputs) -> Computed:
+def minutes_per_step(hours: float, steps: float) -> Figure:
     """Minutes of a step from the hours of all."""
-    hours, steps = given.number("hours"), given.number("steps")
-    return Computed(hours * 60 / steps, f"{hours:g} h x 60 / {steps:g} steps")
+    return hours * 60 / steps, f"{hours:g} h x 60 / {steps:g} steps"
 
 
-def run_hours(given: Inputs) -> Computed:
+def run_hours(run: PublishedRun, steps: float, factor: float = 1) -> Figure:
     """Hours of a training of ``steps`` steps at a published step time, ``factor`` times as long where the batch is."""
-    run, factor, steps = given.run(), given.number("factor", 1), given.number("steps")
     more = f" x {factor:g}" if factor != 1 else ""
-    return Computed(
-        step_seconds(run) * factor * steps / 3600, f"{step_seconds(run):.4g} s ({run.place}){more} x {steps:g} steps / 3600"
-    )
+    seconds = step_seconds(run)
+    return seconds * factor * steps / 3600, f"{seconds:.4g} s ({run.place}){more} x {steps:g} steps / 3600"
 
 
-def run_gpu_hours(given: Inputs) -> Computed:
+def run_gpu_hours(run: PublishedRun, steps: float, factor: float = 1) -> Figure:
     """GPU-hours of the same."""
-    hours, gpus = run_hours(given), given.run().world
-    return Computed(hours.value * gpus, f"{hours.arithmetic} x {gpus} GPUs")
+    hours, arithmetic = run_hours(run, steps, factor)
+    return hours * run.world, f"{arithmetic} x {run.world} GPUs"
 
 
-def speed_ratio(given: Inputs) -> Computed:
+def speed_ratio(slow: PublishedRun, fast: PublishedRun) -> Figure:
     """How many times faster a step of one run is than the same step of another."""
-    slow, fast = given.run("slow"), given.run("fast")
-    return Computed(
-        step_seconds(slow) / step_seconds(fast),
-        f"{step_seconds(slow):g} s ({slow.place}) / {step_seconds(fast):g} s ({fast.place})",
-    )
+    one, other = step_seconds(slow), step_seconds(fast)
+    return one / other, f"{one:g} s ({slow.place}) / {other:g} s ({fast.place})"
 
 
-def more_time(given: Inputs) -> Computed:
+def more_time(slow: PublishedRun, fast: PublishedRun) -> Figure:
     """Per cent that a step takes longer on several nodes than on one."""
-    ratio = speed_ratio(given)
-    return Computed(100 * (ratio.value - 1), f"100 x ({ratio.arithmetic} - 1)")
+    ratio, arithmetic = speed_ratio(slow, fast)
+    return 100 * (ratio - 1), f"100 x ({arithmetic} - 1)"
 
 
-def bubble(given: Inputs) -> Computed:
+def bubble(stages: float, micro_batches: float, virtual: float = 1) -> Figure:
     """Per cent of the step that a pipeline stage waits: (p - 1) / v over m + (p - 1) / v (arXiv:2104.04473, section 2.2)."""
-    stages, batches, virtual = given.number("stages"), given.number("micro_batches"), given.number("virtual", 1)
     idle = (stages - 1) / virtual
-    shown = f"({stages:g} - 1) / {virtual:g} / ({batches:g} micro batches + ({stages:g} - 1) / {virtual:g}) x 100"
-    return Computed(100 * idle / (batches + idle), shown)
+    shown = f"({stages:g} - 1) / {virtual:g} / ({micro_batches:g} micro batches + ({stages:g} - 1) / {virtual:g}) x 100"
+    return 100 * idle / (micro_batches + idle), shown
 
 
 # --- tokens and steps --------------------------------------------------------------------------------------------------
 
 
-def epoch_steps(given: Inputs) -> Computed:
+def epoch_steps(rows: float, epochs: float, batch: float) -> Figure:
     """Optimizer steps where each row is a sequence."""
-    rows, epochs, batch = given.number("rows"), given.number("epochs"), given.number("batch")
-    return Computed(math.ceil(rows * epochs / batch), f"{number(rows)} rows x {epochs:g} / {batch:g}, rounded up")
+    return math.ceil(rows * epochs / batch), f"{number(rows)} rows x {epochs:g} / {batch:g}, rounded up"
 
 
-def packed_steps(given: Inputs) -> Computed:
+def packed_steps(
+    rows: float, batch: float, sequence: float, characters: float, characters_per_token: float, turns: float,
+    template_tokens: float, header_tokens: float,
+) -> Figure:  # fmt: skip
     """Optimizer steps where conversations are packed into sequences without gaps."""
-    rows, batch, sequence = given.number("rows"), given.number("batch"), given.number("sequence")
-    tokens = given.number("characters") / given.number("characters_per_token")
-    tokens += given.number("turns") * given.number("template_tokens") + given.number("header_tokens")
+    tokens = characters / characters_per_token + turns * template_tokens + header_tokens
     shown = f"{number(rows)} conversations x {tokens:.0f} tokens / {sequence:g} / {batch:g}, rounded up"
-    return Computed(math.ceil(rows * tokens / sequence / batch), shown)
+    return math.ceil(rows * tokens / sequence / batch), shown
 
 
-def useful_percent(given: Inputs) -> Computed:
-    """Per cent of a padded sequence that is text: bytes of a tokenised dataset over rows, bytes a token and the sequence."""
-    size, rows, each, sequence = (given.number(n) for n in ("bytes", "rows", "bytes_per_token", "sequence"))
-    tokens = size / rows / each
-    return Computed(
-        100 * tokens / sequence, f"{number(size)} B / {number(rows)} rows / {each:g} B = {tokens:.0f} tokens of {sequence:g}"
-    )
+def useful_percent(each: float, rows: float, bytes_per_token: float, sequence: float) -> Figure:
+    """Per cent of a padded sequence that is text: ``each``, the bytes of a tokenised dataset, over rows, bytes a token and the
+    sequence."""
+    tokens = each / rows / bytes_per_token
+    shown = f"{number(each)} B / {number(rows)} rows / {bytes_per_token:g} B = {tokens:.0f} tokens of {sequence:g}"
+    return 100 * tokens / sequence, shown
 
 
-def token_speed(given: Inputs) -> Computed:
+def token_speed(steps: float, sequence: float, seconds: float) -> Figure:
     """Tokens per second of a rank: steps x sequences x length over the wall time."""
-    steps, sequence, seconds = given.number("steps"), given.number("sequence"), given.number("seconds")
-    return Computed(steps * sequence / seconds, f"{steps:g} x {sequence:g} / {seconds:g} s")
+    return steps * sequence / seconds, f"{steps:g} x {sequence:g} / {seconds:g} s"
 
 
 # --- traffic -----------------------------------------------------------------------------------------------------------
 
 
-def layer_gather(given: Inputs) -> Computed:
+def layer_gather(counted: Counted, each: float) -> Figure:
     """GB of one layer as it is gathered."""
-    counted = given.counted()
-    each = given.number("bytes")
-    return Computed(
-        counted.layers[0].parameters * each / GB, f"{number(counted.layers[0].parameters)} parameters of a layer x {each:g} B"
-    )
+    size = counted.layers[0].parameters
+    return size * each / GB, f"{number(size)} parameters of a layer x {each:g} B"
 
 
-def node_bandwidth(given: Inputs) -> Computed:
+def node_bandwidth(size: float, each: float, passes: float, run: PublishedRun, warm_up_s: float = 0) -> Figure:
     """GB/s through a node's link: ``passes`` collectives of the whole model a step, (n - 1) / n of it through every link."""
-    size, each, run, warm = given.parameters(), given.number("bytes"), given.run(), given.number("warm_up_s", 0)
-    passes = given.number("passes")
-    seconds = step_seconds(run) - warm / (run.steps or 1)
+    seconds = step_seconds(run) - warm_up_s / (run.steps or 1)
     moved = passes * size * each * (run.world - 1) / run.world / GB
     shown = f"{passes:g} x {number(size)} x {each:g} B x {run.world - 1}/{run.world} = {moved:.1f} GB in {seconds:.3g} s"
-    return Computed(moved / seconds, shown)
+    return moved / seconds, shown
 
 
-def link_ratio(given: Inputs) -> Computed:
+def link_ratio(nvlink_gb_s: float, run: PublishedRun, **reached: Any) -> Figure:
     """How many times faster a GPU's NVLink is than its share of what a node's network reached."""
-    reached = node_bandwidth(given)
-    nvlink, run = given.number("nvlink_gb_s"), given.run()
-    shown = f"{nvlink:g} GB/s / (({reached.arithmetic}) / {run.gpus_per_node} GPUs)"
-    return Computed(nvlink / (reached.value / run.gpus_per_node), shown)
+    value, arithmetic = node_bandwidth(run=run, **reached)
+    shown = f"{nvlink_gb_s:g} GB/s / (({arithmetic}) / {run.gpus_per_node} GPUs)"
+    return nvlink_gb_s / (value / run.gpus_per_node), shown
 
 
-def steady_rate(given: Inputs) -> Computed:
+def steady_rate(
+    size: float, each: float, tokens: float, gpus: float, mfu: float, peak_tflops: float, nvlink_gb_s: float, passes: float
+) -> Figure:
     """Tokens per second of a rank without a warm-up: compute at ``mfu``, then all collectives over NVLink, no overlap."""
-    size, each, tokens, ranks = given.parameters(), given.number("bytes"), given.number("tokens"), given.number("gpus")
-    mfu, peak, nvlink, passes = (given.number(n) for n in ("mfu", "peak_tflops", "nvlink_gb_s", "passes"))
-    busy = 6 * size * tokens / (mfu * peak * 1e12)
-    moved = passes * size * each * (ranks - 1) / ranks / (nvlink * GB)
-    shown = f"{tokens:g} tokens / (6 x {number(size)} x {tokens:g} / ({mfu:g} x {peak:g} TFLOP/s) = {busy:.3f} s"
-    shown += f" + {passes:g} x {number(size)} x {each:g} B x {ranks - 1:g}/{ranks:g} / {nvlink:g} GB/s = {moved:.3f} s)"
-    return Computed(tokens / (busy + moved), shown)
+    busy = 6 * size * tokens / (mfu * peak_tflops * 1e12)
+    moved = passes * size * each * (gpus - 1) / gpus / (nvlink_gb_s * GB)
+    shown = f"{tokens:g} tokens / (6 x {number(size)} x {tokens:g} / ({mfu:g} x {peak_tflops:g} TFLOP/s) = {busy:.3f} s"
+    shown += f" + {passes:g} x {number(size)} x {each:g} B x {gpus - 1:g}/{gpus:g} / {nvlink_gb_s:g} GB/s = {moved:.3f} s)"
+    return tokens / (busy + moved), shown
 
 
-def link_busy(given: Inputs) -> Computed:
+def link_busy(nvlink_gb_s: float, **reached: Any) -> Figure:
     """Per cent of a step in which NVLink at its nominal speed would move the step's collectives."""
-    reached = node_bandwidth(given)
-    nvlink = given.number("nvlink_gb_s")
-    return Computed(100 * reached.value / nvlink, f"100 x ({reached.arithmetic}) / {nvlink:g} GB/s")
+    value, arithmetic = node_bandwidth(**reached)
+    return 100 * value / nvlink_gb_s, f"100 x ({arithmetic}) / {nvlink_gb_s:g} GB/s"
 
 
-def link_speed(given: Inputs) -> Computed:
+def link_speed(gbit: float) -> Figure:
     """GB/s of a link from its Gbit/s."""
-    gbit = given.number("gbit")
-    return Computed(gbit / 8, f"{gbit:g} Gbit/s / 8")
+    return gbit / 8, f"{gbit:g} Gbit/s / 8"
 
 
-_ALL: tuple[Callable[[Inputs], Computed], ...] = (
+_ALL: tuple[Callable[..., Figure], ...] = (
     memory, minimum_gpus, nodes_filled, share_of_gpu, saved_activations, zero_reduction, zero_memory,
     lora_parameters, lora_percent, lora_gb, weight_shards,
     flops_per_token, token_rate, hours_for_tokens, days_for_tokens, product, quotient, gap_percent, minutes_per_step, run_hours,
@@ -392,14 +302,30 @@ _ALL: tuple[Callable[[Inputs], Computed], ...] = (
     epoch_steps, packed_steps, useful_percent, token_speed,
     layer_gather, link_ratio, steady_rate, link_busy, link_speed,
 )  # fmt: skip
-FORMULAS: Mapping[str, Callable[[Inputs], Computed]] = {made.__name__.replace("_", "-"): made for made in _ALL}
+FORMULAS: Mapping[str, Callable[..., Figure]] = {made.__name__.replace("_", "-"): made for made in _ALL}
 """The functions by the name that a claim calls them."""
+_NAMES = {"bytes": "each", "parameters": "size"}
+"""Inputs of claims by the arguments' names."""
 
 
-def compute(formula: str, inputs: Mapping[str, Any]) -> Computed:
-    """The figure of a formula: its value, and the arithmetic with the result. KeyError where an input is missing."""
-    given = Inputs(inputs)
-    found = FORMULAS[formula](given)
-    if unused := sorted(set(inputs) - given.used):
-        raise KeyError(f"{formula} takes no {', '.join(unused)}")
-    return replace(found, arithmetic=f"{found.arithmetic} = {number(found.value)}")
+def compute(formula: str, inputs: Mapping[str, Any]) -> Figure:
+    """The figure of a formula: its value, and the arithmetic with the result. KeyError where an input is missing or unknown.
+
+    ``model`` is counted: formulas take its ``size``, its layers (``counted``) or its ``architecture``. Runs are given by id.
+    """
+    function = FORMULAS[formula]
+    wanted = inspect.signature(function).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted.values())
+    given = {_NAMES.get(key, key): value for key, value in inputs.items()}
+    given |= {key: published_runs()[given[key]] for key in ("run", "slow", "fast", "measured") if key in given}
+    if model := given.pop("model", None):
+        counted = _counted(model)
+        made = {"size": float(counted.total), "counted": counted, "architecture": published_models()[model].architecture}
+        given |= {key: value for key, value in made.items() if key in wanted or (open_ended and key == "size")}
+    if unknown := sorted(set(given) - set(wanted)) if not open_ended else []:
+        raise KeyError(f"{formula} takes no {', '.join(unknown)}")
+    try:
+        value, arithmetic = function(**given)
+    except TypeError as error:  # Python names the argument
+        raise KeyError(f"{formula}: {error}") from error
+    return value, f"{arithmetic} = {number(value)}"

@@ -111,44 +111,29 @@ def observation(one: Case, *, memory: bool = False) -> Observation:
 def flows() -> list[Flow]:
     """All ways, in the order in which they are shown."""
     csv = cases([CSV])
-    fast = [c for c in csv if c.machine.inter.source != "measured" or c.shape.strategy.world <= c.machine.domain]
+    fast = [c for c in csv if c.machine.inter.source != "measured" or c.shape.strategy.world_size <= c.machine.domain]
     fast = [c for c in fast if "a100" not in c.run.cluster]
-    found = [
-        Flow(
-            "as shipped, NVLink and InfiniBand",
-            "no calibration, nominal bandwidth; the constants were fitted to these runs among others",
-            [row(c, Constants()) for c in fast],
-            0.07,
-        ),
-        Flow(
-            "one run per cluster",
-            "calibrated with the cluster's cheapest run (the fewest GPUs), which does not count; measured bandwidth on A100",
-            _one_run(csv),
-            0.04,
-        ),
-        Flow(
-            "one model left out",
-            "constants fitted anew without any run of the model, then one calibration run of another model per cluster",
-            _model_out(csv),
-            0.04,
-        ),
-        Flow(
-            "larger model",
-            "Qwen2.5-72B and larger batches on the same clusters, as shipped; never fitted",
-            [row(c, Constants()) for c in cases(["idris-other"])],
-            0.07,
-        ),
+    neutral = "no calibration, nominal bandwidth; the constants were fitted to these runs among others"
+    cheapest = "calibrated with the cluster's cheapest run (the fewest GPUs), which does not count; measured bandwidth on A100"
+    other = "constants fitted anew without any run of the model, then one calibration run of another model per cluster"
+    larger = "Qwen2.5-72B and larger batches on the same clusters, as shipped; never fitted"
+    own = "nothing: the 8.0 GB/s of its link come from this very run"
+    return [
+        Flow("as shipped, NVLink and InfiniBand", neutral, [row(c, Constants()) for c in fast], 0.07),
+        Flow("one run per cluster", cheapest, _one_run(csv), 0.04),
+        Flow("one model left out", other, _model_out(csv), 0.04),
+        Flow("larger model", larger, _as_shipped("idris-other"), 0.07),
+        Flow("throughput tables", "as shipped", _as_shipped("table"), None),
+        Flow("float8 and Megatron-Core", "as shipped", _as_shipped("table-fp8"), None),
+        Flow("mixtures of experts", "as shipped", _as_shipped("table-moe"), None),
+        Flow("NeMo's HFAutoModel", "as shipped", _as_shipped("idris-nemo"), None),
+        Flow("Ethernet", own, _as_shipped("nebius"), None),
     ]
-    for name, sets in (
-        ("throughput tables", ["table"]),
-        ("float8 and Megatron-Core", ["table-fp8"]),
-        ("mixtures of experts", ["table-moe"]),
-        ("NeMo's HFAutoModel", ["idris-nemo"]),
-        ("Ethernet", ["nebius"]),
-    ):
-        what = "nothing: the 8.0 GB/s of its link come from this very run" if name == "Ethernet" else "as shipped"
-        found.append(Flow(name, what, [row(c, Constants()) for c in cases(sets)], None))
-    return found
+
+
+def _as_shipped(name: str) -> list[Row]:
+    """The runs of a set, without calibration."""
+    return [row(c, Constants()) for c in cases([name])]
 
 
 def _one_run(csv: Sequence[Case]) -> list[Row]:

@@ -71,8 +71,8 @@ def alternatives(bandwidths: tuple[float, ...] = (4.7, 8.1)) -> list[Alternative
     shards = {"weight_shards": 8, "gradient_shards": 8, "state_shards": 8, "replicas": 2}
     two: dict[str, Any] = {"micro_batch": 2, "accumulation": 1}
     megatron: dict[str, Any] = {
-        "engine": "megatron", "kind": "Megatron", "weight_shards": 1, "gradient_shards": 1, "state_shards": 1, "replicas": 1,
-        "gather_bytes": 2.0, "micro_batch": 1,
+        "kind": "Megatron", "weight_shards": 1, "gradient_shards": 1, "state_shards": 1, "replicas": 1,
+        "gather_bytes": 2.0, "micro_batch": 1, "data_parallel_size": 1, "accumulation": 32,
     }  # fmt: skip
     named: list[tuple[str, dict[str, Any]]] = [
         ("as run: FSDP over 16, bf16, 1 x 2", {}),
@@ -82,9 +82,12 @@ def alternatives(bandwidths: tuple[float, ...] = (4.7, 8.1)) -> list[Alternative
         ("HSDP 8 x 2, bf16", {**shards, **two}),
         ("HSDP 8 x 2, FP8 base", {"weight_bytes": fp8, "gather_bytes": fp8, **shards, **two}),
         ("HSDP 8 x 2, NF4 base", {"weight_bytes": nf4, "gather_bytes": nf4, **shards, **two}),
-        ("TP 8 x PP 2, bf16", {**megatron, "tp": 8, "pp": 2, "dp": 1, "accumulation": 32, "sequence_parallel": True}),
-        ("PP 16, bf16, 1F1B", {**megatron, "pp": 16, "dp": 1, "accumulation": 32}),
-        ("PP 16, bf16, interleaved 2", {**megatron, "pp": 16, "dp": 1, "accumulation": 32, "virtual": 2}),
+        (
+            "TP 8 x PP 2, bf16",
+            {**megatron, "tp": 8, "pp": 2, "sequence_parallel": True},
+        ),
+        ("PP 16, bf16, 1F1B", {**megatron, "pp": 16}),
+        ("PP 16, bf16, interleaved 2", {**megatron, "pp": 16, "virtual": 2}),
         ("FSDP over 16, bf16, not resharded", {"reshard": False}),
     ]
     return [_alternative(start, name, changes, bandwidths) for name, changes in named]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.lock import held
-from clustertune.ops.files import NODE, inside, put
-from clustertune.ops.slurm.node import is_here
+from clustertune.host.sight import ask
+from clustertune.ops.files import NODE, exclusive, inside, put
+from clustertune.ops.nodes import require_here
 from clustertune.ops.slurm.planning import Mode, Plan
 from clustertune.ops.slurm.texts import DROP_IN
 
@@ -35,10 +33,10 @@ def require_right_to_apply(plan: Plan, root: Path) -> None:
     """Raises UserError where this is another machine, not root, or something stands in the way: all of it at once."""
     problems = []
     if root == NODE:
-        if not is_here(plan.cluster, plan.node):
-            text = f"this machine is {os.uname().nodename}, not {plan.node.name}"
-            fix = f"run it on {plan.node.name}, or write into a tree: --root DIR"
-            problems.append(Problem(text, file="command line", key="--node", fix=fix))
+        try:
+            require_here(plan.cluster, plan.node)
+        except UserError as error:
+            problems += error.problems
         if os.geteuid() != 0:
             problems.append(Problem("files below /etc are root's", fix="run it as root: sudo, or into a tree with --root DIR"))
     problems += [Problem(item.found, file=item.where or None, key=item.rule, fix=item.fix) for item in plan.blocked]
@@ -49,17 +47,8 @@ def require_right_to_apply(plan: Plan, root: Path) -> None:
 def apply_plan(plan: Plan, root: Path = NODE) -> Applied:
     """Write what the plan says. Raises UserError before anything is written, or exit 73 where storage fails on the way."""
     require_right_to_apply(plan, root)
-    os.umask(0o022)  # folders on the way to a file are everybody's to read, whatever the shell says
-    lock = inside(root, f"/run/{LOCK}" if root == NODE else f"/etc/.{LOCK}")
-    try:
-        with held(lock, "sets up Slurm here", shown=lock, fix="wait for it, then run the same command again"):
-            try:
-                return _apply(plan, root)
-            finally:
-                with contextlib.suppress(OSError):
-                    lock.unlink()
-    except OSError as error:
-        raise storage_error(error, "cannot be written", error.filename or str(root)) from None
+    with exclusive(root, LOCK, "sets up Slurm here"):
+        return _apply(plan, root)
 
 
 def _apply(plan: Plan, root: Path) -> Applied:
@@ -105,16 +94,5 @@ def _set(plan: Plan, root: Path, mode: Mode) -> Iterable[str]:
 
 def _reload() -> list[str]:
     """``systemctl daemon-reload``; a failure is reported; it is no reason to undo."""
-    try:
-        done = subprocess.run(
-            ["systemctl", "daemon-reload"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_RELOAD_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"systemctl daemon-reload: {error}"]
-    return [] if done.returncode == 0 else [f"systemctl daemon-reload: {done.stderr.strip() or done.returncode}"]
+    answer = ask(["systemctl", "daemon-reload"], _RELOAD_SECONDS)
+    return [] if answer.good else [f"systemctl daemon-reload: {answer.fault or 'is not installed'}"]

@@ -6,31 +6,17 @@ from itertools import groupby
 
 from clustertune.config.cluster_schema import Cluster, Compute
 from clustertune.host.cpus import format_cpu_list, parse_cpu_list
-
-_AUTODETECT = (
-    "# AutoDetect is left out: nvml needs a Slurm that was built with NVIDIA's library, which the packages of Debian and",
-    "# Ubuntu are not, and where it finds other names or cores than stand here the node is drained. Add AutoDetect=nvml where",
-    "# your slurmd has gpu_nvml.so and its answer (slurmd -G) is this.",
-)
+from clustertune.ops.slurm.conf import from_template
 
 
-def gres_lines(cluster: Cluster) -> list[str]:
+def gres_lines(cluster: Cluster) -> tuple[str, ...]:
     """The file's lines. It is one for all nodes, which are alike; no GPUs leave a comment."""
-    compute = cluster.compute
-    if not compute.gpus:
-        return ["# The nodes of this cluster have no GPUs."]
-    cores, note = gpu_cores(compute)
-    kind = f" Type={cluster.slurm.gres}" if cluster.slurm and cluster.slurm.gres else ""
-    lines = [
-        *_AUTODETECT,
-        "# File numbers are the minor numbers of /dev: nvidia-smi -q tells them (Minor Number).",
-        f"# {note}",
-    ]
-    for place, group in groupby(range(compute.gpus), key=lambda gpu: cores[gpu]):
+    cores, note = gpu_cores(cluster.compute)
+    lines = []
+    for place, group in groupby(range(cluster.compute.gpus), key=lambda gpu: cores[gpu]):
         gpus = list(group)
-        numbers = str(gpus[0]) if len(gpus) == 1 else f"[{format_cpu_list(gpus)}]"
-        lines.append(f"Name=gpu{kind} File=/dev/nvidia{numbers}" + (f" Cores={place}" if place else ""))
-    return lines
+        lines.append((str(gpus[0]) if len(gpus) == 1 else f"[{format_cpu_list(gpus)}]", place))
+    return from_template("gres.conf", lines=lines, note=note, kind=cluster.slurm and cluster.slurm.gres)
 
 
 def gpu_cores(compute: Compute) -> tuple[list[str], str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import stat
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster, Host
+from clustertune.host import sight
 from clustertune.ops.files import NODE, inside
+from clustertune.ops.nodes import is_here
 from clustertune.ops.slurm.conf import LOGS, SPOOL, STATE
 from clustertune.ops.slurm.texts import CGROUP_CONF, ETC, GRES_CONF, MUNGE_KEY, SLURM_CONF, SLURMDBD_CONF
 
@@ -79,11 +79,6 @@ def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
     )
 
 
-def is_here(cluster: Cluster, node: Host) -> bool:
-    """Whether this machine is ``node``, and no other of the cluster: n1 of one domain is not n1 of another."""
-    return cluster.host(socket.gethostname()) == node
-
-
 def search_path() -> str:
     """Where Slurm's daemons lie too, which an ordinary PATH often leaves out."""
     return os.environ.get("PATH", os.defpath) + SBIN
@@ -92,21 +87,8 @@ def search_path() -> str:
 def ask(*words: str) -> str:
     """What a program prints; empty where it is not there, fails or does not answer."""
     program = shutil.which(words[0], path=search_path())
-    if program is None:
-        return ""
-    try:
-        done = subprocess.run(
-            [program, *words[1:]],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    answer = sight.ask([program, *words[1:]], SECONDS) if program else sight.ABSENT
+    return answer.text.strip() if answer.good else ""
 
 
 def _place(path: Path) -> Place | None:

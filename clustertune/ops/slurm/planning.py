@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from clustertune.check.rule import FAIL, WARN, Finding, as_json, finding, in_ord
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
+from clustertune.ops.nodes import is_here
 from clustertune.ops.slurm import judge as rules
 from clustertune.ops.slurm import node as node_room
 from clustertune.ops.slurm.check import require_slurm
@@ -115,16 +115,6 @@ class Plan:
         }
 
 
-def choose_node(cluster: Cluster, name: str | None) -> Host:
-    """The machine that is meant: the one named, else this one. Raises UserError."""
-    host = cluster.host(name if name is not None else socket.gethostname())
-    if host is not None:
-        return host
-    known = ", ".join(host.name for host in cluster.nodes[:8]) + (", ..." if len(cluster.nodes) > 8 else "")
-    text = f"{name or 'this machine, ' + socket.gethostname() + ','} is not in {cluster.source}"
-    raise UserError(Problem(text, file="command line", key="--node", fix=f"one of {known}"))
-
-
 def make_plan(
     cluster: Cluster,
     node: Host,
@@ -143,7 +133,7 @@ def make_plan(
     """
     require_slurm(cluster)
     assert cluster.slurm
-    bare = root == NODE and not node_room.is_here(cluster, node)
+    bare = root == NODE and not is_here(cluster, node)
     seen = facts if facts is not None else NodeFacts(False) if bare else node_room.collect(cluster, node, root)
     version, version_from = _version(cluster, seen)
     with_accounting = cluster.slurm.accounting if accounting is None else accounting

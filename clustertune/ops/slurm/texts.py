@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.ops.slurm.conf import LOGS, SPOOL, STATE, USER, conf_lines
+from clustertune.ops.slurm.conf import LOGS, SPOOL, STATE, USER, conf_lines, from_template
 from clustertune.ops.slurm.gres import gres_lines
 from clustertune.ops.slurm.version import Version
 
@@ -58,16 +58,17 @@ def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accou
     if not set(node.roles) & set(SLURM_ROLES):
         return files
     files += [
-        Wanted(SLURM_CONF, tuple(conf_lines(cluster, version=version, accounting=accounting))),
+        Wanted(SLURM_CONF, conf_lines(cluster, version=version, accounting=accounting)),
         # The controller reads it too, and one folder that is the same everywhere is compared at a glance.
-        Wanted(GRES_CONF, tuple(gres_lines(cluster))),
-        Wanted(CGROUP_CONF, tuple(cgroup_lines(hybrid))),
+        Wanted(GRES_CONF, gres_lines(cluster)),
+        Wanted(CGROUP_CONF, from_template("cgroup.conf", hybrid=hybrid)),
     ]
     if "compute" in node.roles:
-        files.append(Wanted(DROP_IN, _DROP_IN))
+        files.append(Wanted(DROP_IN, from_template("slurmd.service")))
     if accounting and "slurmctld" in node.roles:
-        files.append(Wanted(SLURMDBD_CONF, tuple(dbd_lines(node)), mode=0o600, owner=USER))
-        files.append(Wanted(MARIADB, _MARIADB))
+        database = from_template("slurmdbd.conf", controller=node, database=DATABASE)
+        files.append(Wanted(SLURMDBD_CONF, database, mode=0o600, owner=USER))
+        files.append(Wanted(MARIADB, from_template("mariadb.cnf")))
     return files
 
 
@@ -94,57 +95,3 @@ def hosts_lines(nodes: Sequence[Host]) -> list[str]:
         short = host.name.partition(".")[0]
         lines.append(f"{host.address} {host.name}" + (f" {short}" if short != host.name else ""))
     return lines
-
-
-def cgroup_lines(hybrid: bool) -> list[str]:
-    """``cgroup.conf``: words that every release since 22.05 knows."""
-    lines = [
-        "# A job sees the cores and GPUs that it has, and ends, not the node, where it needs more memory than it asked for.",
-        "ConstrainCores=yes",
-        "ConstrainDevices=yes",
-        "ConstrainRAMSpace=yes",
-    ]
-    if hybrid:
-        lines += [
-            "# Here both versions of cgroups are mounted, and autodetection ends with an error.",
-            "CgroupPlugin=cgroup/v1",
-        ]
-    return lines
-
-
-def dbd_lines(controller: Host) -> list[str]:
-    """``slurmdbd.conf``, without a password: the database knows its user by the socket's peer."""
-    place = [] if controller.address == controller.name else [f"DbdAddr={controller.address}"]
-    return [
-        "AuthType=auth/munge",
-        f"DbdHost={controller.name}",
-        *place,
-        f"SlurmUser={USER}",
-        "# No StoragePass: the user is known by the unix socket (IDENTIFIED VIA unix_socket).",
-        "StorageType=accounting_storage/mysql",
-        "StorageHost=localhost",
-        f"StorageUser={USER}",
-        f"StorageLoc={DATABASE}",
-        f"LogFile={LOGS}/slurmdbd.log",
-        "PidFile=/run/slurmdbd.pid",
-    ]
-
-
-_DROP_IN = (
-    "# Jobs get slurmd's own limits. The packages set most of these; a Slurm that was built by hand often does not.",
-    "[Service]",
-    "LimitMEMLOCK=infinity",
-    "LimitSTACK=infinity",
-    "LimitNOFILE=131072",
-    "TasksMax=infinity",
-    "# Slurm makes cgroups below its own, and its jobs live on while it is restarted.",
-    "Delegate=yes",
-    "KillMode=process",
-)
-_MARIADB = (
-    "# slurmdbd warns below these sizes; a roll-up of a month may hold a row for minutes.",
-    "[mariadbd]",
-    "innodb_buffer_pool_size=1G",
-    "innodb_log_file_size=64M",
-    "innodb_lock_wait_timeout=900",
-)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.errors import Problem, UserError, storage_error
-from clustertune.lock import held
+from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask, mount_points
-from clustertune.ops.files import NODE, inside, put
+from clustertune.ops.files import exclusive, put
 from clustertune.ops.storage import devices, points, verify
 from clustertune.ops.storage.fstab import FSTAB
 from clustertune.ops.storage.layout import Folder
@@ -66,20 +65,8 @@ def apply(
     the disk (only ``format_device``, only blank); mounts of this node; folders; exports; what other nodes serve; the pool.
     Raises UserError: exit 2 where something stands in the way, 73 and 75 as :func:`files.put`.
     """
-    live = root == NODE
-    lock = inside(root, f"/run/{LOCK}" if live else f"/etc/.{LOCK}")
-    umask = os.umask(0o022)  # folders on the way to a mount point are for users too, whatever root's shell says
-    try:
-        with held(lock, "sets up storage here", shown=lock, fix="wait for it, then run the same command again"):
-            try:
-                return _apply(cluster, node, root, force, format_device, told)
-            finally:
-                with contextlib.suppress(OSError):
-                    lock.unlink()
-    except OSError as error:
-        raise storage_error(error, "cannot be written", error.filename or str(root)) from None
-    finally:
-        os.umask(umask)
+    with exclusive(root, LOCK, "sets up storage here"):
+        return _apply(cluster, node, root, force, format_device, told)
 
 
 def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: str | None, told: Told) -> Done:

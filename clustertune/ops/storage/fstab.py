@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_schema import Brick
 from clustertune.errors import Problem
-from clustertune.host.mounts import MountLine
+from clustertune.host.mounts import MountLine, unescape
 
 FSTAB = "/etc/fstab"
 _BLANKS = re.compile(r"[ \t]+")
@@ -37,14 +37,9 @@ def entries(lines: Iterable[tuple[int, str]]) -> list[Entry]:
         fields = _BLANKS.split(line.strip(" \t\r"))
         if len(fields) < 2 or fields[0].startswith("#"):
             continue
-        source, target = (_plain(field) for field in fields[:2])
+        source, target = (unescape(field) for field in fields[:2])
         found.append(Entry(number, line.strip(), source, os.path.normpath(target).replace("//", "/", 1)))
     return found
-
-
-def _plain(field: str) -> str:
-    """Without fstab's octal escapes."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def taken(found: Iterable[Entry], targets: Iterable[str]) -> Iterator[Problem]:
@@ -116,7 +111,7 @@ def _folder(line: str) -> str:
     except ValueError:
         words = line.split()
     first = words[0] if words else ""
-    return os.path.normpath(_plain(first)) if first.startswith("/") else ""
+    return os.path.normpath(unescape(first)) if first.startswith("/") else ""
 
 
 def other_exports(folder: Path, own: str) -> list[str]:

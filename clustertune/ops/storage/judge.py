@@ -3,94 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding, in_order
+from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
 from clustertune.config.cluster_schema import Brick
 from clustertune.ops.storage import etab
 from clustertune.ops.storage.layout import CACHE_FILES, DATA, Layout, mode_of, words
 from clustertune.ops.storage.look import Facts, Place
-from clustertune.ops.storage.rules import (
-    ANSWERS,
-    CLOCK,
-    CURRENT,
-    DATA_RULE,
-    EXPORT,
-    FOLDERS,
-    MOUNTED,
-    OPTIONS,
-    POINT,
-    POOL_ANSWERS,
-    POOL_BRICKS,
-    POOL_MMAP,
-    POOL_MOUNTED,
-    POOL_OPTIONS,
-    POOL_WRITES,
-    ROOT_DISK,
-    RULES,
-    SERVER,
-    SOURCE,
-    SPACE,
-    WRITABLE,
-)
 
 SKEW_WARN, SKEW_FAIL = 2.0, 300.0
 """Seconds: more than a probe may be off; munge's default time to live (munge(7), 5 minutes)."""
 INODES = 0.01
 """The share of inodes that must be free."""
 
-Found = Iterator[Finding]
+
+@dataclass(frozen=True)
+class Storage:
+    """What the rules look at."""
+
+    facts: Facts
+    wanted: Layout
+
+
+class SeenBrick(NamedTuple):
+    """One brick as this node sees it."""
+
+    brick: Brick
+    place: Place
+    address: str
+    """Of its server."""
+    own: bool
+    """Its disk is in this node."""
+    absent: bool
+    """Nothing is mounted there, though a line of ours would."""
+
+    @property
+    def where(self) -> str:
+        """How findings name it."""
+        return f"{self.brick.mount} ({self.brick.node})"
+
+    @property
+    def silent(self) -> bool:
+        """It does not answer, or not to a write."""
+        return self.place.silent or self.place.written == "silent"
 
 
 def judge(facts: Facts, wanted: Layout) -> list[Finding]:
     """Every finding, worst first. A rule says ``unknown`` where what it looks at was not seen."""
     found: list[Finding] = []
-    for brick, address in zip(wanted.bricks, wanted.addresses, strict=True):
-        place = facts.bricks.get(brick.mount)
-        if place:
-            found += _brick(facts, wanted, brick, address, place)
-    found += _disks(facts, wanted)
-    found += _servers(facts, wanted)
-    if facts.pool and wanted.pool:
-        found += _pool(facts, wanted, facts.pool)
-    found += _points(facts)
-    found += _folders(facts, wanted)
-    found += [
-        finding(CURRENT, WARN, text, "clustertune ops storage plan shows the difference, apply fixes it")
-        for text in facts.stale
-    ]
-    found += [finding(CURRENT, WARN, text, "write a line for it into /etc/fstab") for text in facts.by_hand]
-    said = {item.rule for item in found}
-    for rule in RULES:
-        if rule.id not in said and _applies(rule, facts, wanted):
-            unseen = _unseen(rule, facts, wanted)
-            found.append(finding(rule, UNKNOWN, f"not seen: {unseen}") if unseen else finding(rule, PASS, "as it should be"))
+    for one in checks(STORAGE):
+        said = list(one(Storage(facts, wanted)))
+        if not said and _applies(one.rule.id, facts, wanted):
+            unseen = _unseen(one.rule.id, facts, wanted)
+            said = [finding(one.rule, UNKNOWN, f"not seen: {unseen}") if unseen else finding(one.rule, PASS, "as it should be")]
+        found += said
     return in_order(found)
 
 
-def _applies(rule: Rule, facts: Facts, wanted: Layout) -> bool:
-    if rule.id.startswith("pool-") or rule is DATA_RULE:
+def _applies(name: str, facts: Facts, wanted: Layout) -> bool:
+    if name.startswith("pool-") or name == "brick-data":
         return wanted.pool is not None
-    if rule is EXPORT:
+    if name == "nfs-export":
         return facts.serves is not None
-    if rule in (SERVER, OPTIONS, CLOCK):
+    if name in ("nfs-server-answers", "brick-options", "storage-clock"):
         return any(brick.node != wanted.node for brick in wanted.bricks)
-    return not (rule is FOLDERS and not facts.folders)
+    return name != "shared-folders" or bool(facts.folders)
 
 
-def _unseen(rule: Rule, facts: Facts, wanted: Layout) -> str:
+def _unseen(name: str, facts: Facts, wanted: Layout) -> str:
     """What a rule that found nothing could not look at: a brick that is absent or hangs is not well in all else."""
-    if rule in (WRITABLE, SPACE, DATA_RULE, ROOT_DISK, OPTIONS, SOURCE, ANSWERS, CLOCK):
-        places = [place for brick, place in ((brick, facts.bricks.get(brick.mount)) for brick in wanted.bricks) if place]
-        if rule in (OPTIONS, CLOCK):
-            others = {brick.mount for brick in wanted.bricks if brick.node != wanted.node}
-            places = [place for place in places if place.path in others]
-        written = rule in (WRITABLE, CLOCK)
+    if (name.startswith("brick-") and name != "brick-mounted") or name == "storage-clock":
+        bricks = [brick for brick in wanted.bricks if brick.mount in facts.bricks]
+        if name in ("brick-options", "storage-clock"):
+            bricks = [brick for brick in bricks if brick.node != wanted.node]
+        places, written = [facts.bricks[brick.mount] for brick in bricks], name in ("brick-writable", "storage-clock")
         return ", ".join(place.path for place in places if not _seen(place, wanted, written=written))
-    if rule in (POOL_ANSWERS, POOL_WRITES, POOL_MMAP, POOL_BRICKS, POOL_OPTIONS) and facts.pool:
-        pool, wrote = facts.pool, rule in (POOL_WRITES, POOL_MMAP)
+    if name.startswith("pool-") and name != "pool-mounted" and facts.pool:
+        pool, wrote = facts.pool, name in ("pool-writable", "pool-mmap")
         seen = pool.fstype == "fuse.mergerfs" and not (wrote and (pool.silent or pool.errno or pool.written != "ok"))
-        return "" if seen and (rule is not POOL_OPTIONS or facts.xattrs) else pool.path
-    return "" if rule is not SERVER or facts.servers else "no server was asked"
+        return "" if seen and (name != "pool-options" or facts.xattrs) else pool.path
+    return "" if name != "nfs-server-answers" or facts.servers else "no server was asked"
 
 
 def _seen(place: Place, wanted: Layout, *, written: bool) -> bool:
@@ -102,229 +95,323 @@ def _seen(place: Place, wanted: Layout, *, written: bool) -> bool:
 # --- bricks ------------------------------------------------------------------------------------------------------------
 
 
-def _brick(facts: Facts, wanted: Layout, brick: Brick, address: str, place: Place) -> Found:
-    where = f"{brick.mount} ({brick.node})"
-    own = brick.node == wanted.node
-    mount = wanted.at(brick.mount)
-    if place.fstype is None and mount is not None:
-        fix = f"mount {brick.mount}; journalctl -u '*.mount' says why it did not"
-        if not own:
-            fix += f"; on {brick.node}: clustertune ops storage check"
-        yield finding(MOUNTED, FAIL, "nothing is mounted there", fix, where)
-        if place.data and wanted.pool:
-            fix = f"unmount the pool, move {brick.mount}/{DATA} away, then clustertune ops storage apply"
-            yield finding(
-                ROOT_DISK, FAIL, f"{brick.mount}/{DATA} exists below the mount point: the pool writes there", fix, where
-            )
-        return
-    if place.silent or place.written == "silent":
-        yield _hung(facts, place, where, own, brick.node)
-        return
-    if place.errno:
-        yield _answered(place, where, own, brick.node)
-        return
-    if place.root_disk:
-        fix = f"mount the brick's file system at {brick.path if own else brick.mount}, then move what was written here"
-        yield finding(ROOT_DISK, FAIL, "what is seen there lies on the root disk", fix, where)
-    yield from _source(wanted, brick, place, where)
-    if place.fstype and place.fstype.startswith("nfs") and (soft := {"soft", "softerr"} & set(place.options)):
-        yield finding(OPTIONS, FAIL, f"mounted {soft.pop()}", f"umount {brick.mount} && mount {brick.mount}", where)
-    yield from _writes(place, where, own, brick)
-    yield from _space(wanted, place, where)
-    if wanted.pool and place.data is False:
-        fix = f"on {brick.node}: clustertune ops storage apply"
-        yield finding(DATA_RULE, FAIL, f"there is no {brick.mount}/{DATA}", fix, where)
-    yield from _clock(place, where, address, own)
+def _bricks(s: Storage, *, well: bool = False) -> Iterator[SeenBrick]:
+    """The bricks that were looked at; ``well``: of them those that are mounted and answer."""
+    for brick, address in zip(s.wanted.bricks, s.wanted.addresses, strict=True):
+        place = s.facts.bricks.get(brick.mount)
+        if place is None:
+            continue
+        absent = place.fstype is None and s.wanted.at(brick.mount) is not None
+        seen = SeenBrick(brick, place, address, brick.node == s.wanted.node, absent)
+        if not well or not (absent or seen.silent or place.errno):
+            yield seen
 
 
-def _disks(facts: Facts, wanted: Layout) -> Found:
-    for path, place in facts.disks.items():
-        device = next(mount.source for mount in wanted.mounts if mount.target == path)
+@rule("brick-mounted", STORAGE)
+def mounted(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick is mounted
+
+    Why: the pool shrinks without a message: its files vanish, new ones go elsewhere
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    for seen in _bricks(s):
+        if seen.absent:
+            fix = f"mount {seen.brick.mount}; journalctl -u '*.mount' says why it did not"
+            fix += "" if seen.own else f"; on {seen.brick.node}: clustertune ops storage check"
+            yield Seen(FAIL, "nothing is mounted there", fix, seen.where)
+    for path, place in s.facts.disks.items():
         if place.fstype is None:
-            fix = f"lsblk -f {device}; mount {path}"
-            yield finding(MOUNTED, FAIL, f"{device} is not mounted, and not exported", fix, path)
-        elif place.as_meant is False:
-            fix = f"see which disk is meant: lsblk -f; then umount {path} && mount {path}, or fix storage.bricks.device"
-            yield finding(SOURCE, FAIL, f"{place.source} is mounted, not {device}", fix, path)
+            device = _device(s, path)
+            yield Seen(FAIL, f"{device} is not mounted, and not exported", f"lsblk -f {device}; mount {path}", path)
 
 
-def _hung(facts: Facts, place: Place, where: str, own: bool, node: str) -> Finding:
-    what = f"no answer in {facts.seconds:g} s" + ("" if place.silent else " to a write, while it can be read")
+def _device(s: Storage, path: str) -> str:
+    return next(mount.source for mount in s.wanted.mounts if mount.target == path)
+
+
+@rule("brick-answers", STORAGE)
+def answers(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick answers
+
+    Why: ls, df and every new file in the pool wait for it, and cannot be killed
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    for seen in _bricks(s):
+        if seen.absent:
+            continue
+        if seen.silent:
+            yield _hung(s, seen)
+        elif seen.place.errno:
+            yield _answered(seen)
+
+
+def _hung(s: Storage, seen: SeenBrick) -> Seen:
+    place, node = seen.place, seen.brick.node
+    what = f"no answer in {s.facts.seconds:g} s" + ("" if place.silent else " to a write, while it can be read")
     if place.left:
         what += f"; process {place.left} still waits for it, unkillable until it answers, and does no harm"
-    if own:
+    if seen.own:
         fix = "dmesg for errors of the disk; xfs_freeze -u where somebody froze it"
     else:
         fix = f"see whether {node} is up and serves (systemctl status nfs-server there); all goes on when it answers"
-    return finding(ANSWERS, FAIL, what, fix, where)
+    return Seen(FAIL, what, fix, seen.where)
 
 
-def _answered(place: Place, where: str, own: bool, node: str) -> Finding:
+def _answered(seen: SeenBrick) -> Seen:
+    place, node = seen.place, seen.brick.node
     if place.errno == "ESTALE":
         fix = f"umount -l {place.path} && mount {place.path}, then the pool likewise"
-        what = f"stale file handle: {node} exports another file system than when it was mounted"
-        return finding(ANSWERS, FAIL, what, fix, where)
+        return Seen(FAIL, f"stale file handle: {node} exports another file system than when it was mounted", fix, seen.where)
     if place.errno in ("EACCES", "EPERM"):
-        return finding(ANSWERS, UNKNOWN, f"this user may not look there ({place.errno})", "", where)
-    fix = "dmesg for errors of the disk; then umount, xfs_repair, mount" if own else f"on {node}: clustertune ops storage check"
-    return finding(ANSWERS, FAIL, f"answers {place.errno}", fix, where)
+        return Seen(UNKNOWN, f"this user may not look there ({place.errno})", where=seen.where)
+    at_home = "dmesg for errors of the disk; then umount, xfs_repair, mount"
+    return Seen(
+        FAIL, f"answers {place.errno}", at_home if seen.own else f"on {node}: clustertune ops storage check", seen.where
+    )
 
 
-def _source(wanted: Layout, brick: Brick, place: Place, where: str) -> Found:
-    mount = wanted.at(brick.mount)
-    again = f"umount {brick.mount} && mount {brick.mount}"
-    if mount and mount.kind == "bind" and place.as_meant is False:
-        yield finding(SOURCE, FAIL, f"it shows something else than {brick.path}", again, where)
-    if mount and mount.kind == "nfs":
-        if place.fstype and not place.fstype.startswith("nfs"):
-            yield finding(SOURCE, FAIL, f"{place.fstype} from {place.source}, not NFS from {mount.source}", again, where)
-        elif place.fstype and place.source.rstrip("/") != mount.source.rstrip("/"):
-            yield finding(SOURCE, FAIL, f"mounted from {place.source}, not {mount.source}", again, where)
+@rule("brick-not-on-root-disk", STORAGE)
+def root_disk(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick is no part of the root disk
+
+    Why: writes fill the disk the node boots from
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    for seen in _bricks(s):
+        mount = seen.brick.mount
+        if seen.absent and seen.place.data and s.wanted.pool:
+            fix = f"unmount the pool, move {mount}/{DATA} away, then clustertune ops storage apply"
+            yield Seen(FAIL, f"{mount}/{DATA} exists below the mount point: the pool writes there", fix, seen.where)
+    for seen in _bricks(s, well=True):
+        if seen.place.root_disk:
+            at = seen.brick.path if seen.own else seen.brick.mount
+            fix = f"mount the brick's file system at {at}, then move what was written here"
+            yield Seen(FAIL, "what is seen there lies on the root disk", fix, seen.where)
 
 
-def _writes(place: Place, where: str, own: bool, brick: Brick) -> Found:
-    at = "here" if own else f"on {brick.node}"
-    if place.read_only or "ro" in place.options or place.written == "EROFS":
-        fix = f"dmesg {at}: the kernel goes read-only on errors; then mount -o remount,rw {brick.path if own else brick.mount}"
-        yield finding(WRITABLE, FAIL, "read-only", fix, where)
-    elif place.written in ("EACCES", "EPERM"):
-        fix = f"clustertune ops storage apply {at} makes the folders; where they are there, fix their modes"
-        yield finding(WRITABLE, FAIL, f"a user may not {place.write_step} a file ({place.written})", fix, where)
-    elif place.written not in ("ok", "", "not asked", "forbidden", "absent", "ENOSPC", "EDQUOT"):
-        fix = f"dmesg {at}; xfs_repair after umount where the disk is well"
-        yield finding(WRITABLE, FAIL, f"{place.write_step} of a file fails with {place.written}", fix, where)
-    elif place.written in ("forbidden", "absent", "not asked"):
-        said = {"absent": "there is no shared folder on it", "forbidden": "this user may not write there"}
-        yield finding(WRITABLE, UNKNOWN, said.get(place.written, "no write was tried"), "", where)
+@rule("brick-writable", STORAGE)
+def writable(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick takes writes
+
+    Why: checkpoints that were to go there fail
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    for seen in _bricks(s, well=True):
+        place, at = seen.place, "here" if seen.own else f"on {seen.brick.node}"
+        if place.read_only or "ro" in place.options or place.written == "EROFS":
+            folder = seen.brick.path if seen.own else seen.brick.mount
+            fix = f"dmesg {at}: the kernel goes read-only on errors; then mount -o remount,rw {folder}"
+            yield Seen(FAIL, "read-only", fix, seen.where)
+        elif place.written in ("EACCES", "EPERM"):
+            fix = f"clustertune ops storage apply {at} makes the folders; where they are there, fix their modes"
+            yield Seen(FAIL, f"a user may not {place.write_step} a file ({place.written})", fix, seen.where)
+        elif place.written in ("forbidden", "absent", "not asked"):
+            said = {"absent": "there is no shared folder on it", "forbidden": "this user may not write there"}
+            yield Seen(UNKNOWN, said.get(place.written, "no write was tried"), where=seen.where)
+        elif place.written not in ("ok", "", "ENOSPC", "EDQUOT"):
+            fix = f"dmesg {at}; xfs_repair after umount where the disk is well"
+            yield Seen(FAIL, f"{place.write_step} of a file fails with {place.written}", fix, seen.where)
 
 
-def _space(wanted: Layout, place: Place, where: str) -> Found:
-    if place.free is None or place.total is None:
-        return
-    room = f"{words(place.free)} of {words(place.total)} are free"
-    fix = "remove old checkpoints (clustertune keeps what retention says), or add a brick"
-    if place.written in ("ENOSPC", "EDQUOT") or place.free == 0:
-        yield finding(SPACE, FAIL, f"full: {room}", fix, where)
-    elif wanted.minfreespace and place.free < wanted.minfreespace:
-        yield finding(
-            SPACE, WARN, f"{room}, less than minfreespace ({words(wanted.minfreespace)}): it takes no new file", fix, where
-        )
-    if place.inodes and place.free_inodes is not None and place.free_inodes < INODES * place.inodes:
-        status = FAIL if place.free_inodes == 0 else WARN
-        text = f"{place.free_inodes} of {place.inodes} inodes are free"
-        yield finding(SPACE, status, text, "remove small files: caches, logs, extracted archives", where)
+@rule("brick-space", STORAGE)
+def space(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick has room
+
+    Why: below minfreespace it takes no new file; with none left, training stops
+    Fix: remove old checkpoints (clustertune keeps what retention says), or add a brick
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    for seen in _bricks(s, well=True):
+        place, least = seen.place, s.wanted.minfreespace
+        if place.free is None or place.total is None:
+            continue
+        room = f"{words(place.free)} of {words(place.total)} are free"
+        if place.written in ("ENOSPC", "EDQUOT") or place.free == 0:
+            yield Seen(FAIL, f"full: {room}", where=seen.where)
+        elif least and place.free < least:
+            yield Seen(WARN, f"{room}, less than minfreespace ({words(least)}): it takes no new file", where=seen.where)
+        if place.inodes and place.free_inodes is not None and place.free_inodes < INODES * place.inodes:
+            status = FAIL if place.free_inodes == 0 else WARN
+            text = f"{place.free_inodes} of {place.inodes} inodes are free"
+            yield Seen(status, text, "remove small files: caches, logs, extracted archives", seen.where)
 
 
-def _clock(place: Place, where: str, address: str, own: bool) -> Found:
-    if own or place.skew is None or abs(place.skew) < SKEW_WARN:
-        return
-    word = "ahead of" if place.skew > 0 else "behind"
-    status = FAIL if abs(place.skew) >= SKEW_FAIL else WARN
-    fix = "chronyc tracking on both; systemctl enable --now chrony where it does not run"
-    yield finding(CLOCK, status, f"the clock of {address} is {abs(place.skew):.1f} s {word} this node's", fix, where)
+@rule("brick-data", STORAGE)
+def data(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick has the pool's folder
+
+    Why: without it the pool passes the brick over
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    for seen in _bricks(s, well=True):
+        if s.wanted.pool and seen.place.data is False:
+            fix = f"on {seen.brick.node}: clustertune ops storage apply"
+            yield Seen(FAIL, f"there is no {seen.brick.mount}/{DATA}", fix, seen.where)
 
 
-# --- servers -----------------------------------------------------------------------------------------------------------
+@rule("brick-source", STORAGE)
+def source(s: Storage) -> Iterator[Seen]:
+    """Looks at: a brick is mounted from where the cluster file says
+
+    Why: nodes see different files at one path
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    for seen in _bricks(s, well=True):
+        mount, place = s.wanted.at(seen.brick.mount), seen.place
+        again = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
+        if mount and mount.kind == "bind" and place.as_meant is False:
+            yield Seen(FAIL, f"it shows something else than {seen.brick.path}", again, seen.where)
+        if mount and mount.kind == "nfs" and place.fstype:
+            if not place.fstype.startswith("nfs"):
+                yield Seen(FAIL, f"{place.fstype} from {place.source}, not NFS from {mount.source}", again, seen.where)
+            elif place.source.rstrip("/") != mount.source.rstrip("/"):
+                yield Seen(FAIL, f"mounted from {place.source}, not {mount.source}", again, seen.where)
+    for path, place in s.facts.disks.items():
+        if place.fstype is not None and place.as_meant is False:
+            fix = f"see which disk is meant: lsblk -f; then umount {path} && mount {path}, or fix storage.bricks.device"
+            yield Seen(FAIL, f"{place.source} is mounted, not {_device(s, path)}", fix, path)
 
 
-def _servers(facts: Facts, wanted: Layout) -> Found:
-    for address, said in facts.servers.items():
-        nodes = [brick.node for brick, other in zip(wanted.bricks, wanted.addresses, strict=True) if other == address]
+@rule("brick-options", STORAGE)
+def options(s: Storage) -> Iterator[Seen]:
+    """Looks at: an NFS brick is mounted hard
+
+    Why: soft mounts give up, and lose what was written
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    for seen in _bricks(s, well=True):
+        soft = {"soft", "softerr"} & set(seen.place.options)
+        if seen.place.fstype and seen.place.fstype.startswith("nfs") and soft:
+            fix = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
+            yield Seen(FAIL, f"mounted {soft.pop()}", fix, seen.where)
+
+
+@rule("nfs-server-answers", STORAGE)
+def server(s: Storage) -> Iterator[Seen]:
+    """Looks at: a server answers on TCP 2049
+
+    Why: every access waits until it does
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    for address, said in s.facts.servers.items():
         if said != "ok":
-            what = f"no answer in {facts.seconds:g} s" if said in ("silent", "ETIMEDOUT") else f"answers {said}"
-            fix = f"see whether {nodes[0]} is up, its nfs-server runs, and no firewall stands between"
-            yield finding(SERVER, FAIL, what, fix, f"{address}:2049")
+            node = next(b.node for b, other in zip(s.wanted.bricks, s.wanted.addresses, strict=True) if other == address)
+            what = f"no answer in {s.facts.seconds:g} s" if said in ("silent", "ETIMEDOUT") else f"answers {said}"
+            fix = f"see whether {node} is up, its nfs-server runs, and no firewall stands between"
+            yield Seen(FAIL, what, fix, f"{address}:2049")
+
+
+@rule("nfs-export", STORAGE)
+def export(s: Storage) -> Iterator[Seen]:
+    """Looks at: this node exports its bricks
+
+    Why: other nodes cannot mount them, or see them with other rights
+    See: https://man7.org/linux/man-pages/man5/exports.5.html
+    """
+    facts, wanted = s.facts, s.wanted
     if facts.serves is False:
-        yield finding(EXPORT, FAIL, "the NFS server does not run", "systemctl enable --now nfs-server.service", wanted.node)
+        yield Seen(FAIL, "the NFS server does not run", "systemctl enable --now nfs-server.service", wanted.node)
     elif facts.serves:
-        again = "clustertune ops storage apply, or exportfs -ra"
         for folder, what in etab.faults(wanted.exports, facts.etab, facts.names):
-            yield finding(EXPORT, FAIL, f"{folder} {what}", again, wanted.node)
+            yield Seen(FAIL, f"{folder} {what}", "clustertune ops storage apply, or exportfs -ra", wanted.node)
         for folder, client in etab.others(wanted.exports, facts.etab, facts.names):
-            fix = f"exportfs -u {client}:{folder}, or name it in the cluster file"
-            yield finding(
-                EXPORT, WARN, f"{folder} is also exported to {client}, whom the cluster file does not name", fix, wanted.node
-            )
+            text = f"{folder} is also exported to {client}, whom the cluster file does not name"
+            yield Seen(WARN, text, f"exportfs -u {client}:{folder}, or name it in the cluster file", wanted.node)
 
 
 # --- pool --------------------------------------------------------------------------------------------------------------
 
 
-def _pool(facts: Facts, wanted: Layout, place: Place) -> Found:
-    path = place.path
-    if place.fstype is None:
-        fix = f"do not write there; mount {path} once all bricks are mounted"
-        yield finding(POOL_MOUNTED, FAIL, "nothing is mounted there: it is the bare mount point", fix, path)
-        return
-    if place.fstype != "fuse.mergerfs":
-        yield finding(POOL_MOUNTED, FAIL, f"{place.fstype} is mounted there", f"umount {path} && mount {path}", path)
-        return
-    if place.silent or place.written == "silent":
-        hung = [brick.path for brick in facts.bricks.values() if brick.silent or brick.written == "silent"]
-        fix = f"fix {' and '.join(hung)}: it waits for that" if hung else f"umount -l {path} && mount {path}"
-        what = f"no answer in {facts.seconds:g} s" + (f"; process {place.left} still waits" if place.left else "")
-        yield finding(POOL_ANSWERS, FAIL, what, fix, path)
-    elif place.errno == "ENOTCONN":
-        fix = f"umount -l {path} && mount {path}; dmesg shows whether memory ran out"
-        yield finding(POOL_ANSWERS, FAIL, "mergerfs has died (ENOTCONN)", fix, path)
-    elif place.errno:
-        yield finding(POOL_ANSWERS, FAIL, f"answers {place.errno}", f"umount -l {path} && mount {path}", path)
-    yield from _settings(facts, wanted, path)
-    if place.read_only or "ro" in place.options:
-        yield finding(POOL_WRITES, FAIL, "read-only", f"mount -o remount,rw {path}", path)
-    elif place.written in ("ENOSPC", "EDQUOT"):
-        fix = "make room on a brick: each needs more than minfreespace"
-        yield finding(POOL_WRITES, FAIL, "no brick takes a new file (ENOSPC)", fix, path)
-    elif place.written in ("EACCES", "EPERM"):
-        fix = "storage.pool.create=epmfs, where only one brick has the folder; else fix the folders' modes"
-        yield finding(POOL_WRITES, FAIL, f"a user may not {place.write_step} a file ({place.written})", fix, path)
-    elif place.written in ("forbidden", "not asked") and not (place.silent or place.errno):
-        said = {"forbidden": "this user may not write to the shared folders"}
-        yield finding(
-            POOL_WRITES, UNKNOWN, said.get(place.written, "no write was tried: it could go to the root disk"), "", path
-        )
-    elif place.written not in ("ok", "", "silent", "not asked", "absent"):
-        yield finding(
-            POOL_WRITES, FAIL, f"{place.write_step} fails with {place.written}", "fix the brick that says so above", path
-        )
-    if place.mmap not in ("", "ok"):
-        fix = f"cache.files={CACHE_FILES} in fstab, then umount {path} && mount {path}"
-        yield finding(POOL_MMAP, FAIL, f"a shared mapping fails with {place.mmap}", fix, path)
+def _pool(s: Storage) -> Place | None:
+    """The pool, where mergerfs is mounted there."""
+    pool = s.facts.pool if s.wanted.pool else None
+    return pool if pool and pool.fstype == "fuse.mergerfs" else None
 
 
-def _settings(facts: Facts, wanted: Layout, path: str) -> Found:
-    """What mergerfs says of itself."""
-    said = facts.xattrs
-    again = f"umount {path} && mount {path}, when no job uses it; clustertune ops storage apply first"
+@rule("pool-mounted", STORAGE)
+def pool_mounted(s: Storage) -> Iterator[Seen]:
+    """Looks at: the pool is mounted
+
+    Why: what is written goes to the disk below, and is hidden later
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    pool = s.facts.pool if s.wanted.pool else None
+    if pool and pool.fstype is None:
+        fix = f"do not write there; mount {pool.path} once all bricks are mounted"
+        yield Seen(FAIL, "nothing is mounted there: it is the bare mount point", fix, pool.path)
+    elif pool and pool.fstype != "fuse.mergerfs":
+        yield Seen(FAIL, f"{pool.fstype} is mounted there", f"umount {pool.path} && mount {pool.path}", pool.path)
+
+
+@rule("pool-answers", STORAGE)
+def pool_answers(s: Storage) -> Iterator[Seen]:
+    """Looks at: the pool answers
+
+    Why: training waits for it for ever
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    pool = _pool(s)
+    if pool is None:
+        return
+    again = f"umount -l {pool.path} && mount {pool.path}"
+    if pool.silent or pool.written == "silent":
+        hung = [brick.path for brick in s.facts.bricks.values() if brick.silent or brick.written == "silent"]
+        what = f"no answer in {s.facts.seconds:g} s" + (f"; process {pool.left} still waits" if pool.left else "")
+        yield Seen(FAIL, what, f"fix {' and '.join(hung)}: it waits for that" if hung else again, pool.path)
+    elif pool.errno == "ENOTCONN":
+        yield Seen(FAIL, "mergerfs has died (ENOTCONN)", f"{again}; dmesg shows whether memory ran out", pool.path)
+    elif pool.errno:
+        yield Seen(FAIL, f"answers {pool.errno}", again, pool.path)
+
+
+@rule("pool-bricks", STORAGE)
+def pool_bricks(s: Storage) -> Iterator[Seen]:
+    """Looks at: the pool has all bricks
+
+    Why: files on the missing one are not there for anybody
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    pool, said = _pool(s), s.facts.xattrs
+    if pool is None or s.wanted.pool is None:
+        return
     if not said:
-        yield finding(POOL_BRICKS, UNKNOWN, "mergerfs did not tell its settings", "", path)
+        yield Seen(UNKNOWN, "mergerfs did not tell its settings", where=pool.path)
         return
-    assert wanted.pool
-    meant = wanted.pool.source.split(":")
+    again, meant = _anew(pool), s.wanted.pool.source.split(":")
     text = said.get("branches") or said.get("srcmounts") or ""
     # A branch may have a minfreespace of its own after its mode: /a=RW,4G.
     now = {path: mode.partition(",")[0] or "RW" for path, _, mode in (part.partition("=") for part in text.split(":") if part)}
     if absent := [branch for branch in meant if branch not in now]:
-        yield finding(POOL_BRICKS, FAIL, f"it lacks {', '.join(absent)}", again, path)
+        yield Seen(FAIL, f"it lacks {', '.join(absent)}", again, pool.path)
     if extra := [branch for branch in now if branch not in meant]:
-        yield finding(POOL_BRICKS, FAIL, f"it also has {', '.join(extra)}, which the cluster file does not name", again, path)
+        yield Seen(FAIL, f"it also has {', '.join(extra)}, which the cluster file does not name", again, pool.path)
     if limited := [f"{branch}={mode}" for branch, mode in now.items() if branch in meant and mode != "RW"]:
-        yield finding(POOL_BRICKS, FAIL, f"{', '.join(limited)}: no new files", again, path)
-    gone = [brick.path for brick in facts.bricks.values() if brick.fstype is None and wanted.at(brick.path)]
-    if gone:
-        yield finding(
-            POOL_BRICKS,
-            FAIL,
-            f"{', '.join(gone)} is not mounted: its files are not in the pool",
-            f"mount {' '.join(gone)}",
-            path,
-        )
-    options = dict(option.partition("=")[::2] for option in wanted.pool.options)
+        yield Seen(FAIL, f"{', '.join(limited)}: no new files", again, pool.path)
+    if gone := [brick.path for brick in s.facts.bricks.values() if brick.fstype is None and s.wanted.at(brick.path)]:
+        text = f"{', '.join(gone)} is not mounted: its files are not in the pool"
+        yield Seen(FAIL, text, f"mount {' '.join(gone)}", pool.path)
+
+
+def _anew(pool: Place) -> str:
+    return f"umount {pool.path} && mount {pool.path}, when no job uses it; clustertune ops storage apply first"
+
+
+@rule("pool-options", STORAGE)
+def pool_options(s: Storage) -> Iterator[Seen]:
+    """Looks at: the pool runs with the options meant
+
+    Why: files outgrow a brick, or go where they should not
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    pool, said = _pool(s), s.facts.xattrs
+    if pool is None or s.wanted.pool is None:
+        return
+    meant = dict(option.partition("=")[::2] for option in s.wanted.pool.options)
     for key, same in _COMPARED.items():
         value = said.get(key) or said.get("func.create" if key == "category.create" else key)
-        if value is not None and not same(options[key], value):
+        if value is not None and not same(meant[key], value):
             status = FAIL if key == "cache.files" and value in ("off", "direct") else WARN
-            yield finding(POOL_OPTIONS, status, f"{key} is {value}, {options[key]} is meant", again, path)
+            yield Seen(status, f"{key} is {value}, {meant[key]} is meant", _anew(pool), pool.path)
 
 
 def _size(text: str) -> int:
@@ -342,42 +429,117 @@ _COMPARED: dict[str, Callable[[str, str], bool]] = {
 }
 
 
+@rule("pool-mmap", STORAGE)
+def pool_mmap(s: Storage) -> Iterator[Seen]:
+    """Looks at: files of the pool can be mapped
+
+    Why: safetensors, arrow and sqlite read through mappings
+    See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
+    """
+    pool = _pool(s)
+    if pool and pool.mmap not in ("", "ok"):
+        fix = f"cache.files={CACHE_FILES} in fstab, then umount {pool.path} && mount {pool.path}"
+        yield Seen(FAIL, f"a shared mapping fails with {pool.mmap}", fix, pool.path)
+
+
+@rule("pool-writable", STORAGE)
+def pool_writes(s: Storage) -> Iterator[Seen]:
+    """Looks at: the pool takes writes
+
+    Why: no checkpoint can be written
+    See: https://github.com/trapexit/mergerfs/issues/1218
+    """
+    pool = _pool(s)
+    if pool is None:
+        return
+    written = pool.written
+    if pool.read_only or "ro" in pool.options:
+        yield Seen(FAIL, "read-only", f"mount -o remount,rw {pool.path}", pool.path)
+    elif written in ("ENOSPC", "EDQUOT"):
+        fix = "make room on a brick: each needs more than minfreespace"
+        yield Seen(FAIL, "no brick takes a new file (ENOSPC)", fix, pool.path)
+    elif written in ("EACCES", "EPERM"):
+        fix = "storage.pool.create=epmfs, where only one brick has the folder; else fix the folders' modes"
+        yield Seen(FAIL, f"a user may not {pool.write_step} a file ({written})", fix, pool.path)
+    elif written in ("forbidden", "not asked") and not (pool.silent or pool.errno):
+        said = {"forbidden": "this user may not write to the shared folders"}
+        yield Seen(UNKNOWN, said.get(written, "no write was tried: it could go to the root disk"), where=pool.path)
+    elif written not in ("ok", "", "silent", "not asked", "absent"):
+        yield Seen(FAIL, f"{pool.write_step} fails with {written}", "fix the brick that says so above", pool.path)
+
+
 # --- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def _points(facts: Facts) -> Found:
-    for point in facts.points:
+@rule("mount-point-immutable", STORAGE)
+def immutable(s: Storage) -> Iterator[Seen]:
+    """Looks at: nothing can be written below a mount
+
+    Why: an absent brick takes writes on the root disk
+    Fix: clustertune ops storage apply
+    See: https://man7.org/linux/man-pages/man1/chattr.1.html
+    """
+    for point in s.facts.points:
         if point.mounted and point.entries:
-            fix = f"unmount {point.path}, move them away, mount again"
             text = f"below the mount lie {', '.join(point.entries[:5])}: written to the root disk, hidden now"
-            yield finding(POINT, WARN, text, fix, point.path)
-        elif point.kind == "folder" and point.immutable is False and facts.root:
-            yield finding(
-                POINT, WARN, "root can write there while nothing is mounted", "clustertune ops storage apply", point.path
-            )
+            yield Seen(WARN, text, f"unmount {point.path}, move them away, mount again", point.path)
+        elif point.kind == "folder" and point.immutable is False and s.facts.root:
+            yield Seen(WARN, "root can write there while nothing is mounted", where=point.path)
         elif point.kind == "link":
             fix = f"make it a folder, or write {point.leads} into the cluster file"
-            yield finding(POINT, WARN, f"a symbolic link leads to {point.leads}: systemd mounts nothing there", fix, point.path)
+            yield Seen(WARN, f"a symbolic link leads to {point.leads}: systemd mounts nothing there", fix, point.path)
         elif point.kind == "absent":
-            yield finding(POINT, WARN, "the mount point is absent", "clustertune ops storage apply", point.path)
+            yield Seen(WARN, "the mount point is absent", where=point.path)
         elif point.kind == "unknown" or point.immutable is None:
-            yield finding(POINT, UNKNOWN, "not seen: only root can, where the file system has the flag", "", point.path)
+            yield Seen(UNKNOWN, "not seen: only root can, where the file system has the flag", where=point.path)
 
 
-def _folders(facts: Facts, wanted: Layout) -> Found:
-    mode = mode_of(wanted.group)
-    owners = " and ".join(dict.fromkeys(brick.node for brick in wanted.bricks))
-    if facts.pool and (facts.pool.fstype is None or facts.pool.silent or facts.pool.errno):
-        yield finding(FOLDERS, UNKNOWN, "the pool was not seen")
+@rule("shared-folders", STORAGE)
+def folders(s: Storage) -> Iterator[Seen]:
+    """Looks at: the shared folders are there, with their modes
+
+    Why: users cannot write, or not share
+    See: https://man7.org/linux/man-pages/man1/chattr.1.html
+    """
+    pool, group, mode = s.facts.pool, s.wanted.group, mode_of(s.wanted.group)
+    owners = " and ".join(dict.fromkeys(brick.node for brick in s.wanted.bricks))
+    if pool and (pool.fstype is None or pool.silent or pool.errno):
+        yield Seen(UNKNOWN, "the pool was not seen")
         return
-    for path, seen in facts.folders.items():
+    for path, seen in s.facts.folders.items():
         if seen.get("errno") == "ENOENT":
-            yield finding(FOLDERS, FAIL, "does not exist", f"clustertune ops storage apply on {owners}", path)
+            yield Seen(FAIL, "does not exist", f"clustertune ops storage apply on {owners}", path)
         elif "errno" in seen:
-            yield finding(FOLDERS, UNKNOWN, f"not seen ({seen['errno']})", "", path)
+            yield Seen(UNKNOWN, f"not seen ({seen['errno']})", where=path)
         elif seen["mode"] != mode:
             fix = f"chmod {mode:04o} it on each of {owners}, below {DATA} of the brick"
-            yield finding(FOLDERS, WARN, f"mode {seen['mode']:04o}, {mode:04o} is meant", fix, path)
-        elif wanted.group and seen["group"] != wanted.group:
-            fix = f"chgrp {wanted.group} it on each of {owners}"
-            yield finding(FOLDERS, WARN, f"group {seen['group']}, {wanted.group} is meant", fix, path)
+            yield Seen(WARN, f"mode {seen['mode']:04o}, {mode:04o} is meant", fix, path)
+        elif group and seen["group"] != group:
+            yield Seen(WARN, f"group {seen['group']}, {group} is meant", f"chgrp {group} it on each of {owners}", path)
+
+
+@rule("storage-clock", STORAGE)
+def clock(s: Storage) -> Iterator[Seen]:
+    """Looks at: server and client agree on the time
+
+    Why: munge refuses jobs, make and caches go wrong
+    Fix: chronyc tracking on both; systemctl enable --now chrony where it does not run
+    See: https://man7.org/linux/man-pages/man5/nfs.5.html
+    """
+    for seen in _bricks(s, well=True):
+        skew = seen.place.skew or 0.0
+        if not seen.own and abs(skew) >= SKEW_WARN:
+            text = f"the clock of {seen.address} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this node's"
+            yield Seen(FAIL if abs(skew) >= SKEW_FAIL else WARN, text, where=seen.where)
+
+
+@rule("files-current", STORAGE)
+def current(s: Storage) -> Iterator[Seen]:
+    """Looks at: fstab and exports are what the cluster file says
+
+    Why: the next boot mounts something else
+    Fix: clustertune ops storage plan shows the difference, apply fixes it
+    See: https://man7.org/linux/man-pages/man5/systemd.mount.5.html
+    """
+    yield from (Seen(WARN, text) for text in s.facts.stale)
+    yield from (Seen(WARN, text, "write a line for it into /etc/fstab") for text in s.facts.by_hand)

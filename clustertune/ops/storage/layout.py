@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 
 from clustertune.config.cluster_schema import FOLDERS, Brick, Cluster, Host
 from clustertune.config.hardware import load_hardware
-from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.errors import Problem, UserError
+from clustertune.ops.nodes import choose_node
 
 DATA = "data"
 """The folder of a brick that the pool is made of. It exists on the brick only: where the brick is not mounted, the pool has no
@@ -116,10 +116,7 @@ def mode_of(group: str | None) -> int:
 
 def find_node(cluster: Cluster, name: str) -> Host:
     """The machine of that name. Raises UserError with the nearest name, and where there is no storage to set up."""
-    host = cluster.host(name)
-    if host is None:
-        fix = did_you_mean(name, [node.name for node in cluster.nodes])
-        raise UserError(Problem(f"{cluster.name} has no machine {name[:80]!r}", file=COMMAND_LINE, key="--node", fix=fix))
+    host = choose_node(cluster, name)
     if not cluster.storage.bricks:
         fix = "name the bricks: docs/storage.md"
         raise UserError(Problem("there is no storage to set up", file=cluster.source, key="storage.bricks", fix=fix))

@@ -1,0 +1,225 @@
+"""``clustertune chat`` and ``clustertune serve``: talk to a trained model, here or by an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clustertune.arguments import ClusterOption, Device, existing_folder, path_argument
+from clustertune.console import say
+from clustertune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from clustertune.evaluate.model import ModelFacts
+
+Model = Annotated[
+    Path,
+    typer.Argument(metavar="RUN|MODEL", parser=path_argument, help="A run, whose merged model is taken, or a model's folder."),
+]
+END = ("/exit", "/quit")
+
+
+def add(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(chat)
+    app.command()(serve)
+
+
+def chat(
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Answer this, print the answer, and end: for scripts.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always: the same answer each time.")] = False,
+    device: Device = None,
+) -> None:
+    """Talk to a model in the terminal, in its own chat template; answers appear as they are made.
+
+    /new forgets what was said, /exit ends. Sampling is that of the model's generation_config.json.
+    """
+    facts = _facts(model, max_new_tokens)
+    talk = _Talk(facts, device, max_new_tokens, greedy)
+    start = [{"role": "system", "content": system}] if system else []
+    if prompt is not None:
+        talk.answer([*start, {"role": "user", "content": prompt}])
+        return
+    say(f"{facts.folder}: /new begins anew, /exit ends")
+    turns = list(start)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return
+        if text in END:
+            return
+        if text == "/new":
+            turns = list(start)
+        elif text:
+            turns.append({"role": "user", "content": text})
+            turns.append({"role": "assistant", "content": talk.answer(turns)})
+
+
+class _Talk:
+    """A loaded model."""
+
+    def __init__(self, facts: ModelFacts, device: str | None, max_new_tokens: int, greedy: bool) -> None:
+        from transformers.utils import logging
+
+        from clustertune.evaluate import backend
+        from clustertune.evaluate.model import pick_device
+
+        logging.disable_progress_bar()
+        self.tokenizer = facts.tokenizer
+        self.model = backend.load_lm(facts.folder, pick_device(device, facts.folder), 1).model
+        self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **({"do_sample": False} if greedy else {})}
+        self.room = facts.max_length - max_new_tokens
+
+    def answer(self, turns: list[dict[str, str]]) -> str:
+        """Print the answer to stdout as it is made; returns it. Raises UserError where what was said leaves no room."""
+        from transformers import TextStreamer
+
+        inputs = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        count = inputs["input_ids"].shape[1]
+        if count > self.room:
+            text = f"{count} tokens were said, {self.room} leave room for an answer"
+            raise UserError(Problem(text, key="--max-new-tokens", fix="/new forgets what was said; or lower it"))
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        made = self.model.generate(**inputs.to(self.model.device), streamer=streamer, **self.settings)
+        return str(self.tokenizer.decode(made[0][count:], skip_special_tokens=True))
+
+
+def serve(
+    model: Model,
+    port: Annotated[int, typer.Option(min=1024, max=65535, help="On 127.0.0.1 alone: there is no password.")] = 8000,
+    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job; prints the ssh line by which to reach it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, or the job.")] = False,
+    cluster: ClusterOption = None,
+    time: Annotated[
+        str, typer.Option(metavar="TIME", help="With --submit: the job's time limit, in Slurm's form.")
+    ] = "04:00:00",
+) -> None:
+    """Serve a model with an OpenAI-compatible API: by vLLM where it is, else by transformers' own server.
+
+    Requests name the model "model" with vLLM, and its folder with transformers.
+    """
+    folder = _folder(model)
+    if submit:
+        _submit(folder, port, cluster, time, dry_run)
+        return
+    words, environ = _server(folder, port, cluster)
+    if dry_run:
+        typer.echo(shlex.join(words))
+        return
+    say(f"http://127.0.0.1:{port}/v1: {shlex.join(words)}")
+    os.execvpe(words[0], words, {**os.environ, **environ})  # noqa: S606 - a list, no shell
+
+
+def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
+    """The server's command and what it needs in its environment. Raises UserError where there is no server."""
+    from clustertune.evaluate import servers
+    from clustertune.evaluate.weights import check_tensors
+
+    facts = _facts(folder, 1)
+    if problems := check_tensors(folder):
+        raise UserError(problems)
+    if program := servers.find_program() or (cluster and _vllm_of(cluster)):
+        from dataclasses import replace
+
+        job = servers.job_here(facts)
+        cache = f"{tempfile.gettempdir()}/clustertune-vllm-{os.getuid()}"
+        one = replace(job, shape=replace(job.shape, servers=1), port=port, cache=cache)
+        found = servers.commands(one, 0)[0]
+        return [program, *found.words], found.environment
+    if find_spec("fastapi") and find_spec("uvicorn"):
+        program = str(Path(sys.executable).with_name("transformers"))
+        dtype = servers.dtype_of(folder)
+        words = [program, "serve", str(folder), "--host", servers.HOST, "--port", str(port), "--dtype", dtype]
+        return words, {"HF_HUB_OFFLINE": "1"}
+    text = "neither vLLM nor what transformers' server needs is installed here"
+    fix = f"{servers.PROGRAM}=/path/to/bin/vllm, or pip install fastapi uvicorn; clustertune chat needs neither"
+    raise UserError(Problem(text, fix=fix))
+
+
+def _vllm_of(cluster: str) -> str | None:
+    """vLLM's program that a cluster without containers names."""
+    from clustertune.config.cluster import load_cluster
+
+    settings = load_cluster(cluster).container
+    return settings.vllm if settings.runtime == "none" else None
+
+
+def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bool) -> None:
+    """One job of one node: the GPUs that hold the model. Raises UserError."""
+    import json
+
+    from clustertune.config.cluster import load_cluster
+    from clustertune.evaluate.servers import weight_bytes
+    from clustertune.launch import batch, container, places
+    from clustertune.launch.serving import ModelSize, serving
+    from clustertune.launch.shape import Shape, place_of, usable_gpu_bytes
+    from clustertune.launch.slurm import parse_minutes
+
+    machine = load_cluster(cluster)
+    size = ModelSize.of(json.loads((folder / "config.json").read_bytes()), weight_bytes(folder))
+    found = serving(size, usable_gpu_bytes(machine), machine.compute.gpus, 1, documents=1)
+    if found is None:
+        text = f"{size.weights / 1e9:,.0f} GB do not fit a node of cluster {machine.name}"
+        raise UserError(Problem(text, file=str(folder), fix="an evaluation may span nodes, this command does not"))
+    gpus = found.gpus_per_node if machine.compute.gpus else 0
+    share = gpus / machine.compute.gpus if gpus else 1.0
+    minutes = int(parse_minutes(time) or 0)
+    if not minutes:
+        raise UserError(Problem(f"{time!r} is no time limit", file="command line", key="--time", fix="--time 04:00:00"))
+    cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
+    shape = Shape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
+    vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
+    inside = machine.model_copy(update={"container": vllm})
+    words = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
+    words += ["--cluster", cluster] if cluster and vllm.runtime == "none" else []
+    placed = container.place(words, inside, binds=[folder], gpus=bool(gpus))
+    command = ["srun", *placed.options, *placed.command]
+    script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
+    note = "Derived by clustertune serve --submit from the model and the cluster file."
+    job = batch.BatchJob(
+        shape=shape,
+        script=batch.render("serve", shape, note, script, alone=False),
+        folder=(places.runs(machine) / "serve" / folder.parent.name).absolute(),
+        arguments=(),
+        file="serve.sbatch",
+    )
+    if dry_run:
+        job.show(as_json=False)
+        return
+    number = job.submit(machine, False, (("the model", folder),))
+    say(f"its log: {job.folder}/serve-{number}.log; squeue --job {number} --format '%T %N' says when and where it runs")
+    login = next((host.name for host in machine.with_role("login")), "LOGIN")
+    say(f"then, from your machine: ssh -N -L {port}:127.0.0.1:{port} -J {login} $(ssh {login} squeue -hj {number} -o %B)")
+
+
+def _folder(path: Path) -> Path:
+    """A model's folder; of a run, its merged model. Raises UserError."""
+    path = existing_folder(path, "a run or a model")
+    if not (path / "run.json").is_file():
+        return path
+    if not (path / "merged" / "config.json").is_file():
+        fix = f"clustertune run ... --run-dir {path} --to merge"
+        raise UserError(Problem("has no merged model yet", file=str(path), fix=fix))
+    return path / "merged"
+
+
+def _facts(path: Path, tokens: int) -> ModelFacts:
+    from clustertune.evaluate.model import check_model
+
+    facts, problems = check_model(_folder(path), tokens)
+    if facts is None:
+        raise UserError(problems)
+    return facts

@@ -1,0 +1,274 @@
+"""What keeps a model folder from being scored, found in seconds and not after the weights are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+from clustertune.console import say
+from clustertune.data.tokenizer import render_turn
+from clustertune.errors import Problem, UserError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER = 100 << 20
+"""safetensors' own limit for a header, bytes."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model before its weights are loaded."""
+
+    folder: Path
+    tokenizer: Any
+    max_length: int
+    """Tokens of prompt and answer together, as lm-eval resolves it."""
+    dtype: str
+    """Type of the weights that the configuration names, without ``torch.``; ``auto``: it names none."""
+    quantization: str | None
+    """How the weights are stored, where not as ``dtype`` says: ``bitsandbytes nf4``, ``fp8``, ..."""
+    tokenizer_folder: Path
+    """Whose tokenizer and template are used; the model's own, or those of the model that it is compared with."""
+    fingerprint: str
+    """Changes when the model does: the manifest's digest where there is one, else names, sizes and times of the weights;
+    and the content of every small file (configuration, tokenizer, template)."""
+
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the template has it, as lm-eval's ``HFLM.apply_chat_template`` makes it."""
+        more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **more))
+
+    @property
+    def template_sha(self) -> str:
+        """lm-eval's ``chat_template_sha``."""
+        return hashlib.sha256(self.tokenizer.chat_template.encode()).hexdigest()
+
+
+def check_model(
+    folder: Path, max_gen_toks: int | None, tokenizer_folder: Path | None = None, *, chat: bool = True
+) -> tuple[ModelFacts | None, list[Problem]]:
+    """Everything wrong with a model folder at once; facts where nothing is.
+
+    ``max_gen_toks``: tokens of an answer, None: the task's own. ``tokenizer_folder``: whose tokenizer is used, None: the
+    model's. ``chat``: its template is needed.
+    """
+    words = tokenizer_folder or folder
+    if not folder.is_dir():
+        return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
+    problems = _check_config(folder) + check_weights(folder)
+    try:
+        problems += manifest.Comparison(folder).problems  # the weights are compared while they are loaded
+    except UserError as error:
+        problems += error.problems
+    tokenizer, found = _load_tokenizer(words, chat)
+    problems += found
+    if problems:
+        return None, _unique(problems, folder)
+    max_length, dtype, problems = _resolve_length(folder, tokenizer, max_gen_toks or 0)
+    if problems:
+        return None, problems
+    fingerprint = _fingerprint(folder)
+    if words != folder:
+        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+        used = [manifest.hash_file(words / name).sha256 for name in names if (words / name).is_file()]
+        fingerprint = hashlib.sha256(" ".join([fingerprint, *used]).encode()).hexdigest()
+    return ModelFacts(folder, tokenizer, max_length, dtype, _quantization(folder), words, fingerprint), []
+
+
+def _quantization(folder: Path) -> str | None:
+    """What the model's configuration says of how its weights are stored."""
+    given = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    if not isinstance(given, dict):
+        return None
+    method = str(given.get("quant_method", "unknown"))
+    kind = given.get("bnb_4bit_quant_type") if given.get("load_in_4bit") else given.get("bits") or given.get("fmt")
+    return f"{method} {kind}" if kind else method
+
+
+def check_adapter(model: Path, adapter: Path) -> list[Problem]:
+    """Whether a LoRA adapter fits a model: its names, its shapes, and the revision that it was trained on."""
+    from clustertune.merge.base import read_base
+    from clustertune.merge.lora import read_adapter
+
+    try:
+        found = read_adapter(adapter, read_base(model))
+    except UserError as error:
+        return error.problems
+    for warning in found.warnings:
+        say(f"warning: {warning}")
+    return []
+
+
+def _unique(problems: Iterable[Problem], folder: Path) -> list[Problem]:
+    """A missing shard is seen by the index and by the manifest: one line each file is enough."""
+    seen: dict[object, Problem] = {}
+    for problem in problems:
+        seen.setdefault(problem if problem.file == str(folder) else problem.file, problem)
+    return list(seen.values())
+
+
+def _check_config(folder: Path) -> list[Problem]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        fix = "an adapter must be merged first" if (folder / "adapter_config.json").exists() else "is this a model folder?"
+        return [Problem("missing", file=str(path), fix=fix)]
+    except (OSError, ValueError) as error:
+        return [Problem(f"unreadable: {error}", file=str(path))]
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return [Problem("does not say the architecture", file=str(path), key="model_type")]
+    if "auto_map" in config:
+        return [Problem("needs code from the model folder, which is never run", file=str(path), key="auto_map")]
+    return []
+
+
+def check_weights(folder: Path) -> list[Problem]:
+    """Missing and truncated safetensors files, by their index and headers; the tensors are not read."""
+    index = folder / INDEX
+    if not index.exists():
+        if (folder / WEIGHTS).exists():
+            return _check_shard(folder / WEIGHTS)
+        fix = "give a model with safetensors weights"
+        return [Problem(f"neither {WEIGHTS} nor {INDEX}", file=str(folder), fix=fix)]
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [Problem(f"unreadable index: {error!r}", file=str(index))]
+    if not names:
+        return [Problem("names no shard", file=str(index), key="weight_map")]
+    return [problem for name in names for problem in _check_shard(folder / name)]
+
+
+def _check_shard(path: Path) -> list[Problem]:
+    """The header of a safetensors file says how many bytes must follow (8-byte length, JSON, data)."""
+    try:
+        with path.open("rb") as shard:
+            (length,) = struct.unpack("<Q", shard.read(8))
+            if length > _MAX_HEADER:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(shard.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected, size = 8 + length + max(ends, default=0), path.stat().st_size
+    except FileNotFoundError:
+        return [Problem("missing", file=str(path), fix="copy or merge the model again")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        return [Problem(f"no safetensors file: {error}", file=str(path), fix="copy or merge the model again")]
+    if size != expected:
+        return [Problem(f"{size} bytes, its header says {expected}", file=str(path), fix="copy or merge the model again")]
+    return []
+
+
+def _load_tokenizer(folder: Path, chat: bool) -> tuple[Any, list[Problem]]:
+    """The tokenizer; with ``chat``, its chat template renders a user's turn."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / name).exists() for name in names):
+        return None, [Problem("has no tokenizer", file=str(folder), fix="copy the base model's tokenizer files there")]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    # transformers and tokenizers raise everything from OSError to a bare Exception on a damaged file.
+    except Exception as error:
+        return None, [Problem(f"its tokenizer does not load: {error}", file=str(folder))]
+    return tokenizer, _check_template(tokenizer, folder) if chat else []
+
+
+def _check_template(tokenizer: Any, folder: Path) -> list[Problem]:
+    if not tokenizer.chat_template:
+        fix = "add chat_template.jinja of the base model, or score plain text: --no-apply-chat-template"
+        return [Problem("its tokenizer has no chat template", file=str(folder), key="eval.apply_chat_template", fix=fix)]
+    marker = "How many shards are there?"
+    try:
+        text = render_turn(tokenizer, marker)
+    # Jinja and the template's own raise_exception().
+    except Exception as error:
+        return [Problem(f"its chat template does not render a user's turn: {error}", file=str(folder))]
+    if marker not in text:
+        return [Problem("its chat template drops the user's text", file=str(folder))]
+    return []
+
+
+def _resolve_length(folder: Path, tokenizer: Any, max_gen_toks: int) -> tuple[int, str, list[Problem]]:
+    """The model's context in tokens, the type of its weights, and what is wrong."""
+    from lm_eval.models.utils import resolve_max_length
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    # An architecture that the installed transformers does not know, or values its config class refuses.
+    except Exception as error:
+        return 0, "", [Problem(f"transformers does not accept it: {error}", file=str(folder / "config.json"))]
+    length = int(resolve_max_length(config, tokenizer))
+    dtype = str(config.dtype or "auto").removeprefix("torch.")
+    if max_gen_toks >= length:
+        return (
+            length,
+            dtype,
+            [
+                Problem(
+                    f"{max_gen_toks} tokens of answer leave no room for a prompt in this model's {length}",
+                    file=str(folder),
+                    key="eval.max_gen_toks",
+                    fix="lower it",
+                )
+            ],
+        )
+    return length, dtype, []
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    sealed = (folder / manifest.MANIFEST).exists()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file():
+            continue
+        stat = path.stat()
+        if path.suffix in (".json", ".jinja", ".model", ".txt"):
+            part = manifest.hash_file(path).sha256
+        elif sealed:
+            continue
+        else:
+            part = f"{stat.st_size} {stat.st_mtime_ns}"
+        digest.update(f"{path.name}\0{part}\0".encode())
+    return digest.hexdigest()
+
+
+ROOM = 1.3
+"""Of a GPU's free memory, over the weights: the cache and the activations of a batch."""
+
+
+def pick_device(asked: str | None, folder: Path) -> str:
+    """The device that is asked for. ``auto``: all GPUs, else the CPU; None: one GPU where the weights fit."""
+    import torch
+
+    if asked not in (None, "auto"):
+        return str(asked)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < 2:
+        return "cuda" if gpus else "cpu"
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return "cuda" if asked is None and ROOM * weights < torch.cuda.mem_get_info(0)[0] else "auto"
+
+
+def check_device(device: str | None) -> list[Problem]:
+    """lm-eval falls back to another device without a message; here a device that is not there is an error."""
+    import torch
+
+    known = {"cpu", "auto"}
+    if torch.cuda.is_available():
+        known |= {"cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
+    if device is None or device in known:
+        return []
+    return [Problem(f"no device {device!r} here", key="--device", fix=f"one of {', '.join(sorted(known))}")]
+
+
+def raise_if(problems: list[Problem]) -> None:
+    """All problems at once, or nothing."""
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,289 @@
+"""The prompts that are scored: read, checked row by row and checker by checker before a model is loaded.
+
+A row is google/IFEval's: ``{"key": int, "prompt": str, "instruction_id_list": [str], "kwargs": [dict]}``, ``kwargs`` one
+mapping per instruction. lm-eval builds the checkers only after all generation, so that a bad row would cost the run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import Problem, UserError
+from clustertune.manifest import require_whole
+
+BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
+"""The size of google/IFEval: prompts, instructions in them, kinds of instruction (arXiv:2311.07911 and its data file)."""
+
+LANDMARKS = {
+    371: "a9dc9b6581806016",
+    3653: "930033f2ed872440",
+    3719: "3190b533e1026639",
+    3739: "36e36afd7274af7e",
+    3757: "1ae205a3bd0947b2",
+}
+"""Some of its prompts: key and :func:`hash_landmark`."""
+
+_FORMS: dict[str, type] = {"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list}
+_INTEGERS = frozenset(
+    {
+        *("num_sentences", "num_placeholders", "num_bullets", "num_highlights", "num_sections", "num_paragraphs"),
+        *("nth_paragraph", "frequency", "num_words", "let_frequency", "capital_frequency"),
+    }
+)
+_MAX_INTEGER = 2**63 - 1
+_LISTS = frozenset({"keywords", "forbidden_words"})
+_PATTERNS = frozenset({"keyword", "section_spliter", "postscript_marker"})
+"""Arguments that lm-eval's checkers put into a regular expression as they are (with every member of the lists)."""
+
+_PROBES = (
+    "A plain sentence.",
+    "First *one*.\n\n* Second, with [a place].\n\n***\n\nSECTION 1 Third! P.S. <<end>>",
+    '{"json": [1, 2]}',
+)
+"""Answers that every checker must be able to judge."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A checked file of prompts."""
+
+    file: Path
+    sha256: str
+    """Of the file as it was given."""
+    rows: list[dict[str, Any]]
+    is_benchmark: bool
+    """The rows are google/IFEval's: its counts and several of its prompts word for word."""
+    drawn: int
+    """Instructions whose arguments do not say everything, so that lm-eval draws the rest at random (from its seed)."""
+
+    def to_jsonl(self) -> str:
+        """The rows with the four columns and the arguments that count, in one type each.
+
+        lm-eval reads them through Arrow, which refuses a column of two types: whole numbers written as 2 and 2.0, or a
+        remark that is a text here and a number there.
+        """
+        return "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in self.rows)
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = [
+        {name: int(value) if name in _INTEGERS else value for name, value in given.items() if value is not None}
+        for given in row["kwargs"]
+    ]
+    return {**{name: row[name] for name in _FORMS}, "kwargs": kwargs}
+
+
+def read_prompts(path: Path) -> Prompts:
+    """Read and check a file. Call within :func:`clustertune.evaluate.punkt.installed`: the checkers are imported here.
+
+    Raises UserError with every bad line (``file:line``).
+    """
+    require_whole(path.parent, only=[path.name])
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            Problem(f"cannot be read: {error.strerror}", file=str(path), fix="give a JSON Lines file of IFEval rows")
+        ) from None
+    problems: list[Problem] = []
+    rows: list[dict[str, Any]] = []
+    drawn = 0
+    first_line: dict[int, int] = {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        row, found = _parse(line, f"{path}:{number}")
+        if row is not None and not found:
+            if (earlier := first_line.setdefault(row["key"], number)) != number:
+                found = [Problem(f"key {row['key']} stands in line {earlier} too", file=f"{path}:{number}", key="key")]
+            else:
+                drawn += _check_instructions(row, f"{path}:{number}", found)
+                rows.append(row)
+        problems += found
+    if not rows and not problems:
+        problems.append(Problem("holds no prompts", file=str(path)))
+    if problems:
+        raise UserError(problems)
+    return Prompts(path, hashlib.sha256(content).hexdigest(), rows, recognise_benchmark(rows), drawn)
+
+
+def _parse(line: bytes, place: str) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """One line as a row of the right form, or what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        return None, [Problem(f"not UTF-8 at byte {error.start}", file=place)]
+    except (ValueError, RecursionError) as error:
+        return None, [Problem(f"not JSON: {error}", file=place)]
+    if not isinstance(row, dict):
+        return None, [Problem(f"a {type(row).__name__}, not an object", file=place)]
+    return row, _check_form(row, place)
+
+
+def _check_form(row: Mapping[str, Any], place: str) -> list[Problem]:
+    """The four columns: there, of their types, and of equal lengths where they belong together."""
+    problems = []
+    for name, form in _FORMS.items():
+        if name not in row:
+            problems.append(Problem("missing", file=place, key=name, fix=f"a row has {', '.join(_FORMS)}"))
+        elif not isinstance(row[name], form) or isinstance(row[name], bool):
+            problems.append(Problem(f"must be {form.__name__}, is {type(row[name]).__name__}", file=place, key=name))
+    if problems:
+        return problems
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=place))
+    if abs(row["key"]) > _MAX_INTEGER:
+        problems.append(Problem("exceeds 64 bits", file=place, key="key"))
+    if not row["prompt"].strip():
+        problems.append(Problem("is empty", file=place, key="prompt"))
+    if not row["instruction_id_list"]:
+        problems.append(Problem("names no instruction", file=place, key="instruction_id_list"))
+    pair = (len(row["kwargs"]), len(row["instruction_id_list"]))
+    if pair[0] != pair[1]:
+        problems.append(Problem(f"{pair[0]} mappings for {pair[1]} instructions", file=place, key="kwargs"))
+    for name, form in (("instruction_id_list", str), ("kwargs", dict)):
+        for index, value in enumerate(row[name]):
+            if not isinstance(value, form):
+                problems.append(Problem(f"must be {form.__name__}, is {value!r}", file=place, key=f"{name}[{index}]"))
+    return problems
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_instructions(row: Mapping[str, Any], place: str, problems: list[Problem]) -> int:
+    """Build every checker of a row and let it judge the probes; the number of checkers with something drawn at random."""
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    drawn = 0
+    for index, (name, kwargs) in enumerate(zip(row["instruction_id_list"], row["kwargs"], strict=True)):
+        if name not in INSTRUCTION_DICT:
+            near = difflib.get_close_matches(name, INSTRUCTION_DICT, n=1, cutoff=0.4)
+            problems.append(
+                Problem(
+                    f"unknown instruction {name!r}",
+                    file=place,
+                    key=f"instruction_id_list[{index}]",
+                    fix=f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(INSTRUCTION_DICT))}",
+                )
+            )
+            continue
+        wrong = [Problem(text, file=place, key=f"kwargs[{index}].{argument}") for argument, text in _check_arguments(kwargs)]
+        if not wrong and (text := _try_checker(INSTRUCTION_DICT[name], name, row["prompt"], kwargs)):
+            wrong = [
+                Problem(f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {text}", file=place, key=f"kwargs[{index}]")
+            ]
+        if not wrong:
+            drawn += _is_drawn(INSTRUCTION_DICT[name](name), kwargs)
+        problems += wrong
+    return drawn
+
+
+def _check_arguments(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Arguments of the wrong type or no regular expression, as (name, what is wrong); null counts as absent."""
+    wrong = []
+    for name, value in kwargs.items():
+        if value is None:
+            continue
+        if name in _INTEGERS:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_whole(value):
+                wrong.append((name, f"must be a whole number, is {value!r}"))
+            continue
+        members = value if name in _LISTS else [value]
+        if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+            wrong.append((name, f"must be {'a list of texts' if name in _LISTS else 'a text'}, is {value!r}"))
+        elif name in _LISTS or name in _PATTERNS:
+            for member in members:
+                try:
+                    re.compile(member)
+                except re.error as error:
+                    wrong.append((name, f"{member!r} is no regular expression (lm-eval uses it as one): {error}"))
+    return wrong
+
+
+def _is_whole(value: float) -> bool:
+    return abs(value) <= _MAX_INTEGER and value == int(value)
+
+
+def _try_checker(checker: Any, name: str, prompt: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Build a checker as lm-eval's ``process_results`` does and judge the probes; the error's text, or None."""
+    state = random.getstate()
+    try:
+        instruction = checker(name)
+        instruction.build_description(**{key: value for key, value in kwargs.items() if value})
+        arguments = instruction.get_instruction_args()
+        if arguments and "prompt" in arguments:
+            instruction.build_description(prompt=prompt)
+        for probe in _PROBES:
+            instruction.check_following(probe)
+    # Whatever a checker raises here, it would raise after all generation.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        random.setstate(state)
+    return None
+
+
+def _is_drawn(instruction: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether two builds with different random states differ: then an argument is missing or outside what is accepted."""
+    state = random.getstate()
+    seen = set()
+    try:
+        for seed in range(8):
+            random.seed(seed)
+            instruction.build_description(**{key: value for key, value in kwargs.items() if value})
+            seen.add(json.dumps(instruction.get_instruction_args(), sort_keys=True))
+    finally:
+        random.setstate(state)
+    return len(seen) > 1
+
+
+def hash_landmark(row: Mapping[str, Any]) -> str:
+    """A short digest of a prompt's words."""
+    return hashlib.sha256(str(row["prompt"]).encode()).hexdigest()[:16]
+
+
+def recognise_benchmark(rows: list[dict[str, Any]]) -> bool:
+    """Whether the rows are google/IFEval's: 541 prompts, 834 instructions of 25 kinds, most landmarks word for word.
+
+    Digests of single prompts and not of the file: copies differ in line ends, order and null arguments, and the authors
+    have fixed the wording of some prompts since.
+    """
+    kinds = [kind for row in rows for kind in row["instruction_id_list"]]
+    found = sum(LANDMARKS.get(row["key"]) == hash_landmark(row) for row in rows)
+    return (
+        len(rows) == BENCHMARK_PROMPTS
+        and len(kinds) == BENCHMARK_INSTRUCTIONS
+        and len(set(kinds)) == KINDS
+        and found > len(LANDMARKS) // 2
+    )
+
+
+def find_difference(prompts: Prompts, documents: list[dict[str, Any]]) -> Problem | None:
+    """Whether what lm-eval read through Arrow says the same as the file; None where it does.
+
+    Arrow guesses: a column of texts that all look like dates becomes a column of dates.
+    """
+    if len(documents) != len(prompts.rows):
+        return Problem(f"lm-eval reads {len(documents)} rows of {len(prompts.rows)}", file=str(prompts.file))
+    for row, document in zip(prompts.rows, documents, strict=True):
+        expected, found = _plain(row), {name: document[name] for name in _FORMS}
+        found["kwargs"] = [{k: v for k, v in given.items() if v is not None} for given in found["kwargs"]]
+        if expected != found:
+            return Problem(
+                f"lm-eval reads the row with key {row['key']} as {found!r}",
+                file=str(prompts.file),
+                fix="write its values so that they do not look like dates",
+            )
+    return None

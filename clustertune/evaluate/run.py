@@ -1,0 +1,405 @@
+"""Score a model with lm-eval: everything that can fail is tried before the weights are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from clustertune import manifest
+from clustertune.config.schema import Eval
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.evaluate import backend as backends
+from clustertune.evaluate import ifeval, paired, tasks
+from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
+from clustertune.evaluate.model import ModelFacts, check_adapter, check_device, check_model, pick_device, raise_if
+from clustertune.evaluate.quiet import progress, quiet
+from clustertune.evaluate.scores import RESULT, clustered_stderr, judge, read_result
+
+KIND = "evaluation"
+SAMPLES, TASK = "samples.jsonl", "task"
+_OURS = {RESULT, SAMPLES, TASK, manifest.MANIFEST, *ifeval.FILES}
+_PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "nltk", "langdetect")
+
+
+def evaluate(
+    model: Path,
+    out: Path,
+    *,
+    settings: Eval,
+    data: Path | None = None,
+    benchmark: bool = True,
+    device: str | None = None,
+    adapter: Path | None = None,
+    base: Path | None = None,
+    base_out: Path | None = None,
+    tokenizer: Path | None = None,
+    source_label: str | None = None,
+) -> dict[str, Any]:
+    """Score ``model`` and write ``out`` (result, samples, manifest): whole, or without a manifest.
+
+    ``data`` is a JSON Lines file of IFEval rows; without it the benchmark is taken where it can be had (unless
+    ``benchmark`` is false), else the project's own prompts, and the result says which. ``device``: ``cpu``, ``cuda``,
+    ``cuda:N``, ``auto`` (spread over all GPUs), or None (the first GPU where the weights fit, else as ``auto``).
+    ``adapter``: a LoRA adapter that is applied to ``model`` without merging. ``base``: a model that is asked the same, with
+    ``model``'s tokenizer and template, and compared; its own result lies in ``base_out`` and is used again.
+    ``source_label`` is what to call the model in the result.
+
+    The weights' type is the one in the model's configuration (lm-eval's ``dtype=auto``). An interrupted evaluation goes on
+    with the answers that are on disk; a finished one of the same identity is returned as it is, judged
+    by the pass marks of ``settings``. The verdict is in ``pass``; :func:`clustertune.evaluate.scores.require_pass` raises on
+    it. Raises UserError with everything wrong at once, before the weights are loaded.
+    """
+    started = time.monotonic()
+    tokenizer = tokenizer or _tokenizer_of(model, adapter)
+    other = None
+    if base is not None:
+        assert base_out is not None
+        if adapter is None and base.resolve() == model.resolve():
+            fix = "name the model that it was trained from, or --adapter DIR"
+            raise UserError(Problem("is the model that is scored", file=str(base), key="--base", fix=fix))
+        _check_out(out)
+        plain = settings.model_copy(update={"pass_mark": {}, "pass_difference": {}, "base": False})
+        # What is wrong with the tuned model is said before the base is scored.
+        with _prepared(model, adapter, settings, tokenizer, data, benchmark, device):
+            pass
+        evaluate(base, base_out, settings=plain, data=data, benchmark=benchmark, device=device, tokenizer=tokenizer)
+        other = base_out
+    _check_out(out)
+    try:
+        with _prepared(model, adapter, settings, tokenizer, data, benchmark, device) as run:
+            run.label, run.base = source_label or str(model), other
+            out.mkdir(parents=True, exist_ok=True)
+            with hold(out):
+                if (out / manifest.MANIFEST).exists():
+                    return _read_finished(out, run.identity(), settings)
+                return run.execute(out, started)
+    except OSError as error:
+        if error.errno is None:  # transformers says so that it cannot read a model
+            raise UserError(Problem(str(error), file=str(model))) from error
+        raise storage_error(error, "the evaluation", Path(error.filename or out)) from error
+
+
+def _tokenizer_of(model: Path, adapter: Path | None) -> Path:
+    """An adapter that brings a tokenizer was trained with its template."""
+    return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else model
+
+
+@contextlib.contextmanager
+def _prepared(
+    model: Path,
+    adapter: Path | None,
+    settings: Eval,
+    tokenizer: Path,
+    data: Path | None,
+    benchmark: bool,
+    device: str | None,
+) -> Iterator[_Run]:
+    """One evaluation, its inputs checked and its tasks loaded; what is refused leaves nothing behind."""
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(quiet())
+        facts, problems = check_model(model, settings.max_gen_toks, tokenizer, chat=settings.apply_chat_template)
+        problems += check_device(device)
+        if adapter is not None:
+            problems += check_adapter(model, adapter)
+        rows, own = None, {}
+        try:
+            if ifeval.NAME in settings.tasks:
+                rows = stack.enter_context(ifeval.inputs(data, benchmark, scratch))
+                own = rows.write_task(settings, scratch / TASK, scratch)
+            elif data is not None:
+                problems.append(Problem("holds prompts of ifeval, which is no task here", file=str(data), key="--data"))
+            loaded, places = tasks.load(settings.tasks, own, settings)
+            problems += _check_marks(loaded, settings)
+            if rows is not None:
+                problems += rows.find_difference(loaded["tasks"][ifeval.NAME])
+        except UserError as error:
+            problems += error.problems
+        raise_if(problems)
+        assert facts is not None
+        name, why = backends.choose(settings.backend, facts, device)
+        seeds = ifeval.read_task_file().seeds
+        _seed(seeds)
+        prompts = tasks.digest(loaded, settings, seeds.numpy, facts.render if settings.apply_chat_template else None)
+        run = _Run(settings, facts, adapter, backends.describe(name, facts, adapter), loaded, places, prompts, rows, seeds, why)
+        run.device = pick_device(device, model)
+        yield run
+
+
+def _check_marks(loaded: Mapping[str, Any], settings: Eval) -> list[Problem]:
+    """Pass marks of tasks and metrics that will not be there."""
+    problems = []
+    for key in ("pass_mark", "pass_difference"):
+        for name, marks in getattr(settings, key).items():
+            at = f"eval.{key}.{name}"
+            known = {*settings.tasks, *loaded["tasks"], *loaded.get("groups", {})}
+            if name not in known:
+                problems.append(Problem("is no task of this evaluation", key=at, fix=f"one of {', '.join(sorted(known)[:20])}"))
+            elif name in loaded["tasks"]:
+                metrics = set(loaded["tasks"][name].higher_is_better())
+                problems += [
+                    Problem(f"{name} has no metric {mark!r}", key=at, fix=f"one of {', '.join(sorted(metrics))}")
+                    for mark in marks
+                    if mark.partition(",")[0] not in metrics
+                ]
+    return problems
+
+
+@dataclass
+class _Run:
+    """One evaluation, its inputs checked."""
+
+    settings: Eval
+    facts: ModelFacts
+    adapter: Path | None
+    backend: backends.Backend
+    loaded: dict[str, Any]
+    """lm-eval's tasks and groups."""
+    places: dict[str, str]
+    """Where each data set came from: a commit of the Hub, or words."""
+    prompts: str
+    """Digest of all requests."""
+    rows: ifeval.Inputs | None
+    """IFEval's prompts, where it is a task."""
+    seeds: ifeval.Seeds
+    why: str
+    """Why this backend."""
+    device: str = "cpu"
+    label: str = ""
+    base: Path | None = None
+    """The finished evaluation of the model to compare with."""
+    members: dict[str, list[str]] = field(default_factory=dict)
+    """The tasks of each group."""
+
+    def __post_init__(self) -> None:
+        groups = self.loaded.get("groups", {})
+        self.members = {name: [task.task_name for task in group.get_all_tasks()] for name, group in groups.items()}
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the answers and their scores: two evaluations with the same identity have the same result."""
+        base = manifest.read_manifest(self.base, KIND).meta["identity"] if self.base else None
+        return {
+            "model": self.facts.fingerprint,
+            "adapter": self.adapter and manifest.hash_file(self.adapter / "adapter_model.safetensors").sha256,
+            "quantization": self.facts.quantization,
+            "backend": asdict(self.backend),
+            "tasks": {name: task.VERSION for name, task in sorted(self.loaded["tasks"].items())},
+            "prompts": self.prompts,
+            "template": self.facts.template_sha if self.settings.apply_chat_template else None,
+            "limit": self.settings.limit,
+            "max_gen_toks": self.settings.max_gen_toks,
+            "batch_size": self.settings.batch_size,
+            "seeds": self.seeds.model_dump(),
+            "punkt": self.rows and self.rows.splitter.sha256,
+            "device": self.device,
+            "base": base and hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest(),
+            "versions": {name: version(name) for name in _PACKAGES},
+        }
+
+    def execute(self, out: Path, started: float) -> dict[str, Any]:
+        """Answer, score, compare, write, seal."""
+        if self.rows is not None:
+            self.rows.keep(self.settings, out, out / TASK)
+        name = hashlib.sha256(json.dumps({**self.identity(), "base": None}, sort_keys=True).encode()).hexdigest()[:16]
+        log = AnswerLog(out / f".answers-{name}.tmp")
+        try:
+            raw, lm = self._score(log)
+            samples = [
+                {"task": task, **sample}
+                for task, rows in raw["samples"].items()
+                for sample in sorted(rows, key=lambda row: int(row["doc_id"]))
+            ]
+            lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
+            result = self._describe(raw, samples, lm, started)
+            result["by_hand"] = self._by_hand(result["decoding"], out)
+            if self.base is not None:
+                result |= self._compare(result, [json.loads(line) for line in lines], raw["higher_is_better"])
+            result["pass"] = judge(result, self.settings)
+            manifest.write_durably(out / SAMPLES, "\n".join(lines) + "\n")
+            manifest.write_durably(out / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+            manifest.seal(out, KIND, {"identity": self.identity(), "tasks": result["tasks"]})
+        finally:
+            log.close()
+        for leftover in out.glob(".*.tmp"):
+            leftover.unlink()
+        return result
+
+    def _score(self, log: AnswerLog) -> tuple[dict[str, Any], RecordedLM]:
+        """What ``lm_eval run`` does, without its look at the whole machine (pip, git, Hub) around it."""
+        import lm_eval.evaluator
+
+        _seed(self.seeds)
+        folder, size = self.facts.folder, self.settings.batch_size
+        with contextlib.ExitStack() as stack:
+            with manifest.Comparison(folder) as weights:
+                opened = backends.model_for(self.backend, self.facts, adapter=self.adapter, device=self.device, batch_size=size)
+                lm = stack.enter_context(opened)
+                raise_if(weights.finish())
+            report = stack.enter_context(progress())
+            stack.enter_context(backends.out_of_memory(folder))
+            wrapped = RecordedLM(lm, log, size, report, whole=self.backend.name != "hf")
+            raw = lm_eval.evaluator.evaluate(
+                lm=wrapped,
+                task_dict=self.loaded,
+                limit=self.settings.limit,
+                apply_chat_template=self.settings.apply_chat_template,
+                fewshot_as_multiturn=self.settings.apply_chat_template,
+                log_samples=True,
+            )
+        return raw, wrapped
+
+    def _describe(
+        self, raw: Mapping[str, Any], samples: list[dict[str, Any]], lm: RecordedLM, started: float
+    ) -> dict[str, Any]:
+        scores = {name: _plain(row) for name, row in raw["results"].items()}
+        for name, row in scores.items():
+            for key in [key for key, value in row.items() if "_stderr," in key and value is None]:
+                metric, _, kept = key.replace("_stderr,", ",").partition(",")
+                mine = [sample[metric] for sample in samples if (sample["task"], sample["filter"]) == (name, kept)]
+                if mine and all(isinstance(value, list) for value in mine):
+                    row[key] = clustered_stderr(mine)
+        details = {name: self._detail(name, raw) for name in scores}
+        found: dict[str, Any] = {
+            "schema": 2,
+            "model": self.label,
+            "path": str(self.facts.folder.resolve()),
+            "adapter": self.adapter and str(self.adapter.resolve()),
+            "quantization": self.facts.quantization,
+            "tasks": scores,
+            "details": details,
+            "backend": asdict(self.backend),
+            "backend_chosen": self.why,
+            "decoding": {
+                "max_gen_toks": self.settings.max_gen_toks,
+                "batch_size": self.settings.batch_size,
+                "dtype": str(lm.model.dtype).removeprefix("torch.") if self.backend.name == "hf" else self.backend.dtype,
+                "device": "auto" if self.device == "auto" or self.backend.name != "hf" else str(lm.device),
+                "chat_template": self.settings.apply_chat_template,
+                "seeds": {**self.seeds.model_dump(), "langdetect": 0},
+            },
+            "truncated_prompts": lm.truncated,
+            "chat_template_sha": self.facts.template_sha if self.settings.apply_chat_template else None,
+            "versions": {name: version(name) for name in _PACKAGES},
+            "seconds": round(time.monotonic() - started, 3),
+            "resumed_prompts": lm.resumed,
+            "samples": SAMPLES,
+            "notes": [],
+        }
+        if lm.truncated:
+            found["notes"].append(f"{lm.truncated} prompts lost their beginning: prompt and answer exceed the model's context.")
+        for name in self.settings.tasks:
+            if name != ifeval.NAME and name in details and details[name]["limited"]:
+                first = f"the first {scores[name]['n']} documents"
+                found["notes"].append(f"Not all of {name} ({first}): these numbers compare with nothing published.")
+        if self.rows is not None:
+            mine = [sample for sample in samples if sample["task"] == ifeval.NAME]
+            found |= self.rows.describe(scores[ifeval.NAME], mine, found)
+        return found
+
+    def _detail(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Version, few-shot examples and data of a task or of a group's members."""
+        leaves = self.members.get(name, [name])
+        counts = [raw["n-samples"][leaf] for leaf in leaves]
+        limited = any(count["effective"] < count["original"] for count in counts)
+        data = sorted({str(self.loaded["tasks"][leaf].DATASET_PATH) for leaf in leaves})
+        row = {
+            "version": raw["versions"].get(name),
+            "num_fewshot": raw["n-shot"].get(name),
+            "data": data,
+            "revisions": {path: self.places[path] for path in data if path in self.places},
+            "limited": limited,
+            "comparable": not limited,
+            "members": self.members.get(name, []),
+        }
+        if self.rows is not None and name == ifeval.NAME:
+            row |= {"data": [self.rows.name], "revisions": {}, "comparable": self.rows.prompts.is_benchmark and not limited}
+        return row
+
+    def _compare(self, result: Mapping[str, Any], samples: list[dict[str, Any]], higher: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.base is not None
+        before = read_result(self.base)
+        assert before is not None
+        own = {"tasks": result["tasks"], "samples": samples, "higher_is_better": higher}
+        lines = (self.base / SAMPLES).read_text(encoding="utf-8").splitlines()
+        found = paired.compare({"samples": [json.loads(line) for line in lines]}, own, self.members)
+        base = {"model": before["model"], "tasks": before["tasks"], "dir": str(self.base)}
+        return {**found, "paired_method": paired.METHOD, "base": base}
+
+    def _by_hand(self, decoding: Mapping[str, Any], out: Path) -> list[str]:
+        """The ``lm_eval`` command that repeats an evaluation, with ``NLTK_DATA`` set to its ``punkt.path``."""
+        spread, facts, settings = decoding["device"] == "auto", self.facts, self.settings
+        model = f"pretrained={facts.folder.resolve()},dtype=auto"
+        model += f",peft={self.adapter.resolve()}" if self.adapter else ""
+        model += f",tokenizer={facts.tokenizer_folder.resolve()}" if facts.tokenizer_folder != facts.folder else ""
+        model += ",parallelize=True" if spread else ""
+        shots, tokens = settings.num_fewshot, settings.max_gen_toks
+        return [
+            *("lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", ",".join(settings.tasks)),
+            *(("--include_path", str((out / TASK).resolve())) if self.rows is not None else ()),
+            *(() if spread else ("--device", str(decoding["device"]))),
+            *("--batch_size", str(settings.batch_size), *(("--apply_chat_template",) if settings.apply_chat_template else ())),
+            *(("--num_fewshot", str(shots)) if shots is not None else ()),
+            *(("--gen_kwargs", f"max_gen_toks={tokens}") if tokens is not None and settings.tasks != [ifeval.NAME] else ()),
+            *(("--limit", str(settings.limit)) if settings.limit is not None else ()),
+        ]
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """lm-eval's row of a task: documents, and its values by ``METRIC,FILTER``; None for what it calls N/A."""
+    values = {key: None if value == "N/A" else float(value) for key, value in row.items() if "," in key}
+    return {"n": int(row["sample_len"]), **values}
+
+
+def _seed(seeds: ifeval.Seeds) -> None:
+    """As ``lm_eval.simple_evaluate`` does before it loads the model."""
+    import random
+
+    import langdetect
+    import numpy
+    import torch
+
+    # langdetect draws; unseeded, two scorings of one answer can differ (its README, "NOTE").
+    langdetect.DetectorFactory.seed = 0
+    random.seed(seeds.python)
+    # lm-eval seeds numpy's global generator; a run by hand must draw the same.
+    numpy.random.seed(seeds.numpy)
+    torch.manual_seed(seeds.torch)
+
+
+def _check_out(out: Path) -> None:
+    """Raise UserError where ``out`` holds files that are no evaluation's: they would be touched, and named in its manifest."""
+    if out.exists() and not out.is_dir():
+        raise UserError(Problem("is not a folder", file=str(out), fix="choose another folder for the evaluation"))
+    if out.is_dir():
+        foreign = sorted(p.name for p in out.iterdir() if p.name not in _OURS and not p.name.startswith("."))
+        if foreign:
+            raise UserError(
+                Problem(
+                    f"holds other files: {', '.join(foreign[:5])}",
+                    file=str(out),
+                    fix="choose an empty folder for the evaluation",
+                )
+            )
+
+
+def _read_finished(out: Path, identity: Mapping[str, Any], settings: Eval) -> dict[str, Any]:
+    """The result that lies in ``out`` whole, judged anew. Raises UserError where it is another evaluation's or damaged."""
+    problems = manifest.find_problems(out, KIND)
+    if not problems:
+        found = manifest.read_manifest(out, KIND).meta.get("identity", {})
+        wanted = json.loads(json.dumps(identity))
+        other = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
+        result = None if other else read_result(out)
+        if result is not None:
+            return {**result, "pass": judge(result, settings)}
+        problems = [Problem(f"holds a finished evaluation with another {', '.join(other)}", file=str(out))]
+    fix = "choose another folder, or remove it"
+    raise UserError([*problems, Problem("nothing finished is overwritten", file=str(out), fix=fix)])

@@ -1,0 +1,512 @@
+"""vLLM's servers on one node: start, wait until they answer, watch, and leave nothing running.
+
+A server is a group of processes (API server, engine, workers): when its first one ends, the whole group is ended, because an
+engine whose API server was killed keeps the GPU (run with vLLM 0.30.0). ``/health`` alone proves nothing: on the first node it
+stays 200 while a follower is gone. Hence each node watches its own processes, and Slurm ends the step when one node does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clustertune.console import say
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.evaluate.backend import Backend
+from clustertune.evaluate.model import ModelFacts
+from clustertune.launch.rendezvous import first_port, free_port
+from clustertune.launch.serving import ModelSize, Serving, serving
+from clustertune.manifest import write_durably
+from clustertune.process import Stopped, die_with_parent, stop_signals
+from clustertune.tensorfile import read_header
+
+PROGRAM = "CLUSTERTUNE_VLLM"
+"""The variable that names vLLM's program where it is not on the PATH: vLLM asks for another numpy than training."""
+NAME = "model"
+"""What the servers call the model."""
+HOST = "127.0.0.1"
+START_SECONDS = 3600.0
+"""Until all servers answer: 406 GB a node at 0.2 GB/s are 34 minutes."""
+POLL_SECONDS = 0.5
+END_SECONDS = 10.0
+"""Between SIGTERM and SIGKILL: a follower whose head was gone did not end within 5 s."""
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every node of an evaluation must know alike to start its servers."""
+
+    model: str
+    """The folder of the merged model, or of the base of ``adapter``."""
+    shape: Serving
+    dtype: str
+    """Of the computation; never ``auto``, which makes bfloat16 of float32 weights."""
+    folder: str
+    """Where logs and :data:`READY` go; on storage that all nodes see."""
+    port: int
+    """Of the first server; the others follow."""
+    cache: str
+    """A folder on each node's own disk; each server has its own below."""
+    nodes: tuple[str, ...] = ()
+    """Names or addresses of the nodes, the first one's first; empty: this machine."""
+    interface: str | None = None
+    """Network interface between the nodes; None: the one that the route to the first node takes."""
+    gpus: tuple[str, ...] = ()
+    """Of each node, as CUDA_VISIBLE_DEVICES names them; empty: none."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter that is applied while it serves."""
+    rank: int = 0
+    """LoRA rank of ``adapter``."""
+    options: tuple[str, ...] = ()
+    """Further options of ``vllm serve``."""
+    program: str | None = None
+    """vLLM's program; None: as :func:`find_program` says."""
+    start_seconds: float = START_SECONDS
+
+    @property
+    def served(self) -> str:
+        """What requests call the model: the adapter's name where there is one."""
+        return "adapter" if self.adapter else NAME
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers' addresses on the first node."""
+        return [f"http://{HOST}:{self.port + i}" for i in range(self.shape.servers)]
+
+    def write(self, path: Path) -> None:
+        """Durably, for the nodes."""
+        write_durably(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """What :meth:`write` wrote."""
+        body: dict[str, Any] = json.loads(path.read_bytes())
+        lists = {key: tuple(value) for key, value in body.items() if isinstance(value, list)}
+        return cls(**{**body, **lists, "shape": Serving(**body["shape"])})
+
+
+JOB, VERSION, FAILED = "job.json", "version.json", "failed"
+"""In the folder of a Slurm job: what all its servers have in common, vLLM's version, and what a node that gave up leaves."""
+ASKED, READY = "model-{}.json", "ready-{}.json"
+"""There too: the job of the N-th model that the client asks for, and what is there as soon as its servers answer."""
+GIVEN = "CLUSTERTUNE_SERVERS"
+"""The variable that names the folder of a job whose servers are already there: those of a Slurm job."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One server's part on one node."""
+
+    name: str
+    """For messages and its log: ``server 3``, or ``node 1 (n2)`` of a server over several nodes."""
+    words: list[str]
+    environment: dict[str, str]
+    url: str | None
+    """Where it answers; None: a follower, which has no API."""
+
+
+def commands(job: Job, node: int, address: str | None = None) -> list[Command]:
+    """What node number ``node`` starts. ``address``: its own on the cluster's network, where there are several nodes."""
+    shape, several = job.shape, len(job.nodes) > 1
+    both = [
+        *("serve", job.model, "--served-model-name", NAME, "--dtype", job.dtype),
+        *("--tensor-parallel-size", str(shape.tensor_parallel), "--max-model-len", str(shape.max_model_len)),
+        *("--max-num-seqs", str(shape.max_num_seqs), "--generation-config", "auto", *job.options),
+    ]
+    if job.adapter:
+        both += ["--enable-lora", "--lora-modules", f"{job.served}={job.adapter}", "--max-lora-rank", str(lora_rank(job.rank))]
+    found = []
+    for i in range(1 if several else shape.servers):
+        api = ["--host", HOST, "--port", str(job.port + i)]
+        environment = {**QUIET, "VLLM_CACHE_ROOT": f"{job.cache}/{node}-{i}"}
+        name, url = f"server {i}", f"http://{HOST}:{job.port + i}"
+        if job.gpus:
+            mine = job.gpus[i * shape.tensor_parallel : (i + 1) * shape.tensor_parallel]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        if several:
+            api = [
+                *(api if node == 0 else ["--headless"]),
+                *("--pipeline-parallel-size", str(shape.pipeline_parallel), "--nnodes", str(len(job.nodes))),
+                *("--node-rank", str(node), "--master-addr", job.nodes[0], "--master-port", str(job.port + 1)),
+                *("--distributed-executor-backend", "mp"),
+            ]
+            name = f"node {node} ({job.nodes[node]})"
+            if address:
+                environment["VLLM_HOST_IP"] = address
+            if job.interface:
+                environment |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": f"={job.interface}"}
+        found.append(Command(name, [*both, *api], environment, url if node == 0 or not several else None))
+    return found
+
+
+def lora_rank(rank: int) -> int:
+    """The least value of vLLM's ``--max-lora-rank`` that holds a rank (``vllm/config/lora.py`` lists them)."""
+    return next((n for n in (1, 8, 16, 32, 64, 128, 256, 320, 512) if n >= rank), rank)
+
+
+def own_address(job: Job) -> str | None:
+    """This node's address on the network by which it reaches the first one; None on one node.
+
+    vLLM would open a socket towards a public name server, and without a route take 0.0.0.0.
+    """
+    if len(job.nodes) < 2:
+        return None
+    if job.interface:
+        import fcntl
+        import struct
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            # SIOCGIFADDR of linux/sockios.h; the address is bytes 20 to 23 of struct ifreq.
+            found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", job.interface.encode()[:15]))
+            return socket.inet_ntoa(found[20:24])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((job.nodes[0], job.port))  # UDP: nothing is sent
+        except OSError as error:
+            raise UserError(Problem(f"no way to {job.nodes[0]}: {error.strerror}", fix="network.interface")) from None
+        return str(probe.getsockname()[0])
+
+
+def find_program(environ: Mapping[str, str] = os.environ) -> str | None:
+    """vLLM's program; None where there is none."""
+    return shutil.which(environ.get(PROGRAM) or "vllm")
+
+
+def require_program() -> str:
+    """vLLM's program. Raises UserError where there is none."""
+    if (found := find_program()) is None:
+        fix = f"use the vllm image, or set {PROGRAM} to the program of an environment of its own; --backend hf needs none"
+        raise UserError(Problem("vLLM is not installed here", file="vllm", fix=fix))
+    return found
+
+
+@dataclass
+class Servers:
+    """The processes of one node. Use as a context: at its end none of them is left."""
+
+    job: Job
+    node: int = 0
+    program: Sequence[str] = ()
+    """What stands in front of ``serve``; empty: vLLM's program on this machine."""
+    dead: dict[str, str] = field(default_factory=dict)
+    """Servers that ended, by name, with what is known of it."""
+    _running: list[tuple[Command, subprocess.Popen[bytes], Path]] = field(default_factory=list)
+
+    def __enter__(self) -> Servers:
+        program = list(self.program) or [self.job.program or require_program()]
+        listed = tuple(name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name)
+        job = replace(self.job, gpus=listed) if listed and self.job.gpus else self.job
+        try:
+            for command in commands(job, self.node, own_address(job)):
+                log = Path(self.job.folder) / f"{command.name.split(' (')[0].replace(' ', '-')}.log"
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("wb") as out:
+                    process = subprocess.Popen(
+                        [*program, *command.words],
+                        env={**os.environ, **command.environment},
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=_in_server,  # noqa: PLW1509 - libc only
+                    )
+                self._running.append((command, process, log))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def poll(self) -> int:
+        """Look after the processes; how many servers run. What has ended takes the rest of its group with it."""
+        for entry in list(self._running):
+            command, process, log = entry
+            if (code := process.poll()) is not None:
+                _kill(process, signal.SIGKILL)
+                self._running.remove(entry)
+                self.dead[command.name] = f"ended with {_words(code)}; {log} ends:\n{_tail(log)}"
+        return len(self._running)
+
+    def died(self, what: str) -> UserError:
+        """An error that names each server that ended."""
+        return UserError(
+            [Problem(f"{name} {what}: {text}", file=self.job.model) for name, text in self.dead.items()], ExitCode.FAILED
+        )
+
+    def wait(self) -> None:
+        """Until all of this node's servers answer. Raises UserError where one ends before, or the deadline passes."""
+        deadline = time.monotonic() + self.job.start_seconds
+        waiting = [command for command, _, _ in self._running if command.url]
+        while waiting:
+            self.poll()
+            if self.dead:
+                raise self.died("ended while it started")
+            if time.monotonic() > deadline:
+                names = ", ".join(command.name for command in waiting)
+                text = f"no answer after {self.job.start_seconds:.0f} s from {names}"
+                raise UserError(Problem(text, file=self.job.folder, fix="the logs there say how far it came"), ExitCode.FAILED)
+            waiting = [command for command in waiting if not self._answers(str(command.url))]
+            time.sleep(POLL_SECONDS)
+
+    def _answers(self, url: str) -> bool:
+        """Whether our server answers there; another program may have taken the port. Raises UserError."""
+        if (reply := ask(f"{url}/v1/models")) is None:
+            return False
+        found = {entry.get("id"): entry.get("root") for entry in reply.get("data", [])}
+        if found.get(NAME) != self.job.model:
+            text = f"another server answers there, of {', '.join(map(str, found.values())) or 'nothing'}"
+            raise UserError(Problem(text, file=url, fix="end it, or run again: each job has other ports"), ExitCode.AGAIN)
+        return True
+
+    def stop(self) -> None:
+        """End all groups: asked first, then killed."""
+        for _, process, _ in self._running:
+            _kill(process, signal.SIGTERM)
+        deadline = time.monotonic() + END_SECONDS
+        while any(process.poll() is None for _, process, _ in self._running) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _, process, _ in self._running:
+            _kill(process, signal.SIGKILL)
+            process.wait()
+        self._running.clear()
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy of the site would be asked for this machine's own servers."""
+
+
+def ask(url: str, seconds: float = 5.0) -> dict[str, Any] | None:
+    """What a server says there; None where it says nothing."""
+    try:
+        with _DIRECT.open(url, timeout=seconds) as reply:
+            found: dict[str, Any] = json.loads(reply.read() or b"{}")
+            return found
+    except (OSError, ValueError):
+        return None
+
+
+def _kill(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To the whole group, also when its first process is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _in_server() -> None:
+    die_with_parent(signal.SIGTERM)
+
+
+def _words(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _tail(log: Path) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    except OSError:
+        return ""
+
+
+def run_node(folder: Path, node: int) -> None:
+    """One node's part of a Slurm step: serve one model after the other, as the client asks for them, until a signal.
+
+    Raises UserError (exit 1) where no server of this node is left, or its part of the one server over several nodes has ended.
+    """
+    template, number = Job.read(folder / JOB), 0
+    if node == 0:
+        write_durably(folder / VERSION, json.dumps({"version": _version(template.program)}) + "\n")
+    with _stop_on_signals():
+        while True:
+            following = ASKED.format(number + 1)
+            if following not in os.listdir(folder):  # noqa: PTH208 - a listing makes an NFS client ask the server
+                time.sleep(POLL_SECONDS)
+                continue
+            number += 1
+            with Servers(Job.read(folder / following), node) as servers:
+                servers.wait()
+                if node == 0:
+                    write_durably(folder / READY.format(number), "{}\n")
+                    say(f"serving {servers.job.model}: {', '.join(servers.job.urls)}")
+                _watch(servers, folder / ASKED.format(number + 1))
+
+
+def _watch(servers: Servers, following: Path) -> None:
+    """Until another model is asked for. Raises UserError where no server is left."""
+    told: set[str] = set()
+    while servers.poll():
+        for name in servers.dead.keys() - told:
+            say(f"{name} {servers.dead[name]}")
+        told |= servers.dead.keys()
+        if following.name in os.listdir(following.parent):  # noqa: PTH208
+            return
+        time.sleep(POLL_SECONDS)
+    raise servers.died("ended")
+
+
+def describe(model: ModelFacts, adapter: Path | None = None) -> Backend:
+    """The servers for a model on this machine, or those of the Slurm job, before the first request. Raises UserError."""
+    if named := os.environ.get(GIVEN):
+        shape, version = Job.read(Path(named) / JOB).shape, str(_await(Path(named), VERSION, START_SECONDS)["version"])
+    else:
+        shape, version = job_here(model, adapter).shape, _version()
+    return Backend("vllm", version, dtype_of(model.folder), shape.tensor_parallel, shape.pipeline_parallel, shape.servers)
+
+
+@contextlib.contextmanager
+def model_for(
+    _backend: Backend, model: ModelFacts, *, adapter: Path | None = None, device: str = "", batch_size: int = 0
+) -> Iterator[Any]:
+    """lm-eval's ``LM`` over servers, which are ended with the context. ``device`` and ``batch_size`` are vLLM's own matter.
+
+    Raises UserError where a tensor is missing, before a server starts; where one does not start.
+    """
+    from clustertune.evaluate.client import ServersLM
+    from clustertune.evaluate.weights import check_tensors
+
+    del device, batch_size
+    if problems := check_tensors(model.folder):
+        raise UserError(problems)
+    with contextlib.ExitStack() as stack:
+        if named := os.environ.get(GIVEN):
+            job = _ask_for(Path(named), model, adapter)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="clustertune-vllm-"))
+            job = replace(job_here(model, adapter), folder=folder, cache=f"{folder}/cache")
+            stack.enter_context(Servers(job)).wait()
+        shape = job.shape
+        yield ServersLM(
+            job.urls, model.tokenizer_folder, model=job.served, concurrent=shape.concurrent, max_length=shape.max_model_len
+        )
+
+
+def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> Job:
+    """Have the Slurm job's nodes serve a model; its job, as soon as the servers answer. Raises UserError."""
+    number = 1
+    while (folder / ASKED.format(number)).exists():
+        number += 1
+    template = Job.read(folder / JOB)
+    # Other ports each time: the last ones may still be in use.
+    job = replace(_of(template, model, adapter), folder=str(folder / str(number)), port=template.port + 16 * number)
+    job.write(folder / ASKED.format(number))
+    _await(folder, READY.format(number), job.start_seconds)
+    return job
+
+
+def _of(job: Job, model: ModelFacts, adapter: Path | None) -> Job:
+    """A job for a model."""
+    shape = replace(job.shape, max_model_len=min(job.shape.max_model_len, model.max_length))
+    named, rank = (str(adapter.resolve()), rank_of(adapter)) if adapter else (None, 0)
+    return replace(job, model=str(model.folder.resolve()), shape=shape, dtype=dtype_of(model.folder), adapter=named, rank=rank)
+
+
+def _await(folder: Path, name: str, seconds: float) -> dict[str, Any]:
+    """What a node writes. Raises UserError with the words of a node that gave up, or after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        names = os.listdir(folder)  # noqa: PTH208
+        for failed in (one for one in names if one.startswith(FAILED) and one.endswith(".json")):
+            body = json.loads((folder / failed).read_bytes())
+            raise UserError([Problem(**problem) for problem in body["problems"]], ExitCode(body["exit_code"]))
+        if name in names:
+            found: dict[str, Any] = json.loads((folder / name).read_bytes())
+            return found
+        time.sleep(POLL_SECONDS)
+    fix = "the logs there say how far they came"
+    raise UserError(Problem(f"the servers do not answer after {seconds:.0f} s", file=str(folder), fix=fix), ExitCode.FAILED)
+
+
+def job_here(model: ModelFacts, adapter: Path | None = None) -> Job:
+    """The servers for a model on this machine's GPUs, or its CPU. Raises UserError where it does not fit."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    room = min((torch.cuda.get_device_properties(i).total_memory for i in range(gpus)), default=None)
+    size = ModelSize.of(json.loads((model.folder / "config.json").read_bytes()), weight_bytes(model.folder))
+    shape = serving(size, room, gpus, nodes=1)
+    if shape is None:
+        text = f"{size.weights / 1e9:,.0f} GB do not fit {gpus} GPUs of {(room or 0) / 1e9:,.0f} GB"
+        raise UserError(Problem(text, file=str(model.folder), fix="clustertune submit serves it over several nodes"))
+    port = free_port(first_port(os.getpid(), 0))
+    return _of(Job("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus)))), model, adapter)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights' files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def dtype_of(folder: Path) -> str:
+    """The type that transformers would load the weights as: the configuration's, else that of the first tensor."""
+    config = json.loads((folder / "config.json").read_bytes())
+    if named := config.get("dtype") or config.get("torch_dtype"):
+        return str(named)
+    first = read_header(min(folder.glob("*.safetensors"))).tensors[0].dtype
+    return {"BF16": "bfloat16", "F16": "float16"}.get(first, "float32")
+
+
+def rank_of(adapter: Path) -> int:
+    """The largest LoRA rank of an adapter."""
+    config = json.loads((adapter / "adapter_config.json").read_bytes())
+    return int(max([config["r"], *(config.get("rank_pattern") or {}).values()]))
+
+
+def _version(program: str | None = None) -> str:
+    done = subprocess.run([program or require_program(), "--version"], capture_output=True, text=True, check=False, timeout=300)
+    found = done.stdout.split()
+    return found[-1] if found and done.returncode == 0 else "unknown"
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[None]:
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def note_end(child: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for a step's end, and tell the client of one that no node gave a reason for: it would wait for its deadline."""
+    code = child.wait()
+    if not any(path.name.startswith(FAILED) for path in folder.iterdir()):
+        error = UserError(Problem(f"the step of the servers ended with exit code {code}", file=str(folder)), ExitCode.FAILED)
+        write_durably(folder / f"{FAILED}-step.json", json.dumps(error.as_dict()) + "\n")
+
+
+def main(words: Sequence[str]) -> int:
+    """``python -m clustertune.evaluate.servers FOLDER [NODE]``: what ``srun`` starts on every node."""
+    folder, node = Path(words[0]), int(words[1]) if len(words) > 1 else int(os.environ.get("SLURM_PROCID", "0"))
+    try:
+        run_node(folder, node)
+    except UserError as error:
+        write_durably(folder / f"{FAILED}-{node}.json", json.dumps(error.as_dict()) + "\n")
+        for problem in error.problems:
+            say(f"error: {problem}")
+        return int(error.code)
+    except Stopped:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

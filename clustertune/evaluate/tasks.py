@@ -1,0 +1,159 @@
+"""lm-eval's tasks by their own names: found, and loaded from data sets on this machine where the network is not asked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.load import did_you_mean
+from clustertune.config.schema import Eval
+from clustertune.errors import Problem, UserError
+from clustertune.evaluate import ifeval
+
+KINDS = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
+"""lm-eval's output types that a language model answers."""
+KEY = "eval.tasks"
+
+
+@functools.cache
+def _manager(*, whole: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=whole)
+
+
+def manager(names: Sequence[str]) -> Any:
+    """lm-eval's ``TaskManager`` that knows ``names``. Raises UserError with every unknown one, and the nearest known."""
+    if not names:
+        return _manager(whole=False)
+    found = _manager(whole=True)  # the index of its 14,683 names takes 6 s
+    unknown = [name for name in names if name not in found.task_index]
+    problems = [Problem(f"lm-eval has no task {name!r}", key=KEY, fix=did_you_mean(name, found.all_tasks)) for name in unknown]
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def data_sets(names: Sequence[str]) -> dict[str, str]:
+    """The Hub's data set of each task, by task; groups and tags give those of their members. IFEval's is staged apart."""
+    from lm_eval.tasks._index import Kind
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    names = [name for name in names if name != ifeval.NAME]
+    index = manager(names).task_index if names else {}
+    found: dict[str, str] = {}
+    waiting: list[Any] = list(names)
+    while waiting:
+        item = waiting.pop()
+        name = item if isinstance(item, str) else item.get("task", item.get("group"))
+        if isinstance(name, list):  # a group within a group
+            waiting += name
+            continue
+        if name not in index or name in found:
+            continue
+        entry = index[name]
+        if entry.kind is Kind.TAG:  # of a task, ``tags`` are those that it belongs to
+            waiting += sorted(entry.tags)
+            continue
+        body = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else dict(entry.cfg or {})
+        if isinstance(body.get("task"), list):
+            waiting += body["task"]
+        elif isinstance(path := body.get("dataset_path"), str) and "/" in path:
+            found[name] = path
+    return found
+
+
+def snapshot(name: str) -> Path | None:
+    """The folder of a data set in the Hub's cache on this machine, as ``hf download`` or ``stage --to`` leaves it, or None."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+        return None
+
+
+@contextlib.contextmanager
+def local_data_sets() -> Iterator[dict[str, str]]:
+    """Within: ``datasets.load_dataset`` of a Hub's data set reads its folder in the Hub's cache, where it is there.
+
+    Offline, ``load_dataset`` of a name finds only what an earlier ``load_dataset`` has converted on this machine (datasets
+    5.2.0); the files themselves are enough. Yields where each data set came from. A data set that cannot be had raises
+    UserError; no code of a data set is run.
+    """
+    import datasets
+
+    original, places = datasets.load_dataset, {}
+
+    def load(path: str, name: str | None = None, **kwargs: Any) -> Any:
+        kwargs.pop("trust_remote_code", None)
+        folder = snapshot(path) if path.count("/") == 1 and not Path(path).exists() else None
+        places[path] = folder.name if folder else "the network, or what datasets has kept"
+        try:
+            return original(str(folder) if folder else path, name, **kwargs)
+        # datasets raises everything from OSError to its builders' own errors.
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            fix = f"hf download {path} --repo-type dataset where the network is, or clustertune stage RECIPE --to DIR"
+            raise UserError(Problem(f"the data set {path} cannot be had: {text}", key=KEY, fix=fix)) from error
+
+    datasets.load_dataset = load
+    try:
+        yield places
+    finally:
+        datasets.load_dataset = original
+
+
+def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple[dict[str, Any], dict[str, str]]:
+    """lm-eval's tasks, set as ``settings`` say, as its ``evaluate`` takes them; and where their data sets came from.
+
+    ``own``: task files that replace lm-eval's own of the same name. Raises UserError.
+    """
+    tasks = manager([name for name in names if name not in own])
+    with local_data_sets() as places:
+        loaded: dict[str, Any] = tasks.load([str(own.get(name, name)) for name in names])
+    problems = []
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):
+            problems.append(Problem(f"{name} runs code that the model writes, which is never done here", key=KEY))
+        if getattr(task, "MULTIMODAL", False) or task.OUTPUT_TYPE not in KINDS:
+            problems.append(Problem(f"{name} is no task for a language model", key=KEY))
+        # As lm-eval's simple_evaluate: a task that says 0 keeps it.
+        shots_of_task = task.get_config("num_fewshot")
+        shots = settings.num_fewshot if settings.num_fewshot is not None and shots_of_task != 0 else shots_of_task or 0
+        task.set_config(key="num_fewshot", value=shots)
+        if settings.max_gen_toks is not None and task.OUTPUT_TYPE == "generate_until":
+            task.set_config(key="generation_kwargs", value={"max_gen_toks": settings.max_gen_toks}, update=True)
+    if problems:
+        raise UserError(problems)
+    return loaded, places
+
+
+def digest(loaded: Mapping[str, Any], settings: Eval, seed: int, render: Callable[..., str] | None) -> str:
+    """SHA-256 of all requests: documents, few-shot examples, instructions and template. Sets the few-shot seed anew.
+
+    ``render`` makes a prompt of a conversation (lm-eval's ``apply_chat_template``); None: plain text.
+    """
+    total = hashlib.sha256()
+    for name, task in sorted(loaded["tasks"].items()):
+        task.set_fewshot_seed(seed=seed)
+        task.build_all_requests(
+            limit=settings.limit,
+            rank=0,
+            world_size=1,
+            apply_chat_template=render is not None,
+            fewshot_as_multiturn=render is not None,
+            chat_template=render,
+            tokenizer_name="",
+        )
+        for request in task.instances:
+            line = [name, request.doc_id, request.idx, request.request_type, request.args]
+            total.update(json.dumps(line, default=str).encode() + b"\n")
+        task.set_fewshot_seed(seed=seed)
+    return total.hexdigest()

@@ -1,0 +1,201 @@
+"""How vLLM servers share GPUs out for one model, from its bytes alone, and how long an evaluation by them may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertune.config.cluster_schema import Cluster
+from clustertune.config.hardware import load_hardware
+from clustertune.config.parameters import weight_bytes
+from clustertune.config.resolved import Resolved
+from clustertune.config.values import Values
+
+GPU_SHARE = 0.9
+"""vLLM's own ``--gpu-memory-utilization``."""
+GPU_OVERHEAD = 5e9
+"""Activations, CUDA graphs and NCCL's buffers of one GPU, bytes; assumed, rounded up."""
+KV_BYTES = 2
+"""Of one element of the key-value cache: bfloat16, as the weights."""
+SEQUENCE_TOKENS = 1400
+"""Tokens of a prompt and its answer that the cache is counted for: IFEval's 120 and 1,280."""
+FEWEST, MOST = 16, 256
+"""Sequences that a server must hold at once, so that its GPUs are worth their price; and those that it is sent at most."""
+LONGEST = 16_384
+"""Tokens of prompt and answer together at most: few-shot prompts fit, and the cache of one sequence stays small."""
+BANDWIDTH_SHARE = 0.2
+"""Of the memory bandwidth while tokens are generated. Published: 1,290 output tokens/s of a 405B model in FP8 on 8 MI325X at 50
+sequences (Vultr's vLLM cookbook, 2026) are 22 %; 75 tokens/s of Llama 3.1 8B in bfloat16 on one A100 40GB are 77 %
+(https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
+READ_BYTES_S = 1e9
+"""Reading the weights on one node, bytes/s: slow shared storage; assumed."""
+START_S = 600.0
+"""Processes, compilation, CUDA graphs and the client's imports; assumed."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model decides how it is served."""
+
+    weights: float
+    """Bytes of the parameters as they are served."""
+    cache: float
+    """Bytes of key-value cache of one token, over all layers."""
+    heads: int
+    """Query heads: tensor parallel ranks share them out evenly."""
+    longest: int
+    """Tokens that the model was made for."""
+
+    @classmethod
+    def of(cls, architecture: Mapping[str, Any], weights: float) -> ModelSize:
+        """Of the keys of a ``config.json`` and the bytes of its weights. Cache: 2 (keys, values) x layers x heads x width."""
+        values = Values(architecture)
+        cache = 2 * values.layers * values.kv_heads * values.head_dim * KV_BYTES
+        return cls(weights, cache, values.heads, int(values.get("max_position_embeddings") or LONGEST))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Which servers answer the prompts of an evaluation."""
+
+    servers: int
+    """Independent servers on the one node; 1 where a server is larger than a node."""
+    tensor_parallel: int
+    """GPUs of a node that share each layer; 1 without GPUs."""
+    pipeline_parallel: int
+    """Nodes that share the layers out."""
+    max_model_len: int
+    """Tokens of prompt and answer together at most."""
+    max_num_seqs: int
+    """Sequences that one server answers at once."""
+
+    nodes: int = 1
+    """Nodes that one server spans."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs used on each node."""
+        return self.servers * self.tensor_parallel * self.pipeline_parallel // self.nodes
+
+    @property
+    def concurrent(self) -> int:
+        """Requests that the client has under way: more would wait in the servers' queues, where their timeouts run."""
+        return max(2, self.servers * self.max_num_seqs)
+
+    def __str__(self) -> str:
+        over = f" over {self.nodes} nodes" if self.nodes > 1 else ""
+        stages = f" x pipeline parallel {self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
+        count = f"{self.servers} server{'s' if self.servers > 1 else ''}"
+        return f"{count}{over}, tensor parallel {self.tensor_parallel}{stages}"
+
+
+def serving(size: ModelSize, gpu_bytes: float | None, gpus: int, nodes: int, documents: int | None = None) -> Serving | None:
+    """The smallest server that holds the model and :data:`FEWEST` sequences, and as many of them as a node has room for.
+
+    ``gpu_bytes``: memory of one GPU; None or no ``gpus``: one server on the CPU. ``nodes``: those there are at most.
+    ``documents``: prompts in all; a server for fewer than :data:`FEWEST` is not started. None: nothing fits.
+    """
+    length = min(size.longest, LONGEST)
+    if not gpus or gpu_bytes is None:
+        return Serving(1, 1, 1, length, FEWEST)
+    usable = GPU_SHARE * gpu_bytes - GPU_OVERHEAD
+    widths = [n for n in range(1, gpus + 1) if gpus % n == 0 and size.heads % n == 0]
+    shapes = [(n, 1) for n in widths] + [(widths[-1], stages) for stages in range(2, nodes + 1)]
+    for tensor, stages in shapes:
+        left = usable * tensor * stages - size.weights
+        sequences = math.floor(left / (size.cache * SEQUENCE_TOKENS))
+        if sequences >= FEWEST and left >= size.cache * length:
+            servers = 1 if stages > 1 else gpus // tensor
+            if documents is not None:
+                servers = max(1, min(servers, documents // FEWEST))
+            return Serving(servers, tensor, stages, length, min(sequences, MOST), stages)
+    return None
+
+
+def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int, answer_tokens: int) -> float:
+    """An estimate of an evaluation's wall time: start, reading the weights, and the steps of the longest answers.
+
+    Each step reads the weights and half of the cache of all running sequences through :data:`BANDWIDTH_SHARE` of the memory
+    bandwidth of ``tensor_parallel`` GPUs; stages of a pipeline follow one another.
+    """
+    running = min(found.max_num_seqs, math.ceil(documents / found.servers))
+    rounds = math.ceil(documents / (found.servers * running))
+    cache = running * size.cache * SEQUENCE_TOKENS / 2
+    step = (size.weights + cache) / (found.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
+    reading = found.servers * size.weights / found.pipeline_parallel / READ_BYTES_S
+    return START_S + reading + rounds * answer_tokens * step
+
+
+KEY = "container.vllm"
+IFEVAL_DOCUMENTS, ANSWER_TOKENS = 541, 1280
+"""Of IFEval, by which the time of all tasks is estimated."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the stage ``eval`` of a run answers its prompts on a cluster."""
+
+    backend: str
+    """``hf`` or ``vllm``."""
+    why: str
+    serving: Serving | None = None
+    """With ``vllm``."""
+    seconds: float | None = None
+    """An estimate of :func:`seconds`; None: not known."""
+    note: str = ""
+    """What keeps it from working; empty: nothing that is known."""
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPU-hours of :attr:`seconds`; None: not known."""
+        if self.serving is None or self.seconds is None:
+            return None
+        return self.serving.nodes * self.serving.gpus_per_node * self.seconds / 3600
+
+    def __str__(self) -> str:
+        what = f": {self.serving}" if self.serving else ""
+        time = ""
+        if self.seconds and self.gpu_hours:
+            time = f"; estimate {self.seconds / 60:.0f} min, mostly start and loading: {self.gpu_hours:.1f} GPU-hours"
+        return f"eval by {self.backend}{what} ({self.why}){time}"
+
+
+def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
+    """By what the recipe asks for; ``auto``: vLLM where the cluster file names one, or the model is larger than a node."""
+    asked, compute = resolved.recipe.eval.backend, cluster.compute
+    weights = weight_bytes(resolved.architecture)
+    gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
+    shape = size = None
+    settings = resolved.recipe.eval.model_dump()
+    settings = settings.get("ifeval", settings)
+    documents = int(settings["limit"] or IFEVAL_DOCUMENTS)
+    if weights is not None and (gpu or not compute.gpus):
+        size = ModelSize.of(resolved.architecture, weights)
+        room = float(gpu.usable_bytes) if gpu else None
+        shape = serving(size, room, compute.gpus, len(cluster.compute_nodes), documents)
+    if resolved.recipe.eval.tensor_parallel_size or resolved.recipe.eval.pipeline_parallel_size:
+        shape = _given(resolved, compute.gpus, shape)
+    small = resolved.tiny or resolved.recipe.model.weights == "random"
+    if asked == "hf" or (asked == "auto" and (small or not compute.gpus or shape is None)):
+        return Evaluation("hf", f"eval.backend: {asked}" if asked == "hf" else "small, or its size or the GPUs are not known")
+    if shape is None:
+        return Evaluation(
+            "vllm", "eval.backend: vllm", note="how large the model or the GPUs are is not known, or it fits nowhere"
+        )
+    lacking = "" if cluster.container.vllm else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
+    if asked == "auto" and lacking and shape.nodes == 1:
+        return Evaluation("hf", f"{cluster.name} names no vLLM ({KEY})")
+    why = "eval.backend: vllm" if asked == "vllm" else "larger than a node" if shape.nodes > 1 else f"{KEY}"
+    tokens = int(settings["max_gen_toks"] or ANSWER_TOKENS)
+    time = seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens) if gpu and size else None
+    return Evaluation("vllm", why, shape, time, lacking)
+
+
+def _given(resolved: Resolved, gpus: int, derived: Serving | None) -> Serving:
+    """The sizes that the recipe says itself: one server over as many nodes as they take."""
+    settings = resolved.recipe.eval
+    tensor, stages = settings.tensor_parallel_size or 1, settings.pipeline_parallel_size or 1
+    length = derived.max_model_len if derived else LONGEST
+    return Serving(1, tensor, stages, length, FEWEST, math.ceil(tensor * stages / (gpus or 1)))

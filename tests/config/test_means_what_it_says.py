@@ -1,0 +1,111 @@
+"""Values that the libraries take and that do something else than they say, or nothing: refused before the queue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from clustertune.training import base_model
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "lora.rank_pattern={zzz: 4}",
+        "lora.rank_pattern={q_proj: 4.5}",
+        "lora.rank_pattern={q_proj: 0}",
+        "lora.rank_pattern={'(': 4}",
+        "lora.alpha_pattern={zzz: 4}",
+        "lora.alpha_pattern={q_proj: -1}",
+        "train.warmup_steps=20",
+        "data.eval_fraction=0.999999",
+        "train.adam_epsilon=10",
+        "train.optim_args=foo=bar",
+        "train.optim_args=foo",
+        "train.lr_scheduler_kwargs={foo: 1}",
+        "train.log_level=zzz",
+        "accelerate.dynamo_config.dynamo_backend=zzz",
+        "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
+        "slurm.time=00:00:00",
+        "slurm.time='0'",
+        "slurm.time=01:60:00",
+        "slurm.time=1-24",
+        "slurm.time=999-99:99:99",
+        "slurm.time=999-00:00:00",
+    ],
+)
+def test_refused_with_its_key(override: str) -> None:
+    with pytest.raises(UserError) as raised:
+        resolve("tiny-oasst2", ["train.max_steps=10", override])
+    assert {problem.key for problem in raised.value.problems} == {override.split("=", 1)[0]}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "lora.rank_pattern={q_proj: 4}",
+        "lora.rank_pattern={'layers.[01].self_attn.q_proj': 4}",
+        "lora.alpha_pattern={self_attn.v_proj: 0.5}",
+        "train.warmup_steps=10",
+        "train.warmup_steps=0.5",
+        "train.lr_scheduler_kwargs={num_cycles: 0.5}",
+        "train.log_level=warning",
+        "accelerate.dynamo_config.dynamo_backend=INDUCTOR",
+        "accelerate.dynamo_config.dynamo_backend=no",
+        "slurm.time='90'",
+        "slurm.time=36:00:00",
+        "slurm.time=2-12",
+    ],
+)
+def test_taken(override: str) -> None:
+    resolve("tiny-oasst2", ["train.max_steps=10", override])
+
+
+def test_arguments_belong_to_their_optimizer_and_schedule() -> None:
+    for taken in (
+        ["train.optim=sgd", "train.optim_args='momentum=0.9, nesterov=true'"],
+        ["train.optim=rmsprop_bnb", "train.optim_args=anything=1"],
+        ["train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}"],
+    ):
+        resolve("tiny-oasst2", taken)
+    for refused in (
+        ["train.optim=sgd", "train.optim_args=betas=0.9"],
+        ["train.lr_scheduler_type=linear", "train.lr_scheduler_kwargs={num_cycles: 1}"],
+    ):
+        with pytest.raises(UserError):
+            resolve("tiny-oasst2", refused)
+
+
+def test_a_dropout_that_hides_the_input_is_warned_of() -> None:
+    assert any("lora_dropout" in text for text in resolve("tiny-oasst2", ["lora.lora_dropout=0.999"]).warnings)
+    assert not any("lora_dropout" in text for text in resolve("tiny-oasst2", ["lora.lora_dropout=0.1"]).warnings)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_base_of_other_sizes_is_refused(tmp_path: Path, part: str | None) -> None:
+    resolved = resolve("tiny-oasst2")
+    for hidden in (resolved.architecture["hidden_size"], 4096):
+        sizes = {"hidden_size": hidden, "vocab_size": resolved.architecture["vocab_size"]}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **({part: sizes} if part else sizes)}))
+        if hidden == 4096:
+            with pytest.raises(UserError) as raised:
+                base_model.check(str(tmp_path), None, resolved)
+            assert "4096" in str(raised.value) and "model.json" in str(raised.value)
+        else:
+            base_model.check(str(tmp_path), None, resolved)
+
+
+def test_scores_of_tasks_that_are_not_evaluated() -> None:
+    """A mistyped task or metric; the parts of a group and tasks of other names are lm-eval's to know."""
+    for override, said in (
+        ("eval.pass_mark={ifevla: {prompt_level_strict_acc: 0.5}}", "did you mean ifeval"),
+        ("eval.pass_mark={ifeval: {prompt_strict_acc: 0.5, x: 0.5}}", "no such metric"),
+        ("expect.tasks={ifeval: {prompt_level_strct_acc: 0.5}}", "did you mean prompt_level_strict_acc"),
+    ):
+        with pytest.raises(UserError, match=said):
+            resolve("tiny-oasst2", [override])
+    resolve("tiny-oasst2", ["eval.tasks=[mmlu]", "eval.pass_mark={mmlu_law: {acc: 0.5}, gsm8k: {exact_match: 0.5}}"])

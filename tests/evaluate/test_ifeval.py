@@ -1,0 +1,145 @@
+"""The operator's file, and which prompts are scored when none are given."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from clustertune.errors import UserError
+from clustertune.evaluate import ifeval as room
+from clustertune.evaluate import quiet as quiet_room
+from clustertune.evaluate.quiet import quiet
+from tests.evaluate.conftest import forbid_network
+
+GIVEN = yaml.safe_load((room.FOLDER / "task.yaml").read_text())
+
+
+def write(path: Path, **changes: object) -> Path:
+    (path / "task.yaml").write_text(yaml.safe_dump({**GIVEN, **changes}))
+    return path / "task.yaml"
+
+
+class TestTaskFile:
+    def test_decoding_is_lm_evals_own(self) -> None:
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        upstream = load_yaml(room.locate_upstream(), resolve_func=False)
+        upstream["generation_kwargs"].pop("max_gen_toks")
+        assert GIVEN["generation_kwargs"] == upstream["generation_kwargs"]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"version": 3.0}, "installed lm-eval has version 4.0"),
+            ({"generation_kwargs": {"until": [], "do_sample": True, "temperature": 0.0}}, "generation_kwargs.do_sample"),
+            ({"generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.7}}, "generation_kwargs.temperature"),
+            ({"sampling": 1}, "sampling"),
+            ({"task": "../up"}, "task"),
+            ({"hub": {**GIVEN["hub"], "revision": "main"}}, "hub.revision"),
+        ],
+    )
+    def test_refused(self, changes: dict[str, object], message: str, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=message):
+            room.read_task_file(write(tmp_path, **changes))
+
+    @pytest.mark.parametrize("content", ["a: [", "", "- 1"])
+    def test_no_mapping(self, content: str, tmp_path: Path) -> None:
+        (tmp_path / "task.yaml").write_text(content)
+        with pytest.raises(UserError):
+            room.read_task_file(tmp_path / "task.yaml")
+
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot be read"):
+            room.read_task_file(tmp_path / "task.yaml")
+
+
+class TestSource:
+    @pytest.fixture(autouse=True)
+    def empty_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_args, **_kwargs: None)
+
+    def test_a_given_file_is_taken_without_a_look_elsewhere(self) -> None:
+        with forbid_network() as attempts:
+            assert room.choose_source(room.read_task_file(), Path("x/mine.jsonl")) == room.Source(
+                Path("x/mine.jsonl"), "mine.jsonl"
+            )
+        assert attempts == []
+
+    def test_without_a_network_our_own(self) -> None:
+        with forbid_network() as attempts:
+            found = room.choose_source(room.read_task_file(), None)
+        assert found == room.Source(room.FOLDER / "prompts.jsonl", "clustertune-ifeval-smoke")
+        assert attempts  # it did ask
+
+    @pytest.mark.parametrize("variable", ["hub", "datasets"])
+    def test_told_to_be_offline_it_does_not_ask(self, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if variable == "hub":
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        else:
+            monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+        with forbid_network() as attempts:
+            assert room.choose_source(room.read_task_file(), None).name == "clustertune-ifeval-smoke"
+        assert attempts == []
+
+    def test_the_cached_benchmark_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def find(repo: str, file: str, *, revision: str, repo_type: str) -> str:
+            asked.append((repo, file, revision, repo_type))
+            return str(tmp_path / "cached.jsonl")
+
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+        with forbid_network() as attempts:
+            assert room.choose_source(room.read_task_file(), None) == room.Source(tmp_path / "cached.jsonl", "google/IFEval")
+        assert attempts == []
+        assert asked == [("google/IFEval", GIVEN["hub"]["file"], GIVEN["hub"]["revision"], "dataset")]
+
+
+class TestQuiet:
+    def test_what_prints_goes_to_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with quiet():
+            sys.stdout.write("Downloaded something\n")
+            logging.getLogger("lm_eval").error("noise")
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize("guarded", [True, False])
+    def test_reading_a_local_file_is_not_reported_to_anyone(
+        self, guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without the guard, datasets sends a request for each ``load_dataset("json")`` of a local file."""
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+        (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+
+        def load() -> None:
+            datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+
+        with forbid_network() as attempts:
+            if guarded:
+                with quiet():
+                    load()
+            else:
+                load()
+        assert bool(attempts) is not guarded
+        assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is True
+
+    def test_a_line_now_and_then_where_there_is_no_terminal(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(quiet_room.console, "say", said.append)
+        monkeypatch.setattr(quiet_room, "SECONDS_BETWEEN_LINES", -1.0)
+        with quiet_room.progress() as report:
+            report(8, 36)
+        assert said == ["IFEval: 8 of 36 prompts answered"]

@@ -1,0 +1,178 @@
+"""Model folders that cannot be scored are refused before, and half copied ones after, the weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clustertune.cli import app
+from clustertune.errors import ExitCode, UserError
+from clustertune.evaluate.backend import load_lm, out_of_memory
+from clustertune.evaluate.model import check_device, check_model, check_weights, pick_device
+from tests.tree import REPO
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy without a manifest, to be damaged."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "MANIFEST.json").unlink()
+    return tmp_path / "model"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no config", lambda m: (m / "config.json").unlink(), "config.json: missing"),
+    ("config no JSON", lambda m: (m / "config.json").write_text("{"), "config.json: unreadable"),
+    ("no architecture", lambda m: (m / "config.json").write_text("{}"), "config.json: model_type: does not say"),
+    ("unknown architecture", lambda m: edit_json(m / "config.json", model_type="none"), "transformers does not accept it"),
+    ("code in the folder", lambda m: edit_json(m / "config.json", auto_map={}), "needs code from the model folder"),
+    ("no weights", lambda m: (m / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    ("weights cut off", lambda m: cut(m / "model.safetensors"), "its header says"),
+    ("weights empty", lambda m: (m / "model.safetensors").write_bytes(b""), "no safetensors file"),
+    ("weights of text", lambda m: (m / "model.safetensors").write_text("version https://git-lfs"), "no safetensors file"),
+    ("no tokenizer", lambda m: [f.unlink() for f in m.glob("tokenizer*")], "has no tokenizer"),
+    ("tokenizer damaged", lambda m: cut(m / "tokenizer.json"), "its tokenizer does not load"),
+    ("no template", lambda m: (m / "chat_template.jinja").unlink(), "has no chat template"),
+    ("template damaged", lambda m: (m / "chat_template.jinja").write_text("{% if %}"), "does not render a user's turn"),
+    ("template refuses", lambda m: (m / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "does not render"),
+    ("template drops", lambda m: (m / "chat_template.jinja").write_text("assistant:"), "drops the user's text"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_damaged(damage: Callable[[Path], object], message: str, model: Path) -> None:
+    assert check_model(model, 32)[1] == []
+    damage(model)
+    facts, problems = check_model(model, 32)
+    assert facts is None
+    assert message in "\n".join(map(str, problems))
+
+
+def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "must be merged first" in "\n".join(map(str, check_model(tmp_path, 32)[1]))
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    assert "no such folder" in str(check_model(tmp_path / "none", 32)[1][0])
+
+
+def test_a_missing_shard_is_named_once(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = check_weights(model)
+    assert str(problem.file).endswith("model-00002-of-00002.safetensors")
+    assert problem.message == "missing"
+
+
+def test_the_manifest_is_heeded(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    assert [str(p.file) for p in check_model(tmp_path / "model", 32)[1]] == [str(tmp_path / "model" / "generation_config.json")]
+
+
+def test_answers_that_leave_no_room_for_a_prompt(tiny_model: Path) -> None:
+    assert check_model(tiny_model, 2047)[1] == []
+    (problem,) = check_model(tiny_model, 2048)[1]
+    assert problem.key == "eval.max_gen_toks"
+
+
+def test_the_fingerprint_follows_the_model(model: Path) -> None:
+    def take() -> str:
+        facts, _ = check_model(model, 32)
+        assert facts is not None
+        return facts.fingerprint
+
+    first = take()
+    assert take() == first
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    second = take()
+    assert second != first
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content)
+    assert take() != second
+
+
+def test_devices() -> None:
+    assert check_device(None) == check_device("cpu") == check_device("auto") == []
+    assert "no device 'cuda:77'" in str(check_device("cuda:77")[0])
+    assert "no device 'gpu'" in str(check_device("gpu")[0])
+    assert "auto" in str(check_device("gpu")[0].fix)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "asked", "picked"),
+    [
+        (0, 0, None, "cpu"), (0, 0, "auto", "cpu"), (1, 10, None, "cuda"), (1, 10, "auto", "cuda"), (8, 10, None, "auto"),
+        (8, 1 << 30, None, "cuda"), (8, 1 << 30, "auto", "auto"), (8, 10, "cuda:3", "cuda:3"), (8, 10, "cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_a_model_that_one_gpu_does_not_hold_takes_all(
+    model: Path, gpus: int, free: int, asked: str | None, picked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``free``: bytes of the first GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 80 << 30))
+    assert pick_device(asked, model) == picked
+
+
+def test_the_command_takes_a_device(model: Path, tmp_path: Path) -> None:
+    """What an error advises is there."""
+    asked = ["eval", str(model), "--limit", "1", "--max-gen-toks", "2", "--out", str(tmp_path / "eval"), "--json"]
+    done = CliRunner().invoke(app, [*asked, "--device", "auto", "--data", str(REPO / "eval/ifeval/prompts.jsonl")])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["decoding"]["device"] == "cpu"
+    refused = CliRunner().invoke(app, [*asked, "--device", "cuda:77"])
+    assert isinstance(refused.exception, UserError) and "cuda:77" in str(refused.exception)
+
+
+class TestHalfCopied:
+    @staticmethod
+    def drop_tensor(model: Path) -> str:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(model / "model.safetensors")
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        del tensors[name]
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        return name
+
+    def test_a_missing_tensor_is_refused(self, model: Path) -> None:
+        name = self.drop_tensor(model)
+        with pytest.raises(UserError, match=f"1 tensors are missing: {name}"):
+            load_lm(model, "cpu", 1)
+
+    def test_without_the_guard_it_is_drawn_at_random(self, model: Path) -> None:
+        from lm_eval.models.huggingface import HFLM
+
+        self.drop_tensor(model)
+        assert HFLM(pretrained=str(model), dtype="auto", device="cpu").model is not None
+
+    def test_another_shape_is_refused(self, model: Path) -> None:
+        edit_json(model / "config.json", intermediate_size=96)
+        with pytest.raises(UserError, match="tensors are of another shape than the configuration says"):
+            load_lm(model, "cpu", 1)
+
+
+def test_out_of_memory_is_told_in_words(tmp_path: Path) -> None:
+    import torch
+
+    with pytest.raises(UserError, match="lower the batch size") as caught, out_of_memory(tmp_path):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert caught.value.code == ExitCode.FAILED

@@ -1,0 +1,211 @@
+"""Rows of prompts: our own set, what is refused and how, and what counts as the benchmark."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clustertune.errors import UserError
+from clustertune.evaluate import prompts as room
+from clustertune.evaluate import punkt
+from clustertune.evaluate.prompts import find_difference, read_prompts, recognise_benchmark
+from tests.evaluate.conftest import OWN
+
+GOOD: dict[str, Any] = {
+    "key": 1,
+    "prompt": "Say hello.",
+    "instruction_id_list": ["length_constraints:number_words"],
+    "kwargs": [{"num_words": 5, "relation": "less than"}],
+}
+
+
+@pytest.fixture(autouse=True)
+def splitter(nltk_data: Path) -> Iterator[None]:
+    with punkt.installed(nltk_data):
+        yield
+
+
+def write(path: Path, *rows: Any) -> Path:
+    file = path / "rows.jsonl"
+    file.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+    return file
+
+
+def one(kind: str, **kwargs: Any) -> dict[str, Any]:
+    return {**GOOD, "instruction_id_list": [kind], "kwargs": [kwargs]}
+
+
+class TestOwnPrompts:
+    def test_cover_all_kinds_and_leave_nothing_to_chance(self) -> None:
+        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+        found = read_prompts(OWN)
+        kinds = {kind for row in found.rows for kind in row["instruction_id_list"]}
+        assert kinds == set(INSTRUCTION_DICT)
+        assert len(kinds) == room.KINDS
+        assert len(found.rows) >= 30
+        assert found.drawn == 0
+        assert not found.is_benchmark
+
+    def test_can_be_followed_and_missed(self) -> None:
+        """Each kind's arguments are such that neither an empty talk nor one fixed answer passes for all."""
+        from lm_eval.tasks.ifeval.utils import process_results
+
+        found = read_prompts(OWN)
+        verdicts = [process_results(row, ["Hello, this is an answer."])["prompt_level_strict_acc"] for row in found.rows]
+        assert 0 < sum(verdicts) < len(verdicts) / 2
+
+
+BAD = [
+    (b"{", "rows.jsonl:1: not JSON"),
+    (b'{"key": "\xff"}', "rows.jsonl:1: not UTF-8 at byte 9"),
+    (b"[1]", "rows.jsonl:1: a list, not an object"),
+    (b'{"key": 1, "prompt": "a", "instruction_id_list": ["x"], "kwargs": [{"a": NaN}]}', "NaN is not a JSON number"),
+    ({"key": 1}, "rows.jsonl:1: prompt: missing"),
+    ({**GOOD, "key": "1"}, "key: must be int, is str"),
+    ({**GOOD, "key": True}, "key: must be int, is bool"),
+    ({**GOOD, "key": 2**70}, "key: exceeds 64 bits"),
+    ({**GOOD, "prompt": " \n"}, "prompt: is empty"),
+    ({**GOOD, "prompt": "half \ud800"}, "holds half of a surrogate pair"),
+    ({**GOOD, "instruction_id_list": []}, "names no instruction"),
+    ({**GOOD, "kwargs": []}, "kwargs: 0 mappings for 1 instructions"),
+    ({**GOOD, "kwargs": [None]}, "kwargs[0]: must be dict, is None"),
+    ({**GOOD, "instruction_id_list": [7]}, "instruction_id_list[0]: must be str, is 7"),
+    (one("punctuation:no_commas"), "did you mean 'punctuation:no_comma'?"),
+    (one("zzz"), "known are change_case:"),
+    (one("length_constraints:number_words", num_words="5", relation="at least"), "kwargs[0].num_words: must be a whole number"),
+    (one("length_constraints:number_words", num_words=2.5, relation="at least"), "kwargs[0].num_words: must be a whole number"),
+    (one("length_constraints:number_words", num_words=5, relation="at most"), "but at most is given"),
+    (one("change_case:capital_word_frequency", capital_frequency=5, capital_relation="most"), "but most is given"),
+    (one("language:response_language", language="xx"), "refuses"),
+    (one("keywords:existence", keywords="word"), "kwargs[0].keywords: must be a list of texts"),
+    (one("keywords:existence", keywords=["(open"]), "'(open' is no regular expression"),
+    (one("keywords:frequency", keyword="[", frequency=1, relation="at least"), "'[' is no regular expression"),
+    (one("punctuation:no_comma", color="red"), "unexpected keyword argument 'color'"),
+    (one("combination:repeat_prompt"), "prompt_to_repeat must be set"),
+]
+
+
+class TestRefused:
+    @pytest.mark.parametrize(("row", "message"), BAD)
+    def test_with_its_place(self, row: Any, message: str, tmp_path: Path) -> None:
+        with pytest.raises(UserError) as caught:
+            read_prompts(write(tmp_path, row))
+        assert message in str(caught.value)
+        assert all(str(problem.file).endswith("rows.jsonl:1") for problem in caught.value.problems)
+
+    def test_all_lines_at_once(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError) as caught:
+            read_prompts(write(tmp_path, *(row for row, _ in BAD)))
+        lines = {int(str(problem.file).rsplit(":", 1)[1]) for problem in caught.value.problems}
+        assert lines == set(range(1, len(BAD) + 1))
+
+    def test_a_key_twice(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"rows\.jsonl:3: key: key 1 stands in line 1 too"):
+            read_prompts(write(tmp_path, GOOD, b"", GOOD))
+
+    @pytest.mark.parametrize("content", [b"", b"\n \n"])
+    def test_nothing_in_it(self, content: bytes, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="holds no prompts"):
+            read_prompts(write(tmp_path, content))
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot be read: No such file"):
+            read_prompts(tmp_path / "none.jsonl")
+
+    @pytest.mark.parametrize("row", [row for row, text in BAD if "given" in text or "regular" in text])
+    def test_without_the_check_the_scorer_fails_after_generation(self, row: dict[str, Any]) -> None:
+        import re
+
+        from lm_eval.tasks.ifeval.utils import process_results
+
+        with pytest.raises((ValueError, re.error)):
+            process_results(row, ["some words"])
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        row=st.fixed_dictionaries(
+            {},
+            optional={
+                "key": st.one_of(st.integers(), st.text(max_size=3), st.none()),
+                "prompt": st.one_of(st.text(max_size=5), st.integers()),
+                "instruction_id_list": st.lists(st.sampled_from(["punctuation:no_comma", "x", 3]), max_size=3),
+                "kwargs": st.lists(
+                    st.one_of(st.none(), st.dictionaries(st.sampled_from(["num_words", "keywords", "q"]), st.floats())),
+                    max_size=3,
+                ),
+            },
+        )
+    )
+    def test_never_with_another_error(self, row: dict[str, Any], tmp_path: Path) -> None:
+        try:
+            found = read_prompts(write(tmp_path, row))
+        except UserError as error:
+            assert error.problems
+        else:
+            assert [json.loads(line)["key"] for line in found.to_jsonl().splitlines()] == [row["key"]]
+
+
+class TestAccepted:
+    def test_nulls_whole_floats_and_other_columns(self, tmp_path: Path) -> None:
+        row = {**GOOD, "kwargs": [{"num_words": 5.0, "relation": "less than", "keywords": None}], "remark": [1]}
+        found = read_prompts(write(tmp_path, row))
+        assert json.loads(found.to_jsonl()) == GOOD
+        assert find_difference(found, [GOOD]) is None
+
+    def test_what_is_drawn_is_counted_and_no_draw_is_spent(self, tmp_path: Path) -> None:
+        rows = [one("keywords:letter_frequency", letter="#", let_frequency=4, let_relation="at least"), {**GOOD, "key": 2}]
+        random.seed(5)
+        state = random.getstate()
+        assert read_prompts(write(tmp_path, *rows)).drawn == 1
+        assert random.getstate() == state
+
+    def test_a_column_that_arrow_takes_for_dates_is_seen(self, tmp_path: Path) -> None:
+        import datasets
+
+        found = read_prompts(write(tmp_path, one("startend:end_checker", end_phrase="2024-01-01")))
+        (tmp_path / "plain.jsonl").write_text(found.to_jsonl())
+        table = datasets.load_dataset(
+            "json", data_files=str(tmp_path / "plain.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+        )
+        problem = find_difference(found, list(table))
+        assert (problem is None) == (table[0]["kwargs"][0]["end_phrase"] == "2024-01-01")
+        assert find_difference(found, []) is not None
+        assert find_difference(found, [{**found.rows[0], "prompt": "other"}]) is not None
+
+
+class TestBenchmark:
+    @staticmethod
+    def make_rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        """541 rows with 834 instructions of 25 kinds, of which the wording is declared the benchmark's."""
+        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+        kinds = sorted(INSTRUCTION_DICT)
+        rows = [{"key": i, "prompt": f"prompt {i}", "instruction_id_list": [kinds[i % 25]], "kwargs": [{}]} for i in range(541)]
+        for row in rows[: 834 - 541]:
+            row["instruction_id_list"] = [*row["instruction_id_list"], kinds[0]]
+        monkeypatch.setattr(room, "LANDMARKS", {i: room.hash_landmark(rows[i]) for i in range(5)})
+        return rows
+
+    def test_recognised(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert recognise_benchmark(self.make_rows(monkeypatch))
+
+    def test_two_reworded_landmarks_are_tolerated_three_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = self.make_rows(monkeypatch)
+        rows[0]["prompt"] = rows[1]["prompt"] = "fixed"
+        assert recognise_benchmark(rows)
+        rows[2]["prompt"] = "fixed"
+        assert not recognise_benchmark(rows)
+
+    def test_a_row_less_or_an_instruction_less_is_another_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = self.make_rows(monkeypatch)
+        assert not recognise_benchmark(rows[1:])
+        rows[0]["instruction_id_list"] = rows[0]["instruction_id_list"][:1]
+        assert not recognise_benchmark(rows)

@@ -1,0 +1,119 @@
+"""Standard errors, the verdict, the table."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from clustertune.config.schema import Eval
+from clustertune.errors import ExitCode, UserError
+from clustertune.evaluate.ifeval import SCORES as IFEVAL_SCORES
+from clustertune.evaluate.scores import clustered_stderr, judge, render, require_pass
+
+SCORES = dict(zip(IFEVAL_SCORES, (0.5, 0.6, 0.55, 0.7), strict=True))
+
+
+ROW = {"n": 30} | {f"{name},none": value for name, value in SCORES.items()}
+
+
+def make_result(marks: dict[str, float], **changes: Any) -> dict[str, Any]:
+    errors = {f"{name}_stderr,none": None if name == "inst_level_loose_acc" else 0.01 for name in IFEVAL_SCORES}
+    result = {
+        "model": "runs/a/merged",
+        "tasks": {"ifeval": {**ROW, **errors}},
+        "details": {"ifeval": {"data": ["mine"]}},
+        "notes": [],
+        **changes,
+    }
+    return {**result, "pass": judge(result, Eval(pass_mark={"ifeval": marks}))}
+
+
+def show(result: dict[str, Any]) -> str:
+    out = io.StringIO()
+    render(result, Console(file=out, width=120))
+    return out.getvalue()
+
+
+class TestStandardError:
+    @settings(deadline=None)
+    @given(st.lists(st.booleans(), min_size=2, max_size=40))
+    def test_with_one_instruction_a_prompt_it_is_that_of_the_mean(self, followed: list[bool]) -> None:
+        expected = statistics.stdev(map(float, followed)) / math.sqrt(len(followed))
+        assert clustered_stderr([[item] for item in followed]) == pytest.approx(expected)
+
+    @settings(deadline=None)
+    @given(st.lists(st.booleans(), min_size=2, max_size=40), st.integers(2, 4))
+    def test_repeating_each_judgement_adds_no_knowledge(self, followed: list[bool], times: int) -> None:
+        """The binomial formula would shrink by sqrt(times)."""
+        once = clustered_stderr([[item] for item in followed])
+        assert clustered_stderr([[item] * times for item in followed]) == pytest.approx(once)
+
+    def test_by_hand(self) -> None:
+        # 3 of 4 followed; residuals 1 - 0.75 and 2 - 3*0.75; n = 2.
+        assert clustered_stderr([[True], [True, True, False]]) == pytest.approx(math.sqrt(2 * (0.25**2 + 0.25**2)) / 4)
+
+    def test_one_prompt_has_none(self) -> None:
+        assert clustered_stderr([[True, False]]) is None
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(("mark", "passed"), [(0.4999, True), (0.5, True), (0.5001, False)])
+    def test_at_the_mark(self, mark: float, passed: bool) -> None:
+        verdict = make_result({"prompt_level_strict_acc": mark})["pass"]
+        assert verdict["passed"] is passed
+        assert verdict["missed"] == ([] if passed else ["ifeval prompt_level_strict_acc"])
+
+    def test_without_marks_it_passes(self) -> None:
+        assert make_result({})["pass"]["passed"]
+        require_pass(make_result({}))
+
+    def test_not_a_number_does_not_pass(self) -> None:
+        row = {**ROW, "inst_level_loose_acc,none": math.nan}
+        assert not make_result({"inst_level_loose_acc": 0.1}, tasks={"ifeval": row})["pass"]["passed"]
+
+    @pytest.mark.parametrize(("mark", "passed"), [(-0.1, True), (-0.05, True), (0.0, False)])
+    def test_a_mark_may_be_on_the_difference_to_the_base(self, mark: float, passed: bool) -> None:
+        row = {"base": 0.55, "tuned": 0.5, "difference": -0.05, "ci95": [-0.2, 0.1], "verdict": "no difference"}
+        result = make_result({}, paired={"ifeval": {"prompt_level_strict_acc,none": row}}, base={"model": "base"})
+        settings = Eval(base=True, pass_difference={"ifeval": {"prompt_level_strict_acc": mark}})
+        result["pass"] = judge(result, settings)
+        assert result["pass"]["passed"] is passed
+        if not passed:
+            with pytest.raises(UserError, match=r"difference of ifeval prompt_level_strict_acc to the base is -0\.0500"):
+                require_pass(result)
+        assert "-0.2000 to +0.1000" in show(result) and "no difference" in show(result)
+
+    def test_every_miss_is_named(self) -> None:
+        marks = {"prompt_level_strict_acc": 0.9, "inst_level_strict_acc": 0.1, "inst_level_loose_acc": 0.8}
+        with pytest.raises(UserError) as caught:
+            require_pass(make_result(marks))
+        assert caught.value.code == ExitCode.FAILED
+        assert [problem.key for problem in caught.value.problems] == [
+            "eval.pass_mark.ifeval.prompt_level_strict_acc",
+            "eval.pass_mark.ifeval.inst_level_loose_acc",
+        ]
+        assert "is 0.5000, the pass mark is 0.9000 (30 documents)" in str(caught.value)
+
+
+class TestTable:
+    def test_scores_errors_and_marks(self) -> None:
+        text = show(make_result({"prompt_level_strict_acc": 0.9, "inst_level_strict_acc": 0.1}))
+        rows = {line.split()[3]: line for line in text.splitlines() if "_acc" in line}
+        assert list(rows) == list(IFEVAL_SCORES)
+        assert "0.5000" in rows["prompt_level_strict_acc"]
+        assert "below" in rows["prompt_level_strict_acc"]
+        assert "passed" in rows["inst_level_strict_acc"]
+        assert "0.0100" in rows["inst_level_strict_acc"]
+
+    def test_what_bends_the_numbers_is_said(self) -> None:
+        assert "2 prompts lost their beginning" in show(make_result({}, notes=["2 prompts lost their beginning"]))
+
+    def test_brackets_in_a_name_are_kept(self) -> None:
+        assert "a[red]b.jsonl" in show(make_result({}, details={"ifeval": {"data": ["a[red]b.jsonl"]}}))

@@ -1,0 +1,123 @@
+"""Which servers a model gets, by its bytes and the cluster's GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from clustertune.config.cluster import Cluster, load_cluster
+from clustertune.config.resolve import resolve
+from clustertune.launch.serving import (
+    FEWEST,
+    GPU_OVERHEAD,
+    GPU_SHARE,
+    SEQUENCE_TOKENS,
+    ModelSize,
+    Serving,
+    evaluation,
+    seconds,
+    serving,
+)
+from clustertune.launch.shape import stage_shapes, warnings
+from tests.conftest import REPO
+
+GIB = 1 << 30
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072}
+SIZES = {
+    "8B": ModelSize.of({**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}, 16.06e9),
+    "70B": ModelSize.of({**LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}, 141.1e9),
+    "405B": ModelSize.of({**LLAMA, "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128}, 811.7e9),
+}
+H100, H200, PRO_6000 = 79.11 * GIB, 139.72 * GIB, 94.97 * GIB
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "gpus", "nodes", "servers", "tensor", "pipeline"),
+    [
+        ("8B", H100, 8, 1, 8, 1, 1),
+        ("8B", H100, 1, 1, 1, 1, 1),
+        ("8B", 23.6 * GIB, 4, 1, 2, 2, 1),  # 16 GB fit into one of 24 GB, and the cache of 16 sequences does not
+        ("70B", H100, 8, 1, 2, 4, 1),
+        ("70B", H200, 8, 4, 4, 2, 1),
+        ("405B", PRO_6000, 8, 2, 1, 8, 2),
+        ("405B", H200, 8, 1, 1, 8, 1),
+        ("405B", H100, 8, 4, 1, 8, 2),
+        ("8B", None, 0, 1, 1, 1, 1),
+    ],
+)
+def test_shapes(size: str, gpu: float | None, gpus: int, nodes: int, servers: int, tensor: int, pipeline: int) -> None:
+    found = serving(SIZES[size], gpu, gpus, nodes)
+    assert found is not None
+    assert (found.servers, found.tensor_parallel, found.pipeline_parallel) == (servers, tensor, pipeline)
+    if gpu is not None:  # the sequences fit beside the weights
+        room = (GPU_SHARE * gpu - GPU_OVERHEAD) * tensor * pipeline - SIZES[size].weights
+        assert FEWEST <= found.max_num_seqs <= room / (SIZES[size].cache * SEQUENCE_TOKENS)
+    assert found.concurrent == servers * found.max_num_seqs
+
+
+def test_what_fits_nowhere() -> None:
+    assert serving(SIZES["405B"], PRO_6000, 8, 1) is None
+
+
+def test_tensor_parallel_divides_the_heads() -> None:
+    odd = ModelSize.of({**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 20}, 150e9)
+    found = serving(odd, H100, 8, 1)
+    assert found is not None
+    assert found.tensor_parallel == 4
+
+
+def test_few_prompts_start_few_servers() -> None:
+    found = serving(SIZES["8B"], H100, 8, 1, documents=40)
+    assert found is not None
+    assert (found.servers, found.gpus_per_node) == (2, 2)
+
+
+def test_the_cache_of_a_token() -> None:
+    """516 kB of Llama 3.1 405B: 2 x 126 layers x 8 heads x 128 x 2 bytes."""
+    assert SIZES["405B"].cache == 516_096
+
+
+def test_time_grows_with_what_is_read() -> None:
+    one, many = Serving(1, 8, 1, 4096, 256), Serving(1, 8, 1, 4096, 64)
+    assert seconds(many, SIZES["405B"], 4.8e12, 541, 1280) > seconds(one, SIZES["405B"], 4.8e12, 541, 1280)
+    assert seconds(one, SIZES["405B"], 4.8e12, 541, 1280) > seconds(one, SIZES["70B"], 4.8e12, 541, 1280)
+    assert str(one) == "1 server, tensor parallel 8"
+
+
+def on(cluster: str, gpu: str | None = None, **container: object) -> Cluster:
+    """A shipped cluster file, with another GPU or container."""
+    found = load_cluster(str(REPO / "ops" / "clusters" / f"{cluster}.yaml"))
+    compute = found.compute.model_copy(update={"gpu": gpu}) if gpu else found.compute
+    return found.model_copy(update={"compute": compute, "container": found.container.model_copy(update=container)})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "cluster", "gpu", "container", "nodes", "gpus", "said"),
+    [
+        ("llama405b-oasst2", [], "rno-rtxpro6000", None, {}, 2, 8, "over 2 nodes, tensor parallel 8 x pipeline parallel 2"),
+        ("llama405b-oasst2", [], "dgx-h100", "h200-sxm", {}, 1, 8, "1 server, tensor parallel 8"),
+        ("llama405b-oasst2", [], "dgx-h100", None, {"vllm": None}, 2, 8, "1 server over 2 nodes"),
+        ("llama70b-fsdp2", [], "dgx-h100", None, {}, 1, 8, "2 servers, tensor parallel 4"),
+        ("llama8b-lima", [], "dgx-h100", None, {}, 1, 8, "8 servers, tensor parallel 1"),
+        ("llama8b-lima", [], "dgx-h100", None, {"vllm": None}, 1, 1, "eval by hf"),
+        ("llama8b-lima", ["eval.backend=hf"], "dgx-h100", None, {}, 1, 1, "eval by hf"),
+        ("llama70b-fsdp2", ["eval.tensor_parallel_size=16"], "dgx-h100", None, {}, 2, 8, "over 2 nodes, tensor parallel 16"),
+    ],
+)  # fmt: skip
+def test_the_stage_s_job(
+    recipe: str,
+    overrides: list[str],
+    cluster: str,
+    gpu: str | None,
+    container: dict[str, object],
+    nodes: int,
+    gpus: int,
+    said: str,
+) -> None:
+    resolved, machine = resolve(recipe, overrides), on(cluster, gpu, **container)
+    found, job = evaluation(resolved, machine), stage_shapes(resolved, machine)["eval"]
+    assert said in str(found)
+    assert (job.nodes, job.gpus_per_node) == (nodes, gpus)
+    if found.seconds is not None:
+        assert found.seconds / 60 < job.minutes < 48 * 60
+    lacking = [text for text in warnings(resolved, machine) if "container.vllm" in text]
+    assert bool(lacking) == (found.backend == "vllm" and container.get("vllm", "") is None)

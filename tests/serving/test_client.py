@@ -1,0 +1,113 @@
+"""The client of vLLM's servers against servers that fail in each way that was seen: an error, or the same answers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from clustertune.errors import UserError
+from clustertune.evaluate.client import ServersLM
+from clustertune.evaluate.servers import Servers
+from tests.serving.conftest import Start
+
+GENERATE = {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": 16}
+
+
+def prompts(count: int) -> list[Instance]:
+    return [Instance("generate_until", {}, (f"Prompt {i}", dict(GENERATE)), i) for i in range(count)]
+
+
+def client(servers: Servers, model: Path, **more: Any) -> ServersLM:
+    return ServersLM(servers.job.urls, model, model="model", concurrent=8, max_length=2048, **more)
+
+
+def ask(servers: Servers, model: Path, count: int = 40, **more: Any) -> list[str]:
+    return client(servers, model, **more).generate_until(prompts(count), disable_tqdm=True)
+
+
+@pytest.mark.parametrize("second", [["die", 3], ["once", 3], "ok"])
+def test_a_server_that_fails_leaves_the_same_answers(start: Start, tiny_model: Path, second: Any) -> None:
+    want = ask(start("ok"), tiny_model)
+    assert len(set(want)) == 40
+    assert ask(start("ok", second), tiny_model) == want
+
+
+def test_a_hanging_server_leaves_the_ring(start: Start, tiny_model: Path) -> None:
+    want = ask(start("ok"), tiny_model)
+    lm = client(start("ok", ["hang", 2]), tiny_model, stall_seconds=2)
+    assert lm.generate_until(prompts(40), disable_tqdm=True) == want
+    assert len(lm.down) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("500", "failed 3 times"),
+        ("die", "no server is left"),
+        ("hang", "no server is left .*no answer within 2"),
+        ("null", "null text"),
+        ("empty", "0 answers"),
+        ("nochoices", "without choices"),
+        ("two", "2 answers"),
+        ("long", "10000 tokens"),
+        ("abort", "failed 3 times.*abort"),
+    ],
+)
+def test_what_is_no_answer_is_never_scored(start: Start, tiny_model: Path, mode: str, said: str) -> None:
+    servers = start([mode, 5])
+    with pytest.raises(UserError, match=said) as told:
+        ask(servers, tiny_model, stall_seconds=2)
+    text = str(told.value)
+    assert servers.job.urls[0] in text
+    assert "Prompt" in text or "no server" in text
+
+
+@pytest.mark.parametrize("mode", ["ok", "null"])
+def test_log_likelihoods_are_whole(start: Start, tiny_model: Path, mode: str) -> None:
+    lm = client(start([mode, 3]), tiny_model)
+    asked = [Instance("loglikelihood", {}, (f"Question {i}", f" answer {i}"), i) for i in range(8)]
+    if mode != "ok":
+        with pytest.raises(UserError, match="log-probabilities"):
+            lm.loglikelihood(asked, disable_tqdm=True)
+        return
+    found = lm.loglikelihood(asked, disable_tqdm=True)
+    for (value, _), request in zip(found, asked, strict=True):
+        whole, context = lm.tok_encode("".join(request.args)), lm.tok_encode(request.args[0])
+        assert value == pytest.approx(-sum((1 + token % 7) ** 0.5 for token in whole[len(context) - 1 : -1]))
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("seed", range(5))
+def test_a_server_killed_at_any_moment(start: Start, tiny_model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DELAY", "0.05")
+    want = ask(start("ok"), tiny_model)
+    servers = start("ok", "ok")
+    draw = random.Random(seed)
+    victim, after = draw.randrange(2), draw.uniform(0, 0.3)
+
+    def kill() -> None:
+        time.sleep(after)
+        os.killpg(servers._running[victim][1].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert ask(servers, tiny_model) == want
+    killer.join()
+
+
+def test_the_tokens_are_those_of_the_hf_backend(start: Start, tiny_model: Path) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    lm, hf = client(start("ok"), tiny_model), HFLM(pretrained=str(tiny_model), device="cpu")
+    texts = ["Plain text", lm.apply_chat_template([{"role": "user", "content": "Hello"}]), f"{hf.tokenizer.bos_token}begun"]
+    for text in texts:
+        assert lm.tok_encode(text) == hf.tok_encode(text)
+        assert lm.tok_encode(text) == hf.tok_batch_encode([text])[0][0].tolist()

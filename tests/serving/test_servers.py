@@ -1,0 +1,275 @@
+"""Starting, watching and ending vLLM's servers, with a program in its place: nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lm_eval.api.instance import Instance
+from safetensors.torch import load_file, save_file
+
+from clustertune.errors import UserError
+from clustertune.evaluate import backend
+from clustertune.evaluate.model import check_model
+from clustertune.evaluate.servers import READY, Job, Servers, ask, commands, find_program, lora_rank
+from clustertune.evaluate.weights import check_tensors
+from clustertune.launch.serving import Serving
+from tests.serving.conftest import FAKE, Start, job
+
+
+def processes(tmp_path: Path) -> list[int]:
+    """The servers and their engines."""
+    return [int(pid) for path in (tmp_path / "pids").iterdir() for pid in path.read_text().split()]
+
+
+def alive(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found += [pid] if state != "Z" else []
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def test_nothing_is_left(start: Start, tmp_path: Path) -> None:
+    servers = start("ok", "ok")
+    pids = processes(tmp_path)
+    assert len(alive(pids)) == 4
+    servers.stop()
+    assert gone(pids)
+
+
+def test_a_dead_api_server_takes_its_engine_along(start: Start, tmp_path: Path) -> None:
+    servers = start("ok", "ok")
+    first = servers._running[0][1].pid
+    engine = int((tmp_path / "pids" / str(servers.job.port)).read_text().split()[1])
+    os.kill(first, signal.SIGKILL)
+    while servers.poll() > 1:
+        time.sleep(0.05)
+    assert gone([engine])
+    assert list(servers.dead) == ["server 0"]
+    assert "SIGKILL" in servers.dead["server 0"]
+    assert ask(f"{servers.job.urls[1]}/health") is not None
+
+
+def test_a_server_that_does_not_start_is_named(start: Start) -> None:
+    servers = start("ok", "exit", wait=False)
+    with pytest.raises(UserError, match=r"(?s)server 1 ended while it started.*no GPU here"):
+        servers.wait()
+
+
+def test_a_port_that_another_server_has_taken(start: Start) -> None:
+    servers = start("ok", "other", wait=False)
+    with pytest.raises(UserError, match="another server answers there, of /other"):
+        servers.wait()
+
+
+def test_the_deadline_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = replace(job(tmp_path), start_seconds=1.0)
+    monkeypatch.setenv("FAKE_MODES", f'{{"{described.port}": "late"}}')
+    with Servers(described, program=FAKE) as servers, pytest.raises(UserError, match="no answer after 1 s from server 0"):
+        servers.wait()
+
+
+def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        Servers(job(tmp_path)).__enter__()
+
+
+NODES = ("n1", "n2")
+
+
+def over_two(folder: Path, **more: object) -> Job:
+    return replace(job(folder, **more), shape=Serving(1, 8, 2, 4096, 256), nodes=NODES, interface="ib0", gpus=tuple("01234567"))
+
+
+def test_the_words_of_one_server_each_gpu() -> None:
+    described = Job("/m", Serving(4, 2, 1, 4096, 64), "bfloat16", "/logs", 20000, "/tmp/c", gpus=tuple("01234567"))
+    found = commands(described, 0)
+    assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in found] == ["0,1", "2,3", "4,5", "6,7"]
+    assert len({c.environment["VLLM_CACHE_ROOT"] for c in found}) == 4
+    assert [c.url for c in found] == [f"http://127.0.0.1:{20000 + i}" for i in range(4)]
+    text = " ".join(found[3].words)
+    for words in ("serve /m", "--dtype bfloat16", "--tensor-parallel-size 2", "--max-model-len 4096", "--max-num-seqs 64",
+                  "--host 127.0.0.1 --port 20003"):  # fmt: skip
+        assert words in text
+    assert "--nnodes" not in text
+
+
+def test_the_words_of_a_server_over_two_nodes(tmp_path: Path) -> None:
+    described = over_two(tmp_path)
+    [head], [follower] = commands(described, 0, "10.0.0.1"), commands(described, 1, "10.0.0.2")
+    both = (f"--pipeline-parallel-size 2 --nnodes 2 --node-rank {{}} --master-addr n1 --master-port {described.port + 1} "
+            "--distributed-executor-backend mp")  # fmt: skip
+    assert both.format(0) in " ".join(head.words)
+    assert both.format(1) in " ".join(follower.words)
+    assert "--headless" in follower.words
+    assert "--port" not in follower.words
+    assert follower.url is None
+    assert follower.environment["VLLM_HOST_IP"] == "10.0.0.2"
+    assert follower.environment["NCCL_SOCKET_IFNAME"] == "=ib0"
+    assert follower.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_an_adapter_is_served_by_its_name(tmp_path: Path) -> None:
+    [command] = commands(replace(job(tmp_path), adapter="/a", rank=24), 0)
+    assert "--enable-lora --lora-modules adapter=/a --max-lora-rank 32" in " ".join(command.words)
+    assert [lora_rank(n) for n in (1, 8, 9, 256, 1000)] == [1, 8, 16, 256, 1000]
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    over_two(tmp_path).write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == over_two(tmp_path)
+
+
+def program(folder: Path) -> Path:
+    """The fake as one file."""
+    path = folder / "vllm"
+    path.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def step(folder: Path, node: int) -> subprocess.Popen[bytes]:
+    """One node's program as srun starts it, with the fake in vLLM's place."""
+    (folder / "pids").mkdir(exist_ok=True)
+    environ = {**os.environ, "CLUSTERTUNE_VLLM": str(program(folder)), "FAKE_PIDS": str(folder / "pids")}
+    words = [sys.executable, "-m", "clustertune.evaluate.servers", str(folder), str(node)]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, env=environ)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_whose_part_ends_ends_the_step(
+    tmp_path: Path, tiny_model: Path, node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pids").mkdir(exist_ok=True)
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    described = replace(over_two(tmp_path, model=tiny_model), interface=None, nodes=("127.0.0.1", "127.0.0.1"))
+    described.write(tmp_path / "job.json")
+    described.write(tmp_path / "model-1.json")
+    process = step(tmp_path, node)
+    name = str(described.port if node == 0 else 0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids" / name).exists() or (node == 0 and not (tmp_path / READY.format(1)).exists()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    time.sleep(0.2)
+    pids = processes(tmp_path)
+    os.kill(pids[0], signal.SIGKILL)
+    said = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 1
+    assert f"node {node} (127.0.0.1) ended: ended with SIGKILL" in said
+    assert gone(pids)
+
+
+def test_a_step_that_is_ended_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    for name in ("job.json", "model-1.json"):
+        job(tmp_path, tiny_model, servers=2).write(tmp_path / name)
+    process = step(tmp_path, 0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / READY.format(1)).exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    pids = processes(tmp_path)
+    process.terminate()
+    assert process.wait(60) == 0
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("where", ["here", "in a job"])
+def test_the_backend_s_model(where: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of its own, or of a Slurm job, one model after the other; each says what it is."""
+    other = shutil.copytree(tiny_model, tmp_path / "base")
+    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(program(tmp_path)))
+    process = None
+    if where != "here":
+        job(tmp_path, "", servers=2).write(tmp_path / "job.json")
+        process = step(tmp_path, 0)
+        monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(tmp_path))
+    for model in (tiny_model, other):
+        facts = check_model(model, 16)[0]
+        assert facts is not None
+        found = backend.describe("vllm", facts)
+        assert (found.name, found.version, found.dtype) == ("vllm", "0.0", "bfloat16")
+        assert found.servers == (1 if process is None else 2)
+        with backend.model_for(found, facts, device="cpu", batch_size=1) as lm:
+            root = ask(f"{lm.base_url}/v1/models")
+            answers = lm.generate_until([Instance("generate_until", {}, ("Hello", {"until": [], "max_gen_toks": 4}), 0)])
+        assert root is not None
+        assert root["data"][0]["root"] == str(model)
+        assert answers[0].startswith("answer")
+    if process is not None:
+        pids = processes(tmp_path)
+        process.terminate()
+        process.communicate()
+        assert gone(pids)
+
+
+def test_servers_of_a_job_that_give_up(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = job(tmp_path, "")
+    monkeypatch.setenv("FAKE_MODES", f'{{"{described.port + 16}": "exit"}}')
+    described.write(tmp_path / "job.json")
+    monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(tmp_path))
+    facts = check_model(tiny_model, 16)[0]
+    assert facts is not None
+    process = step(tmp_path, 0)
+    found = backend.describe("vllm", facts)
+    with pytest.raises(UserError, match="no GPU here"), backend.model_for(found, facts, device="cpu", batch_size=1):
+        pass
+    process.communicate()
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("fault", ["missing", "head", "shape", "none"])
+def test_a_damaged_model_is_named_before_a_server_starts(tmp_path: Path, tiny_model: Path, fault: str) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = {"head": "lm_head.weight"}.get(fault, "model.layers.1.self_attn.q_proj.weight")
+    if fault == "shape":
+        tensors[name] = tensors[name][1:].clone()
+    elif fault != "none":
+        del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = check_tensors(folder)
+    assert [problem.key for problem in found] == ([] if fault == "none" else [name])
+
+
+@pytest.mark.skipif(find_program() is None, reason="vLLM is not installed here (CLUSTERTUNE_VLLM names its program)")
+@pytest.mark.jobs
+def test_vllm_itself_answers_as_transformers_does(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU in float32; a head of 32, the least that vLLM takes there."""
+    from lm_eval.models.huggingface import HFLM
+
+    from clustertune.data.local_model import make_local_model
+    from clustertune.evaluate.client import ServersLM
+    from tests.conftest import TEXTS, TINY_LLAMA
+    from tests.serving.test_client import prompts
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model = make_local_model({**TINY_LLAMA, "hidden_size": 128, "initializer_range": 0.2}, TEXTS, tmp_path / "m", seed=0)
+    described = replace(job(tmp_path / "servers", model), options=("--enforce-eager",))
+    with Servers(described) as servers:
+        servers.wait()
+        lm = ServersLM(described.urls, model, model=described.served, concurrent=16, max_length=2048)
+        got = lm.generate_until(prompts(12), disable_tqdm=True)
+    hf = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1)
+    want = hf.generate_until(prompts(12), disable_tqdm=True)
+    assert [text.rstrip("\ufffd") for text in got] == [text.rstrip("\ufffd") for text in want]

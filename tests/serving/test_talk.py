@@ -1,0 +1,72 @@
+"""``chat`` answers as transformers does; ``serve`` starts what is there, on loopback, and refuses a damaged model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.command import run
+from tests.serving.conftest import FAKE
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "vllm"
+    path.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
+    path.chmod(0o700)
+    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(path))
+    return path
+
+
+def test_chat_answers_in_the_model_s_template(tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = run("chat", tiny_model, "--prompt", "Hello", "--greedy", "--max-new-tokens", "12", "--device", "cpu")
+    assert done.code == 0, done.err
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(0)
+    made = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0][inputs["input_ids"].shape[1] :]
+    told = tokenizer.decode(made, skip_special_tokens=True)
+    assert done.out.split() == told.split()  # a pipe that is read as text may give other line ends
+
+
+def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    done = run("chat", tmp_path, "--prompt", "Hello")
+    assert done.code == 2
+    assert "--to merge" in done.err
+
+
+def test_serve_listens_on_loopback_with_the_model_s_type(tiny_model: Path, vllm: Path) -> None:
+    done = run("serve", tiny_model, "--port", "8123", "--dry-run")
+    assert done.code == 0, done.err
+    words = done.out.split()
+    assert words[:3] == [str(vllm), "serve", str(tiny_model)]
+    assert "--host 127.0.0.1" in done.out
+    assert "--dtype bfloat16" in done.out
+
+
+def test_serve_refuses_a_model_that_lacks_weights(tiny_model: Path, tmp_path: Path, vllm: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "MANIFEST.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = run("serve", folder, "--dry-run")
+    assert done.code == 2
+    assert "lm_head.weight" in done.err
+
+
+def test_serve_as_a_job(tiny_model: Path) -> None:
+    done = run("serve", tiny_model, "--submit", "--dry-run", "--cluster", "ops/clusters/dgx-h100.yaml")
+    assert done.code == 0, done.err
+    assert "#SBATCH --gpus-per-node=h100:1" in done.out
+    assert "/lustre/images/vllm.sif python3 -m clustertune serve" in done.out
