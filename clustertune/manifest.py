@@ -368,7 +368,7 @@ class Comparison:
 
 
 def looks_whole(folder: Path, kind: str) -> bool:
-    """Whether all that costs little says so: content of small files, sizes of weights, which whoever reads them compares."""
+    """Whether the cheap comparisons agree: digests of small files, sizes of weights. Readers compare the weights."""
     try:
         read_manifest(folder, kind)
         return not Comparison(folder).problems

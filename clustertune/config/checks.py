@@ -65,7 +65,7 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
         for task, metrics in scores.items() if isinstance(scores, dict) else ():
             part_of_a_group = any(str(task).startswith(f"{group}_") for group in tasks)
             if task not in tasks and not part_of_a_group and nearest(str(task), tasks):
-                yield (*path, str(task)), "is none of eval.tasks", did_you_mean(str(task), tasks)
+                yield (*path, str(task)), "no task of this name in eval.tasks", did_you_mean(str(task), tasks)
             known = METRICS.get(task, ())
             for metric in metrics if known and isinstance(metrics, dict) else ():
                 if str(metric).removesuffix(",none") not in known:

@@ -390,14 +390,14 @@ def check_environment(values: Mapping[str, object] | None) -> Iterator[Found]:
         elif _SECRET.search(name):
             yield path, "a secret: everybody reads this file", "leave it out"
         elif not isinstance(value, str):
-            continue  # the schema has told that
+            continue  # the schema reports it
         elif not _VALUE.fullmatch(value) or "://" in value:
-            yield path, f"{value[:60]!r} is no value of such a variable", "letters, digits and _ = ^ . , : ; / % + * [ ] -"
+            yield path, f"invalid value {value[:60]!r} of a variable", "letters, digits and _ = ^ . , : ; / % + * [ ] -"
     if len(values or {}) > MOST:
         yield KEY, f"{len(values or {})} variables", f"{MOST} at most"
 
 
-# --- the storage section, as whoever mounts it would meet it -----------------------------------------------------------
+# --- the storage section: what would fail when it is mounted ------------------------------------------------------------
 
 
 _SYSTEM = re.compile(r"/(bin|boot|dev|etc|lib|lib64|proc|root|run|sbin|sys|tmp|usr|var)?")

@@ -259,7 +259,7 @@ def _weights_lie(context: Context) -> Lies | None:
 
 
 def _unmappable(lies: Lies) -> bool:
-    """Whether mergerfs hands out files that cannot be mapped: its page cache is off, or it is told to go around it."""
+    """Whether mergerfs hands out files that cannot be mapped: its page cache is off, or its options bypass the page cache."""
     options = {option.partition("=")[0]: option.partition("=")[2] for option in lies.options}
     return lies.kind == "fuse.mergerfs" and (options.get("cache.files", "") == "off" or "direct_io" in options)
 

@@ -150,7 +150,7 @@ def _watched() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def out_of_memory(folder: Path) -> Iterator[None]:
-    """A model that does not fit is told in words."""
+    """Raises a UserError that names the key to lower, where the model or a batch does not fit into memory."""
     import torch
 
     try:

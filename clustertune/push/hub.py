@@ -77,7 +77,7 @@ def _connect(endpoint: str | None, token: str) -> HfApi:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    # It names every request that it tries again; how it ended is told in words.
+    # It logs every request that it tries again; our own message says how the upload ended.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # Xet sends the bytes to another host by another protocol; an adapter is small, and LFS answers for what it stored.
     constants.HF_HUB_DISABLE_XET = True

@@ -31,7 +31,7 @@ class SourceFile:
     mtime_ns: int
     ctime_ns: int
     digest: str | None = None
-    """What its content must hash to, where the folder says so: its manifest, or the Hub's cache, which names blobs so."""
+    """The digest that its manifest, or the name of its blob in the Hub's cache, gives for its content."""
     algorithm: str | None = None
     """``sha256``, ``xxh3_128`` or ``git_sha1``."""
 

@@ -126,7 +126,7 @@ def test_the_disk_of_a_laptop_is_not_the_clusters(
     full_disk(0.5)(case)
     case.hostname = hostname
     near = case.context()
-    assert list(run_space.room(near)), "its parent is there, whoever's machine this is"
+    assert list(run_space.room(near)), "the parent exists, so its room can be measured on any machine"
     monkeypatch.setattr(run_space, "is_there", lambda path: path in (tmp_path, Path("/")))
     far = dataclasses.replace(near, run_dir=tmp_path / "runs" / "name" / "id")
     assert bool([*run_space.room(far)]) is fires

@@ -153,7 +153,7 @@ class TestResumable:
 
 
 class Fake:
-    """Gives what it is told to, for every kind of request."""
+    """A model whose every request returns the given answers."""
 
     max_length, max_gen_toks = 100, 10
 

@@ -168,7 +168,7 @@ def _die_at(call: str, nth: int) -> None:
 
 
 def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is told in words, and the file is what it was."""
+    """A full disk ends in a located message, and the file keeps its content."""
     (tmp_path / "fstab").write_bytes(b"old\n")
 
     def full(_fd: int) -> None:

@@ -1,4 +1,4 @@
-"""``fake_vllm.py serve MODEL ... --port N``: answers like vLLM, and after a number of answers misbehaves as it is told.
+"""``fake_vllm.py serve MODEL ... --port N``: answers like vLLM, and after a number of answers misbehaves as FAKE_MODES says.
 
 FAKE_MODES: JSON, the number of the server to MODE or [MODE, answers before it]. MODE: ok, 500, once (one 500), hang, die, null,
 empty (no choices), nochoices, abort, long (more tokens than asked), two (answers), late (never there),
