@@ -83,7 +83,7 @@ def bench(
         against=peers,
         interleave=take_turns(peers, here=not (submit or inside)) if interleave is None else interleave,
         synthetic=synthetic,
-        run_path=run_dir or new_run_path(recipe, cluster),
+        run_path=run_dir or new_run_path(recipe, cluster, submit or inside),
         elsewhere=submit or inside,
         replace=replace,
     )

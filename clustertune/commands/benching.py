@@ -48,10 +48,10 @@ class Wanted:
     as_json: bool
 
 
-def new_run_path(recipe: str, cluster: str | None) -> Path:
-    """A folder of its own for every benchmark, where the cluster has its runs."""
+def new_run_path(recipe: str, cluster: str | None, submit: bool) -> Path:
+    """A new folder for each benchmark: below the cluster's folder of runs for a job, else below this machine's."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).name).strip("._-")[:64] or "recipe"
-    below = places.runs(places.here() if cluster is None else load_cluster(cluster))
+    below = places.runs(load_cluster(cluster) if cluster and submit else places.here())
     return below / "bench" / name / (datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + f"-{os.getpid()}")
 
 

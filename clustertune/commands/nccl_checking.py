@@ -249,15 +249,19 @@ def _backend(asked: Asked, gpus: int, nodes: int) -> tuple[str, str, int]:
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
-def new_folder(asked: Asked, cluster: Cluster, name: str | None = None) -> Path:
-    """A new folder; ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already."""
+def new_folder(asked: Asked, cluster: Cluster, name: str | None = None, measured: Place | None = None) -> Path:
+    """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
+
+    ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
+    """
     from clustertune.launch import places
     from clustertune.nccl_check.check import RESULT
-    from clustertune.nccl_check.place import round_folder
+    from clustertune.nccl_check.place import Here, round_folder
 
     if asked.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        return (places.runs(cluster) / "nccl-check" / (name or new)).absolute()
+        outside = isinstance(measured, Here) and cluster.host(measured.hosts[0]) is None
+        return (places.runs(places.here() if outside else cluster) / "nccl-check" / (name or new)).absolute()
     path = asked.out.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))
@@ -320,7 +324,7 @@ def _check(asked: Asked, cluster: Cluster, place: Place, options: Options) -> in
     from clustertune.nccl_check.place import finish
     from clustertune.plan.measured import beside
 
-    folder, began = new_folder(asked, cluster), time.monotonic()
+    folder, began = new_folder(asked, cluster, measured=place), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         said = f"{options.backend} on {', '.join(place.hosts[:4])}{' ...' if len(place.hosts) > 4 else ''}"
@@ -428,7 +432,7 @@ def _show(place: Place, options: Options, asked: Asked) -> None:
     from clustertune.nccl_check.schedule import shapes
 
     setup = check.make_setup(place, options)
-    command = place.command(round_folder(new_folder(asked, place.cluster, "NEW"), 1))
+    command = place.command(round_folder(new_folder(asked, place.cluster, "NEW", place), 1))
     debug = DEBUG if options.backend == "nccl" else {}
     if asked.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})

@@ -55,8 +55,10 @@ def test_links_that_were_not_measured_are_unknown(
     """On a laptop the ranks talk over gloo, which says nothing of NCCL or of a cluster elsewhere; a script must not go on."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     one = ["--seconds", "10", "--max", "1K", "--iterations", "3", "--collectives", "all_reduce"]
-    done = CliRunner().invoke(app, ["nccl-check", "--out", str(tmp_path / "out"), *one, *words, "--json"])
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["nccl-check", *one, *words, "--json"])
     verdict = json.loads(done.stdout)["verdict"]
+    assert list(tmp_path.glob("runs/nccl-check/*/result.json")), "the cluster's folders are not made on another machine"
     assert verdict["status"] in ("unknown", "warn"), verdict
     if verdict["status"] == "unknown":
         assert verdict["headline"].startswith("UNKNOWN: ") and said in verdict["headline"]
