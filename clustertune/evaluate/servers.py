@@ -30,7 +30,7 @@ from clustertune.evaluate.model import ModelFacts
 from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.serving import ModelSize, Serving, serving
 from clustertune.manifest import write_durably
-from clustertune.process import Stopped, die_with_parent, stop_signals
+from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.tensorfile import read_header
 
 PROGRAM = "CLUSTERTUNE_VLLM"
@@ -467,7 +467,7 @@ def rank_of(adapter: Path) -> int:
 
 
 def _version(program: str | None = None) -> str:
-    done = subprocess.run([program or require_program(), "--version"], capture_output=True, text=True, check=False, timeout=300)
+    done = captured([program or require_program(), "--version"], 300)
     found = done.stdout.split()
     return found[-1] if found and done.returncode == 0 else "unknown"
 

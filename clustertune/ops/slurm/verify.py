@@ -20,6 +20,7 @@ from clustertune.ops.slurm.planning import Plan
 from clustertune.ops.slurm.reading import hide
 from clustertune.ops.slurm.texts import CGROUP_CONF, GRES_CONF, SLURM_CONF
 from clustertune.ops.slurm.version import parse_version
+from clustertune.process import captured
 
 SECONDS = 30.0
 """For a program to read the files; it looks up names of nodes, and a name server may be slow."""
@@ -76,16 +77,7 @@ def _run(words: list[str], conf: Path) -> str:
     """What a program complains of, in one line; empty where it took the files."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
     try:
-        done = subprocess.run(
-            words,
-            env={**kept, "SLURM_CONF": str(conf)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            check=False,
-        )
+        done = captured(words, SECONDS, {**kept, "SLURM_CONF": str(conf)})
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{Path(words[0]).name}: {error}"
     if done.returncode == 0:

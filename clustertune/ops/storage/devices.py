@@ -17,6 +17,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask
 from clustertune.ops.storage.layout import Mount
 from clustertune.ops.storage.step import Step
+from clustertune.process import captured
 
 MKFS = {"xfs": ("mkfs.xfs",), "ext4": ("mkfs.ext4", "-m", "0"), "btrfs": ("mkfs.btrfs",)}
 """``-m 0``: ext4 would keep 5 % of a brick for root, 0.7 TB of 14."""
@@ -76,7 +77,7 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     program = shutil.which(argv[0], path=path)
     if program is None:
         raise FileNotFoundError(argv[0])
-    return subprocess.run([program, *argv[1:]], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    return captured([program, *argv[1:]], _SECONDS)
 
 
 def _busy(path: str) -> bool:

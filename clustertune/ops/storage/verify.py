@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clustertune.ops.storage.layout import Mount
+from clustertune.process import captured
 
 GENERATOR = (
     "/lib/systemd/system-generators/systemd-fstab-generator",
@@ -108,6 +109,6 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
 
 
 def _run(argv: list[str], env: dict[str, str]) -> list[str]:
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    done = captured(argv, _SECONDS, env)
     failed = [f"{Path(argv[0]).name} Failed with exit status {done.returncode}"] if done.returncode else []
     return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()] + failed
