@@ -34,8 +34,8 @@ from clustertune.storage import storage_cause
 from clustertune.training.events import EventLog
 from clustertune.tree import IS_INSTALLED, ROOT
 
-MARKS = {"pass_mark", "pass_difference"}
-"""Settings of an evaluation that judge it and do not change it."""
+MARKS = {"pass_mark", "pass_difference", "stall_seconds"}
+"""Settings of an evaluation that judge it or guard it, and do not change it."""
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "lm_eval", "safetensors", "wandb")
 
 

@@ -23,7 +23,7 @@ from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.evaluate.servers import GIVEN, JOB, Job, note_end
+from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, Job, note_end
 from clustertune.launch import container, image, lease, megatron, progress, serving, slurm, srun, stack, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
@@ -149,6 +149,7 @@ class JobChain(chain.Chain):
         nodes = self.allocation.nodes[: found.serving.nodes]
         container_ = self.cluster.container
         contained = container_.runtime != "none"
+        folder.mkdir(parents=True, exist_ok=True)
         Job(
             "",  # the client names it: the merged model, then the base
             found.serving,
@@ -160,13 +161,14 @@ class JobChain(chain.Chain):
             interface=self.cluster.network.interface,
             gpus=tuple(map(str, range(found.serving.gpus_per_node))) if has_gpus() else (),
             program=None if contained else container_.vllm,
+            start_seconds=2 * found.start_seconds if found.start_seconds else START_SECONDS,
         ).write(folder / JOB)
         command = step.in_step(
             [sys.executable, "-m", "clustertune.evaluate.servers", str(folder)],
             self.cluster.model_copy(update={"container": container_.model_copy(update={"image": container_.vllm})}),
             binds=[*container.places_of(self.resolved, self.run.path), self.base_folder()],
             nodes=len(nodes),
-            cpus=None,
+            cpus=_cpus(self.allocation, os.environ),
             gpus=bool(self.allocation.gpus_per_node),
             environ=os.environ,
             options=[f"--nodelist={','.join(nodes)}"],
@@ -226,17 +228,22 @@ def step_command(
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """``srun`` of the node's program, in the cluster's container if it has one. ``environ``: of the batch script."""
-    # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
-    asked = environ.get("SLURM_CPUS_PER_TASK", "")
     return step.in_step(
         step.node_command(run_path, attempt),
         megatron.of_training(resolved, cluster),
         binds=container.places_of(resolved, run_path),
         nodes=len(allocation.nodes),
-        cpus=int(asked) if asked.isdigit() else allocation.cpus_per_node,
+        cpus=_cpus(allocation, environ),
         gpus=bool(allocation.gpus_per_node),
         environ=environ,
     )
+
+
+def _cpus(allocation: Allocation, environ: Mapping[str, str]) -> int | None:
+    """CPUs of a step's task on each node. Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a
+    step that wants both."""
+    asked = environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(asked) if asked.isdigit() else allocation.cpus_per_node
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:

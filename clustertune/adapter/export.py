@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.adapter.publish import find_published, staging
 from clustertune.checkpoint.store import require_own
+from clustertune.config import quantization
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import (
@@ -46,6 +47,8 @@ class TrainedModel:
     revision: str | None
     architecture: dict[str, Any]
     lora: dict[str, Any]
+    base_quantization: str
+    """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
@@ -79,6 +82,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         "step": step,
         "checkpoint": {"name": checkpoint.resolve().name, "manifest_sha256": source_sha},
         "recipe": trained.recipe,
+        quantization.BASE: trained.base_quantization,
         "tensors": len(tensors),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
@@ -176,7 +180,9 @@ def read_trained_model(checkpoint: Path) -> TrainedModel:
             raise UserError(
                 Problem("the run trained all parameters: there is no adapter to export", file=str(path), key="recipe.lora")
             )
-        return TrainedModel(str(resolved["name"]), str(model["name"]), model.get("revision"), architecture, dict(lora))
+        asked = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
+        stored = quantization.label(asked) if asked else "none"
+        return TrainedModel(str(resolved["name"]), str(model["name"]), model.get("revision"), architecture, dict(lora), stored)
     except OSError as error:
         raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +113,7 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
     money = price(found.machine.gpu)
     better = [] if found.fits else remedies(found, given)
     if as_document:
-        body = document.as_json(found, money) | {"evaluation": {**asdict(scored), "gpu_hours": scored.gpu_hours}}
+        body = document.as_json(found, money) | {"evaluation": scored.as_json()}
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -271,7 +271,7 @@ class Submission:
             ]
             margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
-            document["evaluation"] = asdict(serving.evaluation(self.resolved, self.machine))
+            document["evaluation"] = serving.evaluation(self.resolved, self.machine).as_json()
             document["job_environment"] = [vars(setting) for setting in self.variables]
             if self.resolved.recipe.megatron is not None:
                 document["megatron"] = self._megatron()

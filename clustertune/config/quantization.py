@@ -10,6 +10,8 @@ from typing import Any
 from clustertune.config.load import did_you_mean
 from clustertune.config.native_rules import show_value
 
+BASE = "base_quantization"
+"""Key of the manifests of adapters and merged models: how the base was stored that the adapter was trained on."""
 METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "torchao", "mxfp4", "gptq", "awq")
 """The methods whose sizes are known here, by their names in transformers/quantizers/auto.py."""
 _BITSANDBYTES = {
@@ -62,6 +64,12 @@ def method(config: Mapping[str, Any]) -> str:
     if named is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         return "bitsandbytes"
     return str(named)
+
+
+def label(config: Mapping[str, Any]) -> str:
+    """Method and kind, for people: ``bitsandbytes nf4``, ``fp8``."""
+    kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else config.get("bits") or config.get("fmt")
+    return f"{method(config)} {kind}" if kind else method(config)
 
 
 def is_sharded(config: Mapping[str, Any]) -> bool:

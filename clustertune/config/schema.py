@@ -163,6 +163,9 @@ class Eval(Section):
     """GPUs that share each layer, of vLLM; None: derived. Without GPUs: processes, one on each node."""
     pipeline_parallel_size: Positive | None = None
     """Stages that share the layers out, of vLLM; None: derived."""
+    stall_seconds: Annotated[Number, Field(ge=1)] = 1800
+    """Seconds without an answer after which one of vLLM's servers is given up: 1,280 steps of a 405B model at 0.32 s are 7
+    minutes."""
     base: bool = False
     """Score the base model too, and compare document by document."""
     pass_mark: Scores = {}

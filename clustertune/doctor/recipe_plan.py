@@ -247,13 +247,8 @@ def scoring(context: Context) -> Iterator[Seen]:
     Fix: name vLLM in the cluster file (container.vllm), whose servers span nodes: docs/after-training.md
     See: https://github.com/EleutherAI/lm-evaluation-harness/issues/3362
     """
-    have, chosen = context.cluster.compute.gpus, serving.evaluation(context.resolved, context.cluster)
-    needed = shape.eval_gpus(context.resolved, context.cluster) if context.is_real else None
-    if chosen.note:
-        yield Seen(WARN, chosen.note)
-    elif needed and needed > have > 0 and chosen.backend == "hf":
-        text = f"the merged model needs {needed} GPUs in bfloat16, a node has {have}"
-        yield Seen(WARN, text)
+    if note := serving.evaluation(context.resolved, context.cluster).note:
+        yield Seen(WARN, note)
 
 
 @rule("small-micro-batch", RECIPE)

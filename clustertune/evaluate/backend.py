@@ -12,12 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.schema import Eval
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.evaluate.model import ROOM, ModelFacts
 
 SERVERS = "clustertune.evaluate.servers"
 """The module of the ``vllm`` backend. It has ``describe(model, adapter) -> Backend`` and a context manager
-``model_for(backend, model, *, adapter, device, batch_size)`` that yields lm-eval's ``LM`` and ends the servers."""
+``model_for(backend, model, settings, *, adapter, device)`` that yields lm-eval's ``LM`` and ends the servers."""
 
 _NAMED = 5
 """How many tensors an error names."""
@@ -68,7 +69,7 @@ def choose(asked: str, model: ModelFacts, device: str | None) -> tuple[str, str]
 
 @contextlib.contextmanager
 def model_for(
-    backend: Backend, model: ModelFacts, *, adapter: Path | None = None, device: str, batch_size: int
+    backend: Backend, model: ModelFacts, settings: Eval, *, adapter: Path | None = None, device: str
 ) -> Iterator[Any]:
     """lm-eval's ``LM`` for a model, ready for requests while the context lasts.
 
@@ -76,9 +77,9 @@ def model_for(
     missing, the model does not fit, or a server does not start.
     """
     if backend.name == "hf":
-        yield load_lm(model.folder, device, batch_size, adapter, model.tokenizer_folder)
+        yield load_lm(model.folder, device, settings.batch_size, adapter, model.tokenizer_folder)
         return
-    with _servers().model_for(backend, model, adapter=adapter, device=device, batch_size=batch_size) as lm:
+    with _servers().model_for(backend, model, settings, adapter=adapter, device=device) as lm:
         yield lm
 
 

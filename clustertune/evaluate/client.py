@@ -19,8 +19,6 @@ from lm_eval.models.utils import has_bos_prefix
 
 from clustertune.errors import ExitCode, Problem, UserError
 
-STALL_SECONDS = 1800.0
-"""Until an answer: 1,280 steps of a 405B model at 0.28 s are 6 minutes (:mod:`clustertune.launch.serving`)."""
 TRIES = 3
 """How often a prompt is sent where the server answers with an error; lm-eval's own."""
 
@@ -36,7 +34,8 @@ class _GiveUp(BaseException):
 class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
     """lm-eval's model over equal servers. ``urls``: without a path; ``model``: what the servers call it.
 
-    ``concurrent``: requests under way at once, in all. ``max_length``: the servers' ``--max-model-len``.
+    ``concurrent``: requests under way at once, in all. ``max_length``: the servers' ``--max-model-len``. ``stall_seconds``: a
+    server that leaves a request unanswered for so long leaves the ring.
     Raises UserError (exit 1) where no server is left, one answers with an error :data:`TRIES` times, or with no text.
     """
 
@@ -48,7 +47,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         model: str,
         concurrent: int,
         max_length: int,
-        stall_seconds: float = STALL_SECONDS,
+        stall_seconds: float = 1800,
     ) -> None:
         self.down: dict[str, str] = {}
         """Servers that left the ring, and why."""
@@ -88,6 +87,10 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
             raise UserError(problem, ExitCode.FAILED) from None
 
     async def amodel_call(self, session: Any, sem: Any, messages: Any, **kwargs: Any) -> Any:
+        async with sem:  # a server is chosen when the request is sent: what waits may outlive one that hangs
+            return await self._ask(session, messages, **kwargs)
+
+    async def _ask(self, session: Any, messages: Any, **kwargs: Any) -> Any:
         alive = [url for url in self._ring if url not in self.down]
         if not alive:
             said = "; ".join(f"{url}: {why}" for url, why in self.down.items())
@@ -99,7 +102,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         asked = kwargs.get("gen_kwargs") or {}
         view._wanted = int(asked.get("max_gen_toks", 1)) if kwargs.get("generate", True) else None
         try:
-            return await LocalCompletionsAPI.amodel_call(view, session, sem, messages, **kwargs)
+            return await LocalCompletionsAPI.amodel_call(view, session, asyncio.Semaphore(1), messages, **kwargs)
         except TimeoutError:
             self.down.setdefault(url, f"no answer within {self.timeout} s")
             raise

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import manifest
+from clustertune.config import quantization
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
 from clustertune.errors import Problem, UserError
@@ -85,9 +86,19 @@ def _quantization(folder: Path) -> str | None:
     given = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     if not isinstance(given, dict):
         return None
-    method = str(given.get("quant_method", "unknown"))
-    kind = given.get("bnb_4bit_quant_type") if given.get("load_in_4bit") else given.get("bits") or given.get("fmt")
-    return f"{method} {kind}" if kind else method
+    return quantization.label(given)
+
+
+def trained_on(model: Path, adapter: Path | None) -> str | None:
+    """How the base was stored that the adapter of a model was trained on: ``bitsandbytes nf4``, ..., ``none`` (not quantised),
+    ``unknown``; None where there is no adapter.
+
+    Exports say it in their manifest, and merges repeat it.
+    """
+    folder = adapter or model
+    meta = manifest.read_manifest(folder).meta if (folder / manifest.MANIFEST).exists() else {}
+    told = meta if adapter else meta.get("adapter")
+    return str(told.get(quantization.BASE, "unknown")) if isinstance(told, dict) else None
 
 
 def check_adapter(model: Path, adapter: Path) -> list[Problem]:
@@ -96,7 +107,7 @@ def check_adapter(model: Path, adapter: Path) -> list[Problem]:
     from clustertune.merge.lora import read_adapter
 
     try:
-        found = read_adapter(adapter, read_base(model))
+        found = read_adapter(adapter, None if _quantization(model) else read_base(model))  # PEFT compares with packed weights
     except UserError as error:
         return error.problems
     for warning in found.warnings:

@@ -19,7 +19,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.evaluate import backend as backends
 from clustertune.evaluate import ifeval, paired, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
-from clustertune.evaluate.model import ModelFacts, check_adapter, check_device, check_model, pick_device, raise_if
+from clustertune.evaluate.model import ModelFacts, check_adapter, check_device, check_model, pick_device, raise_if, trained_on
 from clustertune.evaluate.quiet import progress, quiet
 from clustertune.evaluate.scores import RESULT, clustered_stderr, judge, read_result
 
@@ -190,6 +190,7 @@ class _Run:
             "model": self.facts.fingerprint,
             "adapter": self.adapter and manifest.hash_file(self.adapter / "adapter_model.safetensors").sha256,
             "quantization": self.facts.quantization,
+            "trained_on": trained_on(self.facts.folder, self.adapter),
             "backend": asdict(self.backend),
             "tasks": {name: task.VERSION for name, task in sorted(self.loaded["tasks"].items())},
             "prompts": self.prompts,
@@ -240,7 +241,7 @@ class _Run:
         folder, size = self.facts.folder, self.settings.batch_size
         with contextlib.ExitStack() as stack:
             with manifest.Comparison(folder) as weights:
-                opened = backends.model_for(self.backend, self.facts, adapter=self.adapter, device=self.device, batch_size=size)
+                opened = backends.model_for(self.backend, self.facts, self.settings, adapter=self.adapter, device=self.device)
                 lm = stack.enter_context(opened)
                 raise_if(weights.finish())
             report = stack.enter_context(progress())
@@ -273,6 +274,7 @@ class _Run:
             "path": str(self.facts.folder.resolve()),
             "adapter": self.adapter and str(self.adapter.resolve()),
             "quantization": self.facts.quantization,
+            "trained_on": trained_on(self.facts.folder, self.adapter),
             "tasks": scores,
             "details": details,
             "backend": asdict(self.backend),
@@ -291,7 +293,7 @@ class _Run:
             "seconds": round(time.monotonic() - started, 3),
             "resumed_prompts": lm.resumed,
             "samples": SAMPLES,
-            "notes": [],
+            "notes": self._notes(),
         }
         if lm.truncated:
             found["notes"].append(f"{lm.truncated} prompts lost their beginning: prompt and answer exceed the model's context.")
@@ -303,6 +305,17 @@ class _Run:
             mine = [sample for sample in samples if sample["task"] == ifeval.NAME]
             found |= self.rows.describe(scores[ifeval.NAME], mine, found)
         return found
+
+    def _notes(self) -> list[str]:
+        """Which base an adapter was trained on and which it is scored on, where they differ or one is quantised."""
+        trained, stored = trained_on(self.facts.folder, self.adapter), self.facts.quantization
+        scored = f"scored on {stored or self.facts.dtype} weights"
+        if trained == "unknown":
+            return [f"It is not known whether the adapter was trained on a quantised base; it is {scored}."]
+        if trained is None or (trained == "none" and stored is None):
+            return []
+        before = "that was not quantised" if trained == "none" else f"in {trained}"
+        return [f"The adapter was trained on a base {before}; it is {scored}."]
 
     def _detail(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Version, few-shot examples and data of a task or of a group's members."""

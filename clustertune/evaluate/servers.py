@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.schema import Eval
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.evaluate.backend import Backend
 from clustertune.evaluate.model import ModelFacts
 from clustertune.launch.rendezvous import first_port, free_port
-from clustertune.launch.serving import ModelSize, Serving, serving
+from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
 from clustertune.manifest import write_durably
 from clustertune.process import Stopped, captured, die_with_parent, stop_signals
 from clustertune.tensorfile import read_header
@@ -39,7 +40,9 @@ NAME = "model"
 """What the servers call the model."""
 HOST = "127.0.0.1"
 START_SECONDS = 3600.0
-"""Until all servers answer: 406 GB a node at 0.2 GB/s are 34 minutes."""
+"""Until all servers answer, where the model's size does not say: 406 GB a node at 0.2 GB/s are 34 minutes."""
+VERSION_SECONDS = 300.0
+"""Until vLLM has said its version: it imports torch."""
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0
 """Between SIGTERM and SIGKILL: a follower whose head was gone did not end within 5 s."""
@@ -77,6 +80,7 @@ class Job:
     program: str | None = None
     """vLLM's program; None: as :func:`find_program` says."""
     start_seconds: float = START_SECONDS
+    """Until all servers answer."""
 
     @property
     def served(self) -> str:
@@ -260,8 +264,8 @@ class Servers:
                 raise self.died("ended while it started")
             if time.monotonic() > deadline:
                 names = ", ".join(command.name for command in waiting)
-                text = f"no answer after {self.job.start_seconds:.0f} s from {names}"
-                raise UserError(Problem(text, file=self.job.folder, fix="the logs there say how far it came"), ExitCode.FAILED)
+                problem = Problem(f"no answer after {self.job.start_seconds:.0f} s from {names}", file=self.job.folder)
+                raise UserError([problem, *last_words(self.job)], ExitCode.FAILED)
             waiting = [command for command in waiting if not self._answers(str(command.url))]
             time.sleep(POLL_SECONDS)
 
@@ -323,6 +327,17 @@ def _tail(log: Path) -> str:
         return ""
 
 
+def last_words(job: Job) -> list[Problem]:
+    """When each of a job's servers or nodes wrote to its log last, and what: the one that hangs is often the silent one."""
+    found = []
+    for log in sorted(Path(job.folder).glob("*.log")):
+        with contextlib.suppress(OSError):
+            silent = max(0.0, time.time() - log.stat().st_mtime)
+            said = _tail(log).rpartition("\n")[2] or "nothing"
+            found.append(Problem(f"{log.stem.replace('-', ' ')}: last wrote {silent:.0f} s ago: {said}", file=str(log)))
+    return found
+
+
 def run_node(folder: Path, node: int) -> None:
     """One node's part of a Slurm step: serve one model after the other, as the client asks for them, until a signal.
 
@@ -370,16 +385,17 @@ def describe(model: ModelFacts, adapter: Path | None = None) -> Backend:
 
 @contextlib.contextmanager
 def model_for(
-    _backend: Backend, model: ModelFacts, *, adapter: Path | None = None, device: str = "", batch_size: int = 0
+    _backend: Backend, model: ModelFacts, settings: Eval, *, adapter: Path | None = None, device: str = ""
 ) -> Iterator[Any]:
-    """lm-eval's ``LM`` over servers, which are ended with the context. ``device`` and ``batch_size`` are vLLM's own matter.
+    """lm-eval's ``LM`` over servers, which are ended with the context. ``device`` is vLLM's own matter.
 
-    Raises UserError where a tensor is missing, before a server starts; where one does not start.
+    Raises UserError where a tensor is missing, before a server starts; where one does not start; and where no server gives an
+    answer within ``settings.stall_seconds``, with the last words of each log.
     """
     from clustertune.evaluate.client import ServersLM
     from clustertune.evaluate.weights import check_tensors
 
-    del device, batch_size
+    del device
     if problems := check_tensors(model.folder):
         raise UserError(problems)
     with contextlib.ExitStack() as stack:
@@ -390,9 +406,23 @@ def model_for(
             job = replace(job_here(model, adapter), folder=folder, cache=f"{folder}/cache")
             stack.enter_context(Servers(job)).wait()
         shape = job.shape
-        yield ServersLM(
-            job.urls, model.tokenizer_folder, model=job.served, concurrent=shape.concurrent, max_length=shape.max_model_len
+        lm = ServersLM(
+            job.urls,
+            model.tokenizer_folder,
+            model=job.served,
+            concurrent=shape.concurrent,
+            max_length=shape.max_model_len,
+            stall_seconds=settings.stall_seconds,
         )
+        try:
+            yield lm
+        except UserError as error:
+            if not lm.down:
+                raise
+            deadline, found = time.monotonic() + END_SECONDS, None
+            while named and not (found := _given_up(Path(named))) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)  # the node whose part ended is about to say so
+            raise UserError([*error.problems, *(found.problems if found else last_words(job))], error.code) from None
 
 
 def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> Job:
@@ -404,7 +434,7 @@ def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> Job:
     # Other ports each time: the last ones may still be in use.
     job = replace(_of(template, model, adapter), folder=str(folder / str(number)), port=template.port + 16 * number)
     job.write(folder / ASKED.format(number))
-    _await(folder, READY.format(number), job.start_seconds)
+    _await(folder, READY.format(number), job.start_seconds + END_SECONDS)  # the nodes' own words come first
     return job
 
 
@@ -419,16 +449,22 @@ def _await(folder: Path, name: str, seconds: float) -> dict[str, Any]:
     """What a node writes. Raises UserError with the words of a node that gave up, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        names = os.listdir(folder)  # noqa: PTH208
-        for failed in (one for one in names if one.startswith(FAILED) and one.endswith(".json")):
-            body = json.loads((folder / failed).read_bytes())
-            raise UserError([Problem(**problem) for problem in body["problems"]], ExitCode(body["exit_code"]))
-        if name in names:
-            found: dict[str, Any] = json.loads((folder / name).read_bytes())
-            return found
+        if found := _given_up(folder):
+            raise found
+        if name in os.listdir(folder):  # noqa: PTH208
+            body: dict[str, Any] = json.loads((folder / name).read_bytes())
+            return body
         time.sleep(POLL_SECONDS)
     fix = "the logs there say how far they came"
     raise UserError(Problem(f"the servers do not answer after {seconds:.0f} s", file=str(folder), fix=fix), ExitCode.FAILED)
+
+
+def _given_up(folder: Path) -> UserError | None:
+    """What the nodes of a Slurm job said that gave up."""
+    names = [name for name in os.listdir(folder) if name.startswith(FAILED) and name.endswith(".json")]  # noqa: PTH208
+    bodies = [json.loads((folder / name).read_bytes()) for name in sorted(names)]
+    problems = [Problem(**problem) for body in bodies for problem in body["problems"]]
+    return UserError(problems, ExitCode(bodies[0]["exit_code"])) if bodies else None
 
 
 def job_here(model: ModelFacts, adapter: Path | None = None) -> Job:
@@ -443,7 +479,8 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> Job:
         text = f"{size.weights / 1e9:,.0f} GB do not fit {gpus} GPUs of {(room or 0) / 1e9:,.0f} GB"
         raise UserError(Problem(text, file=str(model.folder), fix="clustertune submit serves it over several nodes"))
     port = free_port(first_port(os.getpid(), 0))
-    return _of(Job("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus)))), model, adapter)
+    start = 2 * start_seconds(shape, size) if gpus else START_SECONDS
+    return _of(Job("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
 
 
 def weight_bytes(folder: Path) -> int:
@@ -467,7 +504,11 @@ def rank_of(adapter: Path) -> int:
 
 
 def _version(program: str | None = None) -> str:
-    done = captured([program or require_program(), "--version"], 300)
+    words = [program or require_program(), "--version"]
+    try:
+        done = captured(words, VERSION_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(Problem(f"does not say its version: {error}", file=words[0]), ExitCode.FAILED) from None
     found = done.stdout.split()
     return found[-1] if found and done.returncode == 0 else "unknown"
 

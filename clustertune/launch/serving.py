@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
@@ -31,6 +31,8 @@ sequences (Vultr's vLLM cookbook, 2026) are 22 %; 75 tokens/s of Llama 3.1 8B in
 (https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on)."""
 READ_BYTES_S = 1e9
 """Reading the weights on one node, bytes/s: slow shared storage; assumed."""
+LAYER_S = 1e-3
+"""A decoder layer of a step in transformers' eager mode, where its kernels' start and not the memory decides; assumed."""
 START_S = 600.0
 """Processes, compilation, CUDA graphs and the client's imports; assumed."""
 
@@ -124,13 +126,24 @@ def seconds(found: Serving, size: ModelSize, hbm_bytes_s: float, documents: int,
     rounds = math.ceil(documents / (found.servers * running))
     cache = running * size.cache * SEQUENCE_TOKENS / 2
     step = (size.weights + cache) / (found.tensor_parallel * hbm_bytes_s * BANDWIDTH_SHARE)
-    reading = found.servers * size.weights / found.pipeline_parallel / READ_BYTES_S
-    return START_S + reading + rounds * answer_tokens * step
+    return start_seconds(found, size) + rounds * answer_tokens * step
+
+
+def start_seconds(found: Serving, size: ModelSize) -> float:
+    """An estimate of the time until the servers answer: processes, and each node's reading of its weights."""
+    return START_S + found.servers * size.weights / found.pipeline_parallel / READ_BYTES_S
+
+
+def in_one_process(size: ModelSize, layers: int, hbm_bytes_s: float, documents: int, answer_tokens: int, batch: int) -> float:
+    """As :func:`seconds`, of transformers in one process: its GPUs compute in turn, :data:`LAYER_S` a layer at least."""
+    cache = batch * size.cache * SEQUENCE_TOKENS / 2
+    step = max((size.weights + cache) / (hbm_bytes_s * BANDWIDTH_SHARE), layers * LAYER_S)
+    return START_S + size.weights / READ_BYTES_S + math.ceil(documents / batch) * answer_tokens * step
 
 
 KEY = "container.vllm"
 IFEVAL_DOCUMENTS, ANSWER_TOKENS = 541, 1280
-"""Of IFEval, by which the time of all tasks is estimated."""
+"""Of IFEval, by which the time of each task is estimated."""
 
 
 @dataclass(frozen=True)
@@ -142,55 +155,82 @@ class Evaluation:
     why: str
     serving: Serving | None = None
     """With ``vllm``."""
+    gpus_per_node: int | None = None
+    """GPUs used on each node; None: not known."""
+    models: int = 1
+    """2: the base is scored too."""
     seconds: float | None = None
-    """An estimate of :func:`seconds`; None: not known."""
+    """An estimate of the wall time, of all models; None: not known."""
+    start_seconds: float | None = None
+    """Of them until the servers of one model answer; None: not known."""
     note: str = ""
     """What keeps it from working; empty: nothing that is known."""
 
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of :attr:`seconds`; None: not known."""
-        if self.serving is None or self.seconds is None:
+        if not self.gpus_per_node or self.seconds is None:
             return None
-        return self.serving.nodes * self.serving.gpus_per_node * self.seconds / 3600
+        return (self.serving.nodes if self.serving else 1) * self.gpus_per_node * self.seconds / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {**asdict(self), "gpu_hours": self.gpu_hours}
 
     def __str__(self) -> str:
-        what = f": {self.serving}" if self.serving else ""
+        gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node != 1 else ''} in one process" if self.gpus_per_node else ""
+        what = f": {self.serving or gpus}" if self.serving or gpus else ""
+        both = " for the base and the tuned model" if self.models > 1 else ""
         time = ""
         if self.seconds and self.gpu_hours:
-            time = f"; estimate {self.seconds / 60:.0f} min, mostly start and loading: {self.gpu_hours:.1f} GPU-hours"
+            time = f"; estimate {self.seconds / 60:.0f} min{both}: {self.gpu_hours:.1f} GPU-hours"
         return f"eval by {self.backend}{what} ({self.why}){time}"
 
 
 def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     """By what the recipe asks for; ``auto``: vLLM where the cluster file names one, or the model is larger than a node."""
-    asked, compute = resolved.recipe.eval.backend, cluster.compute
+    settings, compute = resolved.recipe.eval, cluster.compute
+    asked, models = settings.backend, 1 + settings.base
     weights = weight_bytes(resolved.architecture)
     gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
+    documents = len(settings.tasks) * (settings.limit or IFEVAL_DOCUMENTS)
+    tokens = settings.max_gen_toks or ANSWER_TOKENS
     shape = size = None
-    settings = resolved.recipe.eval.model_dump()
-    settings = settings.get("ifeval", settings)
-    documents = int(settings["limit"] or IFEVAL_DOCUMENTS)
     if weights is not None and (gpu or not compute.gpus):
         size = ModelSize.of(resolved.architecture, weights)
         room = float(gpu.usable_bytes) if gpu else None
         shape = serving(size, room, compute.gpus, len(cluster.compute_nodes), documents)
-    if resolved.recipe.eval.tensor_parallel_size or resolved.recipe.eval.pipeline_parallel_size:
+    if settings.tensor_parallel_size or settings.pipeline_parallel_size:
         shape = _given(resolved, compute.gpus, shape)
     small = resolved.tiny or resolved.recipe.model.weights == "random"
-    if asked == "hf" or (asked == "auto" and (small or not compute.gpus or shape is None)):
-        return Evaluation("hf", f"eval.backend: {asked}" if asked == "hf" else "small, or its size or the GPUs are not known")
-    if shape is None:
-        return Evaluation(
-            "vllm", "eval.backend: vllm", note="how large the model or the GPUs are is not known, or it fits nowhere"
-        )
     lacking = "" if cluster.container.vllm else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
-    if asked == "auto" and lacking and shape.nodes == 1:
-        return Evaluation("hf", f"{cluster.name} names no vLLM ({KEY})")
-    why = "eval.backend: vllm" if asked == "vllm" else "larger than a node" if shape.nodes > 1 else f"{KEY}"
-    tokens = int(settings["max_gen_toks"] or ANSWER_TOKENS)
-    time = seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens) if gpu and size else None
-    return Evaluation("vllm", why, shape, time, lacking)
+    why_hf = ""
+    if asked == "hf":
+        why_hf = "eval.backend: hf"
+    elif asked == "auto" and (small or not compute.gpus or shape is None):
+        why_hf = "small, or its size or the GPUs are not known"
+    elif asked == "auto" and lacking and shape and shape.nodes == 1:
+        why_hf = f"{cluster.name} names no vLLM ({KEY})"
+    if why_hf:
+        if not (gpu and size):
+            return Evaluation("hf", why_hf, models=models)
+        used = size.weights + settings.batch_size * SEQUENCE_TOKENS * size.cache
+        gpus = max(1, math.ceil(used / (gpu.usable_bytes - GPU_OVERHEAD)))
+        layers = Values(resolved.architecture).layers
+        whole = in_one_process(size, layers, gpu.hbm_gb_s * 1e9, documents, tokens, settings.batch_size)
+        if gpus <= compute.gpus:
+            return Evaluation("hf", why_hf, gpus_per_node=gpus, models=models, seconds=models * whole)
+        note = f"the model needs {gpus} GPUs of this kind, a node has {compute.gpus}: the other layers are computed from host "
+        return Evaluation("hf", why_hf, gpus_per_node=compute.gpus, models=models, note=note + "memory, which is slow")
+    if shape is None:
+        note = "how large the model or the GPUs are is not known, or it fits nowhere"
+        return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
+    why = "eval.backend: vllm" if asked == "vllm" else "larger than a node" if shape.nodes > 1 else KEY
+    time = start = None
+    if gpu and size:
+        time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)
+        start = start_seconds(shape, size)
+    return Evaluation("vllm", why, shape, min(compute.gpus, shape.gpus_per_node), models, time, start, lacking)
 
 
 def _given(resolved: Resolved, gpus: int, derived: Serving | None) -> Serving:

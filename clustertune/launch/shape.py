@@ -190,34 +190,20 @@ def _merge_minutes(resolved: Resolved) -> float:
 
 
 def _eval(resolved: Resolved, cluster: Cluster) -> Shape:
-    """That of vLLM's servers, with twice the time that is foreseen; or one node, with as many GPUs as hold the merged model in
-    bfloat16 and a tenth more, and the recipe's time limit.
-    """
-    compute = cluster.compute
-    if (found := serving.evaluation(resolved, cluster)).serving:
-        shape = found.serving
-        gpus = min(compute.gpus, shape.gpus_per_node)
-        share = gpus / compute.gpus if compute.gpus else 1.0
-        memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
-        minutes = TINY_MINUTES if found.seconds is None else max(TINY_MINUTES, 10 * math.ceil(2 * found.seconds / 600))
-        return Shape(shape.nodes, gpus, 1, max(1, math.floor(compute.threads * share)), memory, minutes, *place_of(cluster))
-    if resolved.tiny:
+    """The GPUs of the backend, for twice the time that is foreseen; the recipe's time limit where nothing is."""
+    compute, found = cluster.compute, serving.evaluation(resolved, cluster)
+    if resolved.tiny and not found.serving:
         small = _helper(resolved, cluster, cpus=TINY_CPUS, memory=PROCESS_GB, minutes=TINY_MINUTES)
         return replace(small, gpus_per_node=min(1, compute.gpus))
-    minutes = math.ceil(parse_minutes(resolved.recipe.slurm.time) or 0)
-    gpus = min(compute.gpus, eval_gpus(resolved, cluster) or compute.gpus)
+    if found.seconds is not None:
+        minutes = min(max(TINY_MINUTES, 10 * math.ceil(2 * found.seconds / 600)), _limit(cluster))
+    else:
+        minutes = TINY_MINUTES if found.serving else math.ceil(parse_minutes(resolved.recipe.slurm.time) or 0)
+    gpus = compute.gpus if found.gpus_per_node is None else found.gpus_per_node
     share = gpus / compute.gpus if compute.gpus else 1.0
     cpus = max(1, math.floor(compute.threads * share))
     memory = None if share == 1.0 else _at_most_node(compute.memory_gb * share, cluster)
-    return Shape(1, gpus, 1, cpus, memory, minutes, *place_of(cluster))
-
-
-def eval_gpus(resolved: Resolved, cluster: Cluster) -> int | None:
-    """GPUs that hold the merged weights in bfloat16 with a tenth for caches; None where that cannot be determined."""
-    weights, room = weight_bytes(resolved.architecture), usable_gpu_bytes(cluster)
-    if weights is None or room is None:
-        return None
-    return max(1, math.ceil(1.1 * weights / room))
+    return Shape(found.serving.nodes if found.serving else 1, gpus, 1, cpus, memory, minutes, *place_of(cluster))
 
 
 def usable_gpu_bytes(cluster: Cluster) -> float | None:
@@ -337,10 +323,4 @@ def warnings(resolved: Resolved, cluster: Cluster) -> list[str]:
     chosen = serving.evaluation(resolved, cluster)
     if chosen.note:
         found.append(f"eval: {chosen.note}")
-    needed = None if resolved.tiny or chosen.backend != "hf" else eval_gpus(resolved, cluster)
-    if needed and needed > cluster.compute.gpus > 0:
-        found.append(
-            f"eval: the merged model needs {needed} GPUs of this kind in bfloat16, a node has {cluster.compute.gpus}: "
-            "layers that do not fit are computed from host memory, which is slow"
-        )
     return found

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+from clustertune.config import quantization
 from clustertune.errors import storage_error
-from clustertune.manifest import FileRecord, fsync_path, seal, write_durably
+from clustertune.manifest import MANIFEST, FileRecord, fsync_path, read_manifest, seal, write_durably
 from clustertune.merge.base import INDEX
 from clustertune.merge.job import Job, names, require_unchanged
 from clustertune.merge.stage import Journal, clear
@@ -40,11 +42,17 @@ def _meta(job: Job) -> dict[str, object]:
             "name": job.base.folder.resolve().name,
             "files": {p.name: {"header_sha256": hashlib.sha256(h.text).hexdigest()} for p, h in job.base.headers.items()},
         },
-        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256},
+        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **_trained_on(job.adapter.folder)},
         "tensors": {"all": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)},
         "shard_size": job.shard_size,
         "versions": {"clustertune": _own_version(), "torch": version("torch")},
     }
+
+
+def _trained_on(adapter: Path) -> dict[str, object]:
+    """What an adapter's manifest says of the base that it was trained on; nothing where there is none."""
+    meta = read_manifest(adapter).meta if (adapter / MANIFEST).exists() else {}
+    return {quantization.BASE: meta[quantization.BASE]} if quantization.BASE in meta else {}
 
 
 def publish(job: Job, journal: Journal) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from clustertune.adapter import export as module
 from clustertune.adapter.export import ADAPTER_FILES, export
 from clustertune.errors import ExitCode, UserError
-from clustertune.manifest import MANIFEST, find_problems, read_manifest
+from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 from tests.adapter.conftest import ARCHITECTURE, LORA, Maker, make_tensors
 from tests.conftest import REPO
 
@@ -52,6 +52,22 @@ def test_peft_loads_what_the_ranks_had_trained(
     loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, out), save_embedding_layers=False)
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(loaded[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_manifest_names_how_the_base_was_stored(make_checkpoint: Maker, tmp_path: Path, quantised: bool) -> None:
+    checkpoint = make_checkpoint()
+    recipe = json.loads((checkpoint / "recipe.json").read_bytes())
+    if quantised:
+        recipe["train_args"] = {
+            "model_init_kwargs": {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+        }
+    (checkpoint / "recipe.json").write_text(json.dumps(recipe))
+    meta = read_manifest(checkpoint).meta
+    (checkpoint / MANIFEST).unlink()
+    seal(checkpoint, "checkpoint", meta)
+    export(checkpoint, tmp_path / "out")
+    assert read_manifest(tmp_path / "out").meta["base_quantization"] == ("bitsandbytes nf4" if quantised else "none")
 
 
 def test_files_are_readable_sorted_and_the_same_each_time(make_checkpoint: Maker, tmp_path: Path) -> None:

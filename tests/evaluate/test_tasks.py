@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,44 @@ class TestAdapter:
         # Merged weights are rounded to bfloat16 once more.
         assert likelihoods(tmp_path / "b") == pytest.approx(likelihoods(tmp_path / "a"), rel=0.05)
         assert merged["tasks"]["arc_easy"]["n"] == applied["tasks"]["arc_easy"]["n"]
+
+    def test_the_base_that_it_was_trained_on_is_named(self, adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+        """Trained on NF4 it may be scored on NF4 or on bfloat16: two evaluations, each of which names both."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+        from clustertune import manifest
+        from clustertune.data.local_model import make_local_model
+        from clustertune.merge import merge
+
+        trained = shutil.copytree(adapter, tmp_path / "adapter")
+        manifest.seal(trained, "adapter", {"base_quantization": "bitsandbytes nf4"})
+        settings = SETTINGS.model_copy(update={"tasks": ["arc_easy"], "num_fewshot": 0, "limit": 1})
+
+        def score(model: Path, out: str, adapter: Path | None) -> dict[str, Any]:
+            return evaluate(model, tmp_path / out, settings=settings, device="cpu", adapter=adapter)
+
+        plain = score(tiny_model, "plain", trained)
+        assert (plain["trained_on"], plain["quantization"]) == ("bitsandbytes nf4", None)
+        assert plain["notes"][0] == "The adapter was trained on a base in bitsandbytes nf4; it is scored on bfloat16 weights."
+        assert score(tiny_model, "unknown", adapter)["trained_on"] == "unknown"
+        merge(tiny_model, trained, tmp_path / "merged")
+        merged = score(tmp_path / "merged", "merged-scores", None)
+        assert (merged["trained_on"], merged["notes"][0]) == ("bitsandbytes nf4", plain["notes"][0])
+        assert score(tiny_model, "base", None)["trained_on"] is None
+
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        # bitsandbytes' kernel for CPUs takes rows of whole blocks of 64.
+        even = make_local_model({**TINY_LLAMA, "intermediate_size": 128}, TEXTS, tmp_path / "even", seed=0)
+        model = AutoModelForCausalLM.from_pretrained(even, quantization_config=config, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / "nf4")
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "nf4")
+        packed = score(tmp_path / "nf4", "packed", trained)
+        assert (packed["trained_on"], packed["quantization"]) == ("bitsandbytes nf4", "bitsandbytes nf4")
+        with pytest.raises(UserError, match=r"another .*quantization"):
+            score(tmp_path / "nf4", "plain", trained)
+        with pytest.raises(UserError, match=r"another .*trained_on"):
+            score(tiny_model, "plain", adapter)
 
     def test_of_another_shape_is_refused(self, adapter: Path, tmp_path: Path) -> None:
         from clustertune.data.local_model import make_local_model

@@ -121,3 +121,21 @@ def test_the_stage_s_job(
         assert found.seconds / 60 < job.minutes < 48 * 60
     lacking = [text for text in warnings(resolved, machine) if "container.vllm" in text]
     assert bool(lacking) == (found.backend == "vllm" and container.get("vllm", "") is None)
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [("llama70b-fsdp2", "hf"), ("llama405b-oasst2", "vllm")])
+def test_the_time_limit_follows_the_estimate(recipe: str, backend: str) -> None:
+    """And not the training's time; the base is scored too where the recipe says so."""
+
+    def limit(*words: str) -> tuple[float, int]:
+        resolved = resolve(recipe, [f"eval.backend={backend}", *words])
+        machine = on("dgx-h100")
+        found = evaluation(resolved, machine).seconds
+        assert found is not None
+        return found, stage_shapes(resolved, machine)["eval"].minutes
+
+    alone, short, long = (limit(f"eval.base={base}", f"slurm.time={time}") for base, time in
+                          (("false", "24:00:00"), ("true", "24:00:00"), ("true", "12:00:00")))  # fmt: skip
+    assert short == long
+    assert short[0] == 2 * alone[0]
+    assert 2 * alone[0] / 60 <= alone[1] < short[1]

@@ -1,17 +1,21 @@
 """``fake_vllm.py serve MODEL ... --port N``: answers like vLLM, and after a number of answers misbehaves as FAKE_MODES says.
 
-FAKE_MODES: JSON, the number of the server to MODE or [MODE, answers before it]. MODE: ok, 500, once (one 500), hang, die, null,
-empty (no choices), nochoices, abort, long (more tokens than asked), two (answers), late (never there),
-other (serves another model), exit (at once). An
-"engine" process of its own stands for vLLM's; its id is in FAKE_PIDS/PORT.
+FAKE_MODES: JSON, the port of the server, or * for any, to MODE or [MODE, answers before it]. MODE: ok, 500, once (one 500),
+hang, die, null, empty (no choices), nochoices, abort, long (more tokens than asked), two (answers), late (never there), other
+(serves another model), exit (at once). An "engine" process of its own stands for vLLM's; its id is in FAKE_PIDS/PORT.
+
+FAKE_MEET: over several nodes they meet as vLLM's do, at --master-addr: the first one answers when all are there, and hangs when
+one is gone. ``alone``: the others do not come.
 """
 
 import itertools
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,18 +24,42 @@ words = sys.argv
 if "--version" in words:
     sys.exit(not sys.stdout.write("0.0\n"))
 port = int(words[words.index("--port") + 1]) if "--port" in words else 0
-given = json.loads(os.environ.get("FAKE_MODES", "{}")).get(str(port), "ok")
+modes = json.loads(os.environ.get("FAKE_MODES", "{}"))
+given = modes.get(str(port), modes.get("*", "ok"))
 mode, good = given if isinstance(given, list) else (given, 0)
 delay = float(os.environ.get("FAKE_DELAY", "0"))
 numbers = itertools.count(1)
+
+
+def say(what):
+    """To the log."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
 
 if "FAKE_PIDS" in os.environ:
     engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(os.environ["FAKE_PIDS"], f"{port}").write_text(f"{os.getpid()} {engine.pid}")
 if mode == "exit":
     sys.exit("no GPU here")
+value = {word: words[i + 1] for i, word in enumerate(words[:-1])}
+meeting = os.environ.get("FAKE_MEET", "") if int(value.get("--nnodes", 1)) > 1 else ""
 if not port:  # a follower
+    while meeting and meeting != "alone":
+        try:
+            with socket.create_connection((value["--master-addr"], int(value["--master-port"]))) as head:
+                say("met")
+                head.recv(1)
+        except OSError:
+            time.sleep(0.1)
     time.sleep(600)
+gone = []
+if meeting:
+    say("waits for the others")
+    with socket.create_server(("", int(value["--master-port"]))) as door:
+        others = [door.accept()[0] for _ in range(int(value["--nnodes"]) - 1)]
+    for other in others:
+        threading.Thread(target=lambda other=other: gone.append(other.recv(1)), daemon=True).start()
 
 
 def answer(body):
@@ -69,9 +97,12 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(delay)
         choice = answer(body)
         right = {"choices": [choice], "usage": {"completion_tokens": 3}}
+        if gone:
+            time.sleep(600)
         if number <= good or mode == "ok" or (mode == "once" and number > good + 1):
             return self.reply(200, right)
         if mode == "hang":
+            say("hangs")
             time.sleep(600)
         if mode == "die":
             os._exit(1)

@@ -47,6 +47,15 @@ def test_a_hanging_server_leaves_the_ring(start: Start, tiny_model: Path) -> Non
     assert len(lm.down) == 1
 
 
+def test_what_waits_is_not_sent_to_a_server_that_hangs(start: Start, tiny_model: Path) -> None:
+    """With 2 under way of 12, those that wait would otherwise be sent to it one after the other, each for the whole time."""
+    servers = start("ok", "hang")
+    lm = client(servers, tiny_model, stall_seconds=1)
+    lm._concurrent = 2
+    assert len(lm.generate_until(prompts(12), disable_tqdm=True)) == 12
+    assert Path(servers.job.folder, "server-1.log").read_text().count("hangs") <= 2
+
+
 @pytest.mark.parametrize(
     ("mode", "said"),
     [

@@ -15,8 +15,9 @@ import pytest
 from lm_eval.api.instance import Instance
 from safetensors.torch import load_file, save_file
 
+from clustertune.config.schema import Eval
 from clustertune.errors import UserError
-from clustertune.evaluate import backend
+from clustertune.evaluate import backend, servers
 from clustertune.evaluate.model import check_model
 from clustertune.evaluate.servers import READY, Job, Servers, ask, commands, find_program, lora_rank
 from clustertune.evaluate.weights import check_tensors
@@ -85,6 +86,32 @@ def test_the_deadline_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FAKE_MODES", f'{{"{described.port}": "late"}}')
     with Servers(described, program=FAKE) as servers, pytest.raises(UserError, match="no answer after 1 s from server 0"):
         servers.wait()
+
+
+def test_a_follower_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes whose servers run and do not meet: the first one's deadline passes, and nothing of either is left."""
+    monkeypatch.setenv("FAKE_MEET", "alone")
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    described = replace(over_two(tmp_path), interface=None, nodes=("127.0.0.1", "127.0.0.1"), start_seconds=3.0)
+    with Servers(described, 1, FAKE), Servers(described, 0, FAKE) as head:
+        with pytest.raises(UserError, match=r"no answer after 3 s from node 0") as told:
+            head.wait()
+        pids = processes(tmp_path)
+    said = str(told.value)
+    assert "node-1.log: node 1: last wrote" in said
+    assert "s ago: waits for the others" in said
+    assert gone(pids)
+
+
+def test_a_vllm_that_does_not_say_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").write_text("#!/bin/sh\nsleep 60\n")
+    (tmp_path / "vllm").chmod(0o700)
+    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(tmp_path / "vllm"))
+    monkeypatch.setattr(servers, "VERSION_SECONDS", 0.5)
+    job(tmp_path).write(tmp_path / "job.json")
+    assert servers.main([str(tmp_path), "0"]) == 1
+    assert "does not say its version" in (tmp_path / "failed-0.json").read_text()
 
 
 def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +236,7 @@ def test_the_backend_s_model(where: str, tmp_path: Path, tiny_model: Path, monke
         found = backend.describe("vllm", facts)
         assert (found.name, found.version, found.dtype) == ("vllm", "0.0", "bfloat16")
         assert found.servers == (1 if process is None else 2)
-        with backend.model_for(found, facts, device="cpu", batch_size=1) as lm:
+        with backend.model_for(found, facts, Eval(), device="cpu") as lm:
             root = ask(f"{lm.base_url}/v1/models")
             answers = lm.generate_until([Instance("generate_until", {}, ("Hello", {"until": [], "max_gen_toks": 4}), 0)])
         assert root is not None
@@ -231,7 +258,7 @@ def test_servers_of_a_job_that_give_up(tmp_path: Path, tiny_model: Path, monkeyp
     assert facts is not None
     process = step(tmp_path, 0)
     found = backend.describe("vllm", facts)
-    with pytest.raises(UserError, match="no GPU here"), backend.model_for(found, facts, device="cpu", batch_size=1):
+    with pytest.raises(UserError, match="no GPU here"), backend.model_for(found, facts, Eval(), device="cpu"):
         pass
     process.communicate()
     assert process.returncode == 1
