@@ -45,6 +45,7 @@ ON_THE_COMMAND_LINE = {
     "eval.backend": "another choice than the automatic one",
     "eval.tensor_parallel_size": "another shape of vLLM's servers than the one that is derived",
     "eval.pipeline_parallel_size": "the same, where a server stretches over nodes",
+    "eval.stall_seconds": "tasks whose longest answer takes longer than half an hour",
     "eval.pass_difference": "a site's own threshold against the base",
     "eval.limit": "a look at the first prompts while a recipe is written",
     "eval.pass_mark": "a site's own threshold for a published model",
