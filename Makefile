@@ -128,6 +128,9 @@ IMAGE = $(PYTHON) -m clustertune.containers
 image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value BASE),--base '$(value BASE)') \
 	$(if $(value EXTRAS),--extras '$(value EXTRAS)') $(if $(value OUT),--out '$(value OUT)')
 
+docs: setup ## the documentation as a site below site/, without network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
 	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)')
 
