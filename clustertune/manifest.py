@@ -42,6 +42,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 """Weights in a Hub snapshot that nothing here loads. The publisher's own (``consolidated.safetensors``) are as large."""
 _FIXES = {
+    "checkpoint": "remove the folder, then run the same command again: it goes on from the checkpoint before",
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared anew",
     "merged": "move the folder away, then merge or export again",
@@ -322,13 +323,15 @@ class Comparison:
     inside the ``with`` block, or from :meth:`start` to :meth:`stop`, beside the loading that reads the same bytes;
     :meth:`finish` gives the verdict. ``rank`` of ``world_size`` hashes its share only (``bytes`` in all): each file goes to
     one rank, the largest first to the rank with the fewest bytes. ``only``: names of the files that matter; all by default.
-    Raises UserError for an unreadable manifest.
+    ``small``: bytes up to which a file that holds no weights counts as small. Raises UserError for an unreadable manifest.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Collection[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, rank: int = 0, world_size: int = 1, *, only: Collection[str] | None = None, small: int = SMALL
+    ) -> None:
         self._kind, records = find_records(folder)
         records = {path: record for path, record in records.items() if only is None or path.name in only}
-        large = {path for path, record in records.items() if record.size > SMALL or path.suffix == ".safetensors"}
+        large = {path for path, record in records.items() if record.size > small or path.suffix == ".safetensors"}
         self._share = {path: records[path] for path in _share_out(records, large, rank, world_size)}
         self.bytes = sum(record.size for record in self._share.values())
         sizes = [_readable(path, records[path], self._kind, hashes=path not in large) for path in records]
@@ -348,6 +351,23 @@ class Comparison:
             self._pool.submit(_readable, path, record, self._kind, stop=self._stop) for path, record in self._share.items()
         ]
         return self
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank's share is still being hashed."""
+        return not all(future.done() for future in self._running)
+
+    @property
+    def hashed(self) -> int:
+        """Bytes of this rank's files that are done."""
+        sizes = (record.size for record in self._share.values())
+        return sum(size for size, future in zip(sizes, self._running, strict=False) if future.done())
+
+    def wait(self, seconds: float) -> None:
+        """Wait for this rank's share, at most so long."""
+        from concurrent.futures import wait
+
+        wait(self._running, timeout=seconds)
 
     def finish(self) -> list[Problem]:
         """Wait for this rank's share; everything that is wrong."""

@@ -186,7 +186,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     session = Session.build(run.path, resolved, attempt, notes)
     limit = resolved.train_args.get("save_total_limit")
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence)
-    latest = store.latest()
+    with session.startup.part("digests"):
+        latest = store.latest()
     if latest and latest[1].get("final"):
         session.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
         return ExitCode.OK

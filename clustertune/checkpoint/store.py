@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,6 @@ _OF_RANK = re.compile(
     r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.pth|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.(?:pt|nvme\.json)"
     r"|offloaded_tensors/rank(\d+)/.*)$"
 )
-_HASH_LIMIT = 16 << 30
-"""Above this size retention compares file sizes only: hashing three full 72B checkpoints would take longer than a step."""
 
 
 class Ranks(Protocol):
@@ -73,6 +72,8 @@ def verify(path: Path, *, hashes: bool = True) -> list[Problem]:
     return problems
 
 
+PROGRESS_SECONDS = 10.0
+"""Between two lines that say how far a comparison has come."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -115,13 +116,14 @@ def close(path: Path) -> None:
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, list[Problem]]]]:
-    """The newest whole checkpoint, every hash compared, and the newer ones that are broken with what is wrong in each.
+    """The newest checkpoint that is whole by its manifest and the sizes of its files, and the newer ones that are broken.
 
-    Raises UserError where others can write to the newest whole one: an older one in its place would be trained over again.
+    Nobody but :meth:`CheckpointStore.latest`, where all ranks share it, and the export compares the digests. Raises
+    UserError where others can write to the newest whole one: an older one in its place would be trained over again.
     """
     broken: list[tuple[Checkpoint, list[Problem]]] = []
     for checkpoint in list_checkpoints(folder):
-        problems = verify(checkpoint.path)
+        problems = verify(checkpoint.path, hashes=False)
         if not problems:
             require_own(checkpoint.path)
             return checkpoint, broken
@@ -166,31 +168,60 @@ class CheckpointStore:
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
     fence: Callable[[], None] = _unfenced
+    _read_back: Path | None = None
+    """The checkpoint that this attempt went on from, whose bytes were compared."""
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and its metadata, chosen by rank 0 alone (attribute caches of NFS clients differ).
+        """The newest whole checkpoint and its metadata: rank 0 chooses by manifests (attribute caches of NFS clients differ),
+        then all ranks compare the digests, each those of its share of the files.
 
         Raises UserError on all ranks where others can write to it.
         """
-        chosen = None
-        if problems := self.ranks.broadcast(self._look() if self.ranks.rank == 0 else None):
-            raise UserError(problems)
-        if self.ranks.rank == 0:
-            checkpoint, broken = self._found
-            for bad, problems in broken:
-                self.tell(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
-            if checkpoint:
-                chosen = (str(checkpoint.path), manifest.read_manifest(checkpoint.path).meta)
-        chosen = self.ranks.broadcast(chosen)
-        return (Path(chosen[0]), chosen[1]) if chosen else None
+        damaged: list[Path] = []
+        while True:
+            chosen, problems = self.ranks.broadcast(self._choose(damaged) if self.ranks.rank == 0 else None)
+            if problems:
+                raise UserError(problems)
+            if chosen is None:
+                return None
+            if not (found := self._compare(chosen)):
+                self._read_back = chosen
+                return chosen, manifest.read_manifest(chosen).meta
+            damaged.append(chosen)
+            if self.ranks.rank == 0:
+                self.tell(f"checkpoint {chosen.name} is not whole and is passed over: {found[0]}")
 
-    def _look(self) -> list[Problem]:
-        """Find the newest whole checkpoint, on rank 0; what forbids to load it."""
-        try:
-            self._found = newest_whole(self.folder)
-        except UserError as error:
-            return error.problems
-        return []
+    def _choose(self, damaged: list[Path]) -> tuple[Path | None, list[Problem]]:
+        """The newest that is whole but for those known to be ``damaged``, on rank 0; what forbids to load it."""
+        for checkpoint in list_checkpoints(self.folder):
+            if checkpoint.path in damaged:
+                continue
+            if problems := verify(checkpoint.path, hashes=False):
+                damaged.append(checkpoint.path)
+                self.tell(f"checkpoint {checkpoint.path.name} is not whole and is passed over: {problems[0]}")
+                continue
+            try:
+                require_own(checkpoint.path)
+            except UserError as error:
+                return None, error.problems
+            return checkpoint.path, []
+        return None, []
+
+    def _compare(self, path: Path) -> list[Problem]:
+        """What is wrong with the content of a checkpoint, by all ranks. None waits for another longer than a second."""
+        rank, size = manifest.sharers(path, self.ranks)
+        told = time.monotonic()
+        with manifest.Comparison(path, rank, size, small=0) as comparison:
+            while True:
+                parts = self.ranks.gather((comparison.running, comparison.hashed, comparison.bytes))
+                if not any(running for running, _, _ in parts):
+                    break
+                if self.ranks.rank == 0 and time.monotonic() - told > PROGRESS_SECONDS:
+                    told = time.monotonic()
+                    done, whole = (sum(part[place] for part in parts) / 1e9 for place in (1, 2))
+                    self.tell(f"comparing {path.name} with its digests: {done:,.1f} of {whole:,.1f} GB")
+                comparison.wait(1.0)
+            return [problem for found in self.ranks.gather(comparison.finish()) for problem in found]
 
     def begin(self, step: int) -> Path:
         """A new, empty folder for this step. One that exists is never written into: OSError, on every rank alike.
@@ -211,19 +242,20 @@ class CheckpointStore:
             raise OSError(*failure, str(path))
         return path
 
-    def commit(self, path: Path, meta: Mapping[str, Any]) -> int:
-        """Make the folder whole: each rank fsyncs and hashes what it wrote, rank 0 writes the manifest. Returns bytes.
+    def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, manifest.FileRecord] | None = None) -> int:
+        """Make the folder whole: rank 0 writes the manifest last. Returns bytes.
 
+        ``records``: what this rank wrote, fsynced and hashed; each rank does that here for its files that are not among them.
         Raises OSError on every rank where the storage failed on any, UserError where another attempt has taken over: the
         folder then has no manifest.
         """
         self.ranks.barrier()
         names = self.ranks.broadcast(manifest.list_files(path) if self.ranks.rank == 0 else None)
-        records, error = {}, None
+        records, error = dict(records or {}), None
         try:
             if self.ranks.rank == 0:
                 close(path)
-            records = manifest.record_files(path, [n for n in names if self._owner(n) == self.ranks.rank])
+            records |= manifest.record_files(path, [n for n in self._own(names) if n not in records])
         except OSError as caught:
             error = f"rank {self.ranks.rank}: {caught}"
         parts = self.ranks.gather((records, error))
@@ -251,6 +283,13 @@ class CheckpointStore:
         if told := self.ranks.broadcast((found.problems, found.code) if found else None):
             raise UserError(*told)
 
+    def own_files(self, path: Path) -> list[str]:
+        """The files of a checkpoint that this rank wrote, relative to it."""
+        return self._own(manifest.list_files(path))
+
+    def _own(self, names: list[str]) -> list[str]:
+        return [name for name in names if self._owner(name) == self.ranks.rank]
+
     def _owner(self, name: str) -> int:
         """The rank that wrote a file: a client must fsync its own writes on NFS."""
         match = _OF_RANK.search(name)
@@ -260,7 +299,8 @@ class CheckpointStore:
         """Remove what is older than the newest ``limit`` whole checkpoints, and what earlier attempts left unfinished.
 
         Rank 0 alone deletes, says so, and takes the manifest first. A damaged checkpoint (a manifest, but files that
-        do not match it) is neither counted nor removed. At least one whole checkpoint always stays, and what a later attempt
+        are missing or of another size) is neither counted nor removed; no file is read. At least one whole checkpoint always
+        stays, and the one that this attempt went on from, the newest whose every byte was read back. What a later attempt
         made is left alone: its steps may be lower, and it may be what that attempt goes on from.
         """
         removed: list[Path] = []
@@ -273,9 +313,9 @@ class CheckpointStore:
                 if not (checkpoint.path / manifest.MANIFEST).exists():
                     if checkpoint.attempt < self.attempt and whole:
                         self._remove(checkpoint, "left unfinished by an earlier attempt", removed)
-                elif verify(checkpoint.path, hashes=_bytes_in(checkpoint.path) <= _HASH_LIMIT):
+                elif verify(checkpoint.path, hashes=False):
                     self.tell(f"checkpoint {checkpoint.path.name} is damaged: kept, not counted")
-                elif self.limit is not None and whole >= max(self.limit, 1):
+                elif self.limit is not None and whole >= max(self.limit, 1) and checkpoint.path != self._read_back:
                     self._remove(checkpoint, f"older than the newest {max(self.limit, 1)}", removed)
                 else:
                     whole += 1
@@ -293,10 +333,3 @@ class CheckpointStore:
             return
         removed.append(checkpoint.path)
         self.tell(f"checkpoint {checkpoint.path.name} removed: {why}")
-
-
-def _bytes_in(path: Path) -> int:
-    try:
-        return sum(record.size for record in manifest.read_manifest(path, KIND).files.values())
-    except UserError:
-        return 0

@@ -76,7 +76,9 @@ def measured(run_path: Path) -> tuple[list[float], list[float]]:
         if event.get("event") == "step":
             steps.append(float(seconds))
         elif event.get("event") == "checkpoint" and event.get("status", "saved") == "saved":
-            saves.append(float(seconds))
+            # A save behind training may be under way when the warning comes: it is finished, then the last step is saved.
+            write = event.get("save_write_s") if event.get("save_copy_s") else None
+            saves.append(2 * float(write) if isinstance(write, int | float) else float(seconds))
     return steps[-RECENT:], saves[-RECENT:]
 
 

@@ -26,6 +26,19 @@ def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
     return [own, *more]
 
 
+def save_copy(shape: Shape) -> Term | None:
+    """The copy of trained weights and optimizer state that a save behind training takes of a node's RAM, kept from the first
+    save on; None where training waits for its saves (:mod:`clustertune.checkpoint.saving`).
+    """
+    plan = shape.strategy
+    if not plan.kind.startswith("FSDP"):
+        return None
+    each = (4 if plan.lora else plan.weight_bytes) + plan.state_bytes
+    values = {"ranks": plan.ranks_per_node, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
+    size = plan.ranks_per_node * shape.local_trained * each / plan.state_shards
+    return Term("copy for saves", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values)
+
+
 def _loading(resolved: Resolved, shape: Shape) -> Term:
     """Weights in host memory at once: a few parts (FSDP2 and ZeRO-3), all in one rank (FSDP1), or all in every rank."""
     plan, size = shape.strategy, 2.0 * shape.counted.total

@@ -274,8 +274,10 @@ class Session:
         name = str(saved.path.relative_to(self.run_path))
         if self.log:
             self.log.write(
-                "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4), status="saved"
-            )
+                "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4), status="saved",
+                save_copy_s=round(saved.copy_seconds, 4), save_stall_s=round(saved.stall_seconds, 4),
+                save_write_s=round(saved.write_seconds, 4),
+            )  # fmt: skip
             self.log.sync()
         self.tell(f"saved {name}  {saved.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))
 
@@ -333,3 +335,4 @@ class Session:
         except NothingLeft:
             if trainer.is_at_end and not trainer.eval_skipped:
                 trainer.save_final()
+        trainer.finish_save()

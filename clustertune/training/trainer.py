@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from clustertune.checkpoint import restricted
+from clustertune.checkpoint.saving import StateWriter, Written, collected, digest
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.manifest import SHA256, XXH3_128, FileRecord
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
@@ -157,9 +158,14 @@ def local(parameter: Any) -> torch.Tensor:
 class Store(Protocol):
     """Where checkpoints go; implemented by :mod:`clustertune.checkpoint.store`."""
 
+    @property
+    def tell(self) -> Callable[[str], None]: ...
+
     def begin(self, step: int) -> Path: ...
 
-    def commit(self, path: Path, meta: Mapping[str, Any]) -> int: ...
+    def own_files(self, path: Path) -> list[str]: ...
+
+    def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, FileRecord] | None = None) -> int: ...
 
     def prune(self) -> list[Path]: ...
 
@@ -171,8 +177,32 @@ class Saved:
     step: int
     path: Path
     bytes: int
-    seconds: float
     final: bool
+    seconds: float
+    """From its begin until it was whole."""
+    copy_seconds: float
+    """Of the copy to host memory; 0 where training waited."""
+    stall_seconds: float
+    """Training stood still, the copy included."""
+    write_seconds: float
+    """Rank 0's thread wrote and hashed."""
+
+
+@dataclass
+class _Saving:
+    """A save under way."""
+
+    folder: Path
+    meta: dict[str, Any]
+    future: Future[Written]
+    behind: bool
+    """Training goes on meanwhile."""
+    began: float
+    """By time.perf_counter."""
+    copy: float
+    """Seconds of the copy to host memory."""
+    stall: float
+    """Seconds that training stood still for it so far, the copy's among them."""
 
 
 class _EvalStopped(Exception):
@@ -201,6 +231,12 @@ def untouched_random_state() -> Any:
 
 class Trainer(ZeroTrainer):
     """One rank's trainer. ``fence`` raises UserError where another attempt has taken over; rank 0 asks it at each step."""
+
+    _writer: StateWriter | None = None
+    _saving: _Saving | None = None
+    """The save that is being written; its checkpoint does not exist yet."""
+    _waits_for_saves = False
+    """A copy of the state does not fit into host memory."""
 
     def __init__(
         self,
@@ -261,6 +297,7 @@ class Trainer(ZeroTrainer):
             self._raise_non_finite(f"loss {loss}" if bad[0] else "gradients" if bad[1] else "finite here")
 
     def _raise_non_finite(self, here: str, fix: str | None = None) -> None:
+        self.finish_save()  # of a step before: it is good
         by_rank = [f"rank {rank}: {what}" for rank, what in enumerate(self.group.gather(here)) if what != "finite here"]
         raise UserError(
             Problem(
@@ -278,15 +315,20 @@ class Trainer(ZeroTrainer):
     def agree(self, memory_bytes: int = 0) -> bool:
         """At a step's end: do all ranks stop here? Also exchanges the peak memory, in the same collective.
 
+        A save that all ranks have written by then becomes a checkpoint.
+
         Raises UserError (exit 75), on all ranks alike, where another attempt has taken over.
         """
         superseded = self._find_superseded()
-        values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None)]
-        wanted, memory, taken = self.group.maximum(values)
+        saving = float(self._saving is not None and not self._saving.future.done())
+        values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving]
+        wanted, memory, taken, saving = self.group.maximum(values)
         if taken:
             raise superseded or UserError(Problem("another attempt has taken over: this one ends here"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
         self.stopping = self.stopping or bool(wanted)
+        if self._saving is not None and not saving:
+            self._commit()
         return self.stopping
 
     def _find_superseded(self) -> UserError | None:
@@ -340,7 +382,11 @@ class Trainer(ZeroTrainer):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
-        """Replaces the Trainer's: a new folder of the store, no ``training_args.bin`` (a pickle that may hold a token)."""
+        """Replaces the Trainer's: a new folder of the store, written behind the next steps where there are any.
+
+        No ``training_args.bin`` (a pickle that may hold a token).
+        """
+        self.finish_save()  # one at a time
         began = time.perf_counter()
         step = self.state.global_step
         self.heartbeat("save", step)
@@ -354,40 +400,102 @@ class Trainer(ZeroTrainer):
             # Without its evaluation the last step is not the end: the next attempt makes it up, and saves once more.
             "final": step >= self.state.max_steps and not self.eval_skipped,
             "eval_skipped": self.eval_skipped,
-            "state_digests": self.group.gather(state_digest(self.model, self.optimizer)),
         }
         folder = Path(self.args.output_dir)
         try:
             folder = self.store.begin(step)
-            self._write_state(folder)
-            self.heartbeat("save", step)
-            size = self.store.commit(folder, meta)
-        except (Exception, torch.distributed.checkpoint.CheckpointException) as error:  # the latter is no Exception
+            states = self._write_state(folder)
+        except Exception as error:
             # A lost peer fails a save too: only what the storage did is the storage's.
             if not (isinstance(error, OSError) or storage_cause(error) or is_full(folder)):
                 raise
             # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
-            raise self._not_saved(step, folder, error) from error
-        self.on_checkpoint(Saved(step, folder, size, time.perf_counter() - began, bool(meta["final"])))
+            raise self._not_saved(step, folder, f"rank {self.group.rank}: {_words(error)}") from error
+        self._saving = self._start(folder, meta, states, began)
+        if self.stopping or self.is_at_end or not self._saving.behind:
+            self.finish_save()
+        self.heartbeat("train", step)
+
+    def _start(self, folder: Path, meta: Mapping[str, Any], states: Mapping[str, Any], began: float) -> _Saving:
+        """Copy the state where training goes on, and have it written."""
+        if self._writer is None:
+            self._writer = StateWriter()
+        parts = state_parts(self.model, self.optimizer)
+        behind = not (self.stopping or self.is_at_end)
+        if behind and states:
+            reasons = self.group.gather(self._writer.room_for(sum(part.nbytes for part in parts)))
+            reason = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
+            behind = reason is None
+            if reason and not self._waits_for_saves:
+                self._waits_for_saves = True
+                self.store.tell(f"note: training waits for each save: {reason}")
+        copied, hashed = 0.0, None
+        if behind and states:
+            copying = time.perf_counter()
+            states, parts = self._writer.copy(states, parts)
+            copied = time.perf_counter() - copying
+        elif behind:  # DDP and DeepSpeed have written their state: it changes in the next step
+            hashed = digest(parts)
+        future = self._writer.start(folder, states, lambda: hashed or digest(parts), lambda: self.store.own_files(folder))
+        return _Saving(folder, dict(meta), future, behind, began, copied, time.perf_counter() - began)
+
+    def finish_save(self) -> None:
+        """Wait until the save under way is whole on disk; returns at once where there is none. All ranks call this together.
+
+        Raises UserError on all ranks alike where one could not write.
+        """
+        if self._saving is None:
+            return
+        began = time.perf_counter()
+        self.heartbeat("save", int(self._saving.meta["step"]))
+        while any(self.group.maximum([float(not self._saving.future.done())])):  # nobody sits in a collective for long
+            wait([self._saving.future], timeout=1.0)
+        self._saving.stall += time.perf_counter() - began
+        self._commit()
+
+    def _commit(self) -> None:
+        """What all ranks have written becomes a checkpoint."""
+        assert self._saving is not None
+        saving, self._saving = self._saving, None
+        began, step = time.perf_counter(), int(saving.meta["step"])
+        self.heartbeat("save", step)
+        error = saving.future.exception()
+        written = None if error else saving.future.result()
+        mine = (_words(error), isinstance(error, OSError) or bool(storage_cause(error))) if error else None
+        told = self.group.gather((mine, written and written.digest))
+        failed = [f"rank {rank}: {found[0]}" for rank, (found, _) in enumerate(told) if found]
+        try:
+            if failed:
+                stored = is_full(saving.folder) or any(found[1] for found, _ in told if found)
+                raise self._not_saved(step, saving.folder, "; ".join(failed), stored=stored) from error
+            saving.meta["state_digests"] = [found for _, found in told]
+            assert written is not None
+            size = self.store.commit(saving.folder, saving.meta, written.records)
+        except OSError as caught:
+            raise self._not_saved(step, saving.folder, _words(caught)) from caught
+        now = time.perf_counter()
+        figures = (now - saving.began, saving.copy, saving.stall + now - began, written.seconds)
+        self.on_checkpoint(Saved(step, saving.folder, size, bool(saving.meta["final"]), *figures))
         self.heartbeat("save", step)
         for path in self.store.prune():
             self.on_removed(path)
-        self.heartbeat("train", step)
+        self.heartbeat("train", self.state.global_step)
 
-    def _not_saved(self, step: int, folder: Path, error: BaseException) -> UserError:
+    def _not_saved(self, step: int, folder: Path, what: str, *, stored: bool = True) -> UserError:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         need = 3 * sum(deepspeed.elements(p) * p.element_size() for p in trained)  # the parameters and AdamW's two moments
-        what = str(storage_cause(error) or error).splitlines()[0]
         free = free_bytes(folder)
         room = f" ({free / 1e6:.1f} MB free, it needs about {need / 1e6:.1f} MB)" if free is not None else ""
         return UserError(
             Problem(
-                f"the checkpoint of step {step} was not saved: rank {self.group.rank}: {what}{room}",
+                f"the checkpoint of step {step} was not saved: {what}{room}",
                 file=str(folder),
-                fix="free space or fix the storage, then run the same command again: it goes on from the last whole one",
+                fix="free space or fix the storage, then run the same command again: it goes on from the last whole one"
+                if stored
+                else "run the same command again: it goes on from the last whole one",
             ),
-            ExitCode.STORAGE,
+            ExitCode.STORAGE if stored else ExitCode.FAILED,
         )
 
     def _check_parameters(self) -> None:
@@ -395,13 +503,19 @@ class Trainer(ZeroTrainer):
         if any(self.group.maximum([float(not finite)])):
             self._raise_non_finite("finite here" if finite else "trained parameters")
 
-    def _write_state(self, folder: Path) -> None:
-        self._save_optimizer_and_scheduler(str(folder))
-        self._check_saved(folder / f"{FSDP_MODEL_NAME}_0")
+    def _write_state(self, folder: Path) -> Mapping[str, Any]:
+        """Write what is small, or what only a library of its own can write; returns the states that are still to be written."""
+        states: Mapping[str, Any] = {}
+        if self.is_fsdp_enabled:
+            with collected(self.accelerator.state.fsdp_plugin) as states:
+                self._save_optimizer_and_scheduler(str(folder))
+            self._check_states(states, folder)
+        else:
+            self._save_optimizer_and_scheduler(str(folder))
         self._save_scaler(str(folder))
         self._save_rng_state(str(folder))
         if self.group.rank != 0:
-            return
+            return states
         if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:
             self.accelerator.unwrap_model(self.model).save_pretrained(folder)
         for callback in [*self.callback_handler.callbacks, self.control]:
@@ -409,21 +523,20 @@ class Trainer(ZeroTrainer):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         self.checkpoint_extra(folder)
+        return states
 
-    def _check_saved(self, saved: Path) -> None:
+    def _check_states(self, states: Mapping[str, Any], folder: Path) -> None:
         """Refuse a save without all trained parameters. Raises UserError on all ranks alike.
 
         PEFT 0.21.2 looks for the adapter by the names of modules. Activation checkpointing wraps them, and FSDP's state has the
         names without the wrapper: nothing is found, and an empty state is saved without an error.
         """
-        trained, kept = sum(p.requires_grad for p in self.model.parameters()), 0
-        if self.group.rank == 0 and saved.is_dir():
-            kept = len(FileSystemReader(saved).read_metadata().state_dict_metadata)
-        there, kept = (int(value) for value in self.group.maximum([float(saved.is_dir()), float(kept)]))
-        if there and kept < trained:
-            text = f"{kept} of {trained} trained parameters were saved"
+        trained = sum(p.requires_grad for p in self.model.parameters())
+        kept = len(states[f"{FSDP_MODEL_NAME}_0"]["model"])
+        if kept < trained:
+            text = f"{kept} of {trained} trained parameters were to be saved"
             fix = "use the version of PEFT that containers/versions.env names (clustertune doctor lists differences)"
-            raise UserError(Problem(text, file=str(saved), fix=fix))
+            raise UserError(Problem(text, file=str(folder), fix=fix))
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -469,7 +582,7 @@ class Trainer(ZeroTrainer):
                 self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
-        same = self._expected_digest in (None, state_digest(self.model, self.optimizer))
+        same = self._expected_digest is None or self._expected_digest == self._digest_now(len(self._expected_digest))
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             raise UserError(
                 Problem(
@@ -480,25 +593,25 @@ class Trainer(ZeroTrainer):
                 ExitCode.FAILED,
             )
 
+    def _digest_now(self, length: int) -> str:
+        """``length``: of the digest; checkpoints of former releases have SHA-256."""
+        return digest(state_parts(self.model, self.optimizer), XXH3_128 if length == 32 else SHA256)
+
     @property
     def _is_fsdp1(self) -> bool:
         return self.is_fsdp_enabled and not self.accelerator.is_fsdp2
 
 
-def state_digest(model: Any, optimizer: Any) -> str:
-    """SHA-256 over this rank's part of every trained parameter and of its optimizer state, in the optimizer's order."""
-    digest = hashlib.sha256()
+def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """This rank's part of every trained parameter and of its optimizer state, in the optimizer's order."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    parameters = [p for p in model.parameters() if p.requires_grad]
     if deepspeed.is_zero(inner):
-        for tensor in deepspeed.state_tensors(inner):
-            digest.update(_bytes(tensor))
-        return digest.hexdigest()
-    for tensor in [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]:
-        if isinstance(tensor, torch.Tensor):
-            digest.update(_bytes(local(tensor)))
-    return digest.hexdigest()
+        return list(deepspeed.state_tensors(inner))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
+    return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+def _words(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    return next(iter(str(storage_cause(error) or error).splitlines()), type(error).__name__)

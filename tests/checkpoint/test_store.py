@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +136,99 @@ def test_prune_does_not_count_or_delete_a_damaged_one(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         save(tmp_path, step)
     shard = tmp_path / "step-000006" / FILES[0]
-    shard.write_bytes(bytes(256))
+    shard.write_bytes(bytes(255))
     checkpoints, told = make_store(tmp_path, limit=1)
     checkpoints.prune()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006"]
     assert any("damaged" in line for line in told)
+
+
+def test_the_checkpoint_that_was_read_back_stays(tmp_path: Path) -> None:
+    """The newer ones have been written and hashed, and read by nobody yet."""
+    for step in (2, 4):
+        save(tmp_path, step)
+    checkpoints, _ = make_store(tmp_path, attempt=2, limit=1)
+    assert checkpoints.latest() is not None
+    for step in (6, 8):
+        save(tmp_path, step, attempt=2)
+        checkpoints.prune()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000008.a2"]
+
+
+class Together:
+    """Two ranks in two threads that meet as ranks do."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self._meeting, self._values, self._local = threading.Barrier(2), [None, None], threading.local()
+
+    @property
+    def rank(self) -> int:
+        return int(self._local.rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._meeting.wait(20)
+        found = list(self._values)
+        self._meeting.wait(20)
+        return found
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+    def run(self, act: Callable[[], Any]) -> list[Any]:
+        def on(rank: int) -> Any:
+            self._local.rank = rank
+            return act()
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(on, (0, 1)))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_each_byte_is_read_once_by_one_of_the_ranks(damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what one of them finds, all pass over."""
+    older, newest = save(tmp_path, 2), save(tmp_path, 4)
+    if damaged:
+        (newest / FILES[0]).write_bytes(bytes(256))
+    read: list[str] = []
+    real = manifest.hash_file
+
+    def hash_file(path: Path, *args: Any) -> Any:
+        read.append(str(path.relative_to(tmp_path)))
+        return real(path, *args)
+
+    monkeypatch.setattr(manifest, "hash_file", hash_file)
+    checkpoints, told = make_store(tmp_path, attempt=2)
+    ranks = Together()
+    checkpoints.ranks = ranks  # type: ignore[assignment]
+    wanted = older if damaged else newest
+    found = ranks.run(checkpoints.latest)
+    assert [path for path, _ in found] == [wanted, wanted] and found[0][1]["step"] == int(wanted.name[-1])
+    seen = [newest, older] if damaged else [newest]
+    assert sorted(read) == sorted(f"{path.name}/{name}" for path in seen for name in FILES)
+    assert len(told) == damaged and all("passed over" in line and "content differs" in line for line in told)
+
+
+def test_choosing_a_checkpoint_reads_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers, the chain and retention would each hash 900 GB of a 72B model."""
+    path = save(tmp_path, 2)
+    checkpoints, _ = make_store(tmp_path)
+    monkeypatch.setattr(manifest, "hash_file", lambda *_: pytest.fail("read"))
+    newest, _ = store.newest_whole(tmp_path)
+    assert newest is not None and store.find_checkpoint(tmp_path) == path
+    checkpoints.prune()
+
+
+def test_what_was_hashed_while_it_was_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 2, commit=False)
+    records = manifest.record_files(path, FILES[:2])
+    read: list[Path] = []
+    real = manifest.hash_file
+    monkeypatch.setattr(manifest, "hash_file", lambda path, *args: read.append(path) or real(path, *args))
+    make_store(tmp_path)[0].commit(path, {"step": 2}, records)
+    assert read == [path / FILES[2]] and store.verify(path) == []
 
 
 def test_what_cannot_be_removed_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

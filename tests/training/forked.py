@@ -165,6 +165,7 @@ def _rank(request: dict[str, Any], rank: int, port: int) -> int:
     if request["ranks"] == 1 and said.is_file() and yaml.safe_load(said.read_bytes()).get("distributed_type") == "NO":
         place = {}  # as `accelerate launch` starts one process: without these its state is NO, with them MULTI_CPU
     os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled")
+    os.environ.update(request.get("environment", {}))
     import torch
 
     from clustertune import rank as program

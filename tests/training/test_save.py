@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import trainer as room
@@ -60,6 +62,7 @@ def make(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
     made.args = SimpleNamespace(output_dir=str(folder))
     made._total_train_tokens, made.eval_skipped, made._bad_loss = 0, False, None
     made.heartbeat, made.at_write = Heartbeat(), -1
+    made.stopping = False
 
     def write(_folder: Path) -> None:
         made.at_write = made.group.met
@@ -80,14 +83,26 @@ def test_a_rank_that_cannot_write_leaves_without_meeting_the_others(tmp_path: Pa
     assert trainer.group.met == trainer.at_write > 0
 
 
-def test_what_dcp_raises_is_no_exception_and_is_still_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.checkpoint import CheckpointException
-
-    assert not issubclass(CheckpointException, Exception)
-    full: Any = {1: (OSError(errno.ENOSPC, "No space left on device", "shard"), None)}
-    trainer: Any = make(tmp_path, CheckpointException("save", full), monkeypatch)
-    with pytest.raises(UserError, match=r"was not saved: .*No space left"):
-        trainer._save_checkpoint(trainer.model, None)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "shard"), ExitCode.STORAGE),
+        (CheckpointException("save", {1: (OSError(errno.ENOSPC, "No space left on device", "shard"), None)}), ExitCode.STORAGE),
+        (RuntimeError("a fault of a library"), ExitCode.FAILED),
+    ],
+)
+def test_what_failed_behind_training_ends_all_ranks_alike(
+    error: BaseException, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own exception is no Exception. Nothing is committed: :class:`Disk` refuses."""
+    trainer: Any = make(tmp_path, error, monkeypatch)
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    trainer._saving = room._Saving(tmp_path, {"step": 4}, future, True, 0.0, 0.0, 0.0)
+    with pytest.raises(UserError, match="step 4 was not saved: rank 0: ") as caught:
+        trainer.finish_save()
+    assert caught.value.code is code and str(getattr(error, "strerror", None) or "") in str(caught.value)
+    trainer.finish_save()  # it is over
 
 
 def test_a_lost_peer_is_not_the_storage_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +128,11 @@ def test_a_save_that_lacks_trained_parameters_is_refused(
     kept: list[str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT 0.21.2 saves no adapter at all under FSDP2 with activation checkpointing, and raises nothing."""
-    made = make(tmp_path, OSError(), monkeypatch)
+    made: Any = make(tmp_path, OSError(), monkeypatch)
     state = made.model.state_dict()
-    torch.distributed.checkpoint.save({key: state[key] for key in kept}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    made._check_saved(tmp_path / "none")
+    states = {"pytorch_model_fsdp_0": {"model": {key: state[key] for key in kept}}}
     if not refused:
-        made._check_saved(tmp_path / "saved")
+        made._check_states(states, tmp_path)
         return
-    with pytest.raises(UserError, match=f"{len(kept)} of 2 trained parameters were saved"):
-        made._check_saved(tmp_path / "saved")
+    with pytest.raises(UserError, match=f"{len(kept)} of 2 trained parameters were to be saved"):
+        made._check_states(states, tmp_path)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from trl import SFTTrainer
 
+from clustertune import manifest
+from clustertune.checkpoint.saving import digest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import check_fence
 from clustertune.process import stop_signals
@@ -21,7 +23,7 @@ from clustertune.training import deepspeed
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import MeshTrainer, NothingLeft, TimedTrainer, Trainer, state_digest
+from clustertune.training.trainer import MeshTrainer, NothingLeft, TimedTrainer, Trainer, state_parts
 
 
 class Ranks:
@@ -201,7 +203,9 @@ def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.Mo
     trainer.optimizer, trainer.accelerator = SimpleNamespace(state={}), SimpleNamespace(state=None)
     trainer.is_fsdp_enabled = False
     monkeypatch.setattr(TimedTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
-    for saved in (None, state_digest(trainer.model, trainer.optimizer)):  # None: saved before digests were kept
+    parts = state_parts(trainer.model, trainer.optimizer)
+    # None: saved before digests were kept; SHA-256: by a former release.
+    for saved in (None, digest(parts, manifest.SHA256), digest(parts)):
         trainer._expected_digest = saved
         trainer._load_optimizer_and_scheduler("step-000002")
     torch.nn.init.ones_(trainer.model.weight)

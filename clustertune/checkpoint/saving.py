@@ -1,0 +1,174 @@
+"""The state of a checkpoint, written behind training: copied to host memory, then written and hashed by a thread.
+
+``dcp.async_save`` is torch's stager and ``dcp.save`` in a thread. A checkpoint holds two states (model and optimizer), and two
+saves at a time would cross their collectives, so one thread here saves both. torch 2.13, accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from clustertune.host.sight import Sight
+from clustertune.host.system import memory
+from clustertune.manifest import FileRecord, new_hasher, record_files
+
+HOST_SHARE = 0.8
+"""Of the host memory that is free, what copies may take: page cache and data loaders need the rest."""
+_PEER = timedelta(hours=24)
+"""How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
+PIECE = 16 << 20
+
+
+class _HashedFiles(FileSystem):  # type: ignore[misc]
+    """torch's files, and the record of each once it is written: nothing is read again."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as raw:
+            stream = _Hashed(raw)
+            yield stream
+            self.records[Path(path).name] = FileRecord(stream.size, stream.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _Hashed(io.IOBase):
+    """A stream that hashes what goes through it, in order. It cannot seek."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw, self.digest, self.size = raw, new_hasher("sha256"), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self._raw.write(data)
+        count = memoryview(data).nbytes
+        self.size += count
+        return count
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def fileno(self) -> int:
+        self._raw.flush()  # else an fsync would not see every byte
+        return int(self._raw.fileno())
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank's thread wrote of a checkpoint."""
+
+    records: dict[str, FileRecord]
+    """Of each file, by its path relative to the checkpoint."""
+    digest: str
+    """Of this rank's part of the state."""
+    seconds: float
+
+
+def digest(tensors: list[torch.Tensor], algorithm: str = "xxh3_128") -> str:
+    """The digest (hex) over the bytes of tensors, in their order."""
+    found = new_hasher(algorithm)
+    for tensor in tensors:
+        for piece in tensor.detach().reshape(-1).view(torch.uint8).split(PIECE):
+            found.update(memoryview(piece.cpu().numpy()))
+    return found.hexdigest()
+
+
+class StateWriter:
+    """One rank's side of all saves of an attempt: one save at a time, in a thread, from host memory that is reused."""
+
+    def __init__(self) -> None:
+        cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # pinned, shared, asynchronous, non-blocking
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        # Never the group of training: the collectives of two threads would cross.
+        self._group = dist.new_group(backend="gloo", timeout=_PEER) if dist.is_initialized() else None
+        self.copied_bytes = 0
+        """Host memory that the copy takes once it was made."""
+
+    def room_for(self, size: int) -> str | None:
+        """Why a copy of ``size`` bytes for each rank of this node does not fit into its memory; None where it fits."""
+        ranks, sight = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), Sight()
+        found = memory(sight)
+        free, limit = found["memory_available_bytes"], found["memory_limit_bytes"]
+        if free is None:
+            return "how much memory of this node is free is unknown"
+        if limit is not None:
+            resident = int(sight.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            free = min(free, limit - ranks * resident)
+        need = (size - self.copied_bytes) * ranks
+        if need <= HOST_SHARE * free:
+            return None
+        return f"a copy of the state takes {need / 1e9:,.1f} GB of this node's memory, {free / 1e9:,.1f} GB are free"
+
+    def copy(self, states: Mapping[str, Any], parts: list[torch.Tensor]) -> tuple[Mapping[str, Any], list[torch.Tensor]]:
+        """The same in host memory. Storages that both hold are copied once."""
+        held: Any = self._stager.stage({"states": dict(states), "parts": parts})
+        self.copied_bytes = sum(part.nbytes for part in parts)
+        return held["states"], held["parts"]
+
+    def start(
+        self, folder: Path, states: Mapping[str, Any], hashed: Callable[[], str], names: Callable[[], list[str]]
+    ) -> Future[Written]:
+        """In the thread: write ``states`` below ``folder``, fsync and hash what else this rank wrote, which ``names`` lists.
+
+        ``hashed`` gives the digest of this rank's part of the state.
+        """
+
+        def write() -> Written:
+            began, records = time.perf_counter(), dict[str, FileRecord]()
+            for name, state in states.items():
+                writer = dcp.FileSystemWriter(folder / name)
+                writer.fs = files = _HashedFiles()
+                dcp.save(state, storage_writer=writer, process_group=self._group)
+                records |= {f"{name}/{file}": record for file, record in files.records.items()}
+            records |= record_files(folder, [name for name in names() if name not in records])
+            return Written(records, hashed(), time.perf_counter() - began)
+
+        return self._pool.submit(write)
+
+
+@contextmanager
+def collected(plugin: Any) -> Iterator[dict[str, Any]]:
+    """The states that accelerate's or our savers hand to ``dcp.save`` inside, by the name of their folder; nothing is written.
+
+    ``plugin``: accelerate's of FSDP. Its options would have torch copy the state into new, unpinned host memory each time.
+    """
+    found: dict[str, Any] = {}
+
+    def keep(state_dict: Any, *, storage_writer: Any, **_: Any) -> None:
+        found[Path(storage_writer.path).name] = state_dict
+
+    options = [made for made in (plugin.state_dict_config, plugin.optim_state_dict_config) if made is not None]
+    before, save = [made.offload_to_cpu for made in options], dcp.save
+    try:
+        for made in options:
+            made.offload_to_cpu = False
+        dcp.save = keep
+        yield found
+    finally:
+        dcp.save = save
+        for made, value in zip(options, before, strict=True):
+            made.offload_to_cpu = value

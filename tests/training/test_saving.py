@@ -1,0 +1,194 @@
+"""Saves behind training: the bytes of a save that training waited for, and nothing of one that failed or was killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import manifest
+from clustertune.chain import open_run
+from clustertune.checkpoint import store
+from clustertune.config.resolve import resolve
+from clustertune.errors import ExitCode
+from tests.command import REPO, events
+from tests.training.conftest import RECIPE, SMALL
+from tests.training.forked import Forge
+
+pytestmark = pytest.mark.timeout(900)
+HERE = __name__
+
+
+def slow() -> None:
+    """No file is whole before the next step was taken, or training waits for it."""
+    from clustertune.checkpoint import saving
+    from clustertune.training.trainer import Trainer
+
+    fileno, start, agree, finish = saving._Hashed.fileno, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
+    go = threading.Event()
+
+    def begin(self: Any, *args: Any) -> Any:
+        go.clear()
+        return start(self, *args)
+
+    def write(self: Any) -> int:  # asked for once a file, for its fsync
+        assert go.wait(60)
+        return fileno(self)
+
+    def step(self: Any, *args: Any) -> bool:
+        stop = agree(self, *args)
+        go.set()
+        return stop
+
+    def end(self: Any) -> None:
+        go.set()
+        finish(self)
+
+    saving.StateWriter.start, saving._Hashed.fileno = begin, write  # type: ignore[method-assign]
+    Trainer.agree, Trainer.finish_save = step, end  # type: ignore[method-assign]
+
+
+def no_room() -> None:
+    """The copy does not fit on one rank."""
+    from clustertune.checkpoint import saving
+
+    saving.StateWriter.room_for = lambda *_: "too little" if os.environ["RANK"] == "1" else None  # type: ignore[assignment]
+
+
+def full() -> None:
+    """The disk of rank 1 is full behind training."""
+    from clustertune.checkpoint import saving
+
+    def write(self: Any, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "shard")
+
+    if os.environ["RANK"] == "1":
+        saving._Hashed.write = write  # type: ignore[method-assign]
+
+
+def killed() -> None:
+    """Rank 1 is killed while the second save is written, which takes seconds."""
+    from clustertune.checkpoint import saving
+
+    start, calls = saving.StateWriter.start, []
+
+    def then_die(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            slow()
+            killed_later(0.1)
+        return start(self, *args)
+
+    saving.StateWriter.start = then_die  # type: ignore[method-assign]
+
+
+def killed_later(seconds: float | None = None) -> None:
+    """Rank 1 is killed after these seconds, by default CT_KILL of them after its model was made."""
+    if os.environ["RANK"] != "1":
+        return
+    timer = threading.Timer(seconds or float(os.environ["CT_KILL"]), os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def shards(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the manifests of a run say of the shards and of the state, by checkpoint. Torch's index names its save."""
+    found = {}
+    for checkpoint in store.list_checkpoints(folder / "checkpoints"):
+        made = manifest.read_manifest(checkpoint.path)
+        files = {name: record.digest for name, record in made.files.items() if name.endswith(".distcp")}
+        found[f"{checkpoint.step}"] = {**files, "state": made.meta["state_digests"]}
+    return found
+
+
+def run(forge: Forge, folder: Path, what: str | None = None, attempt: int = 1, **environment: str) -> list[int]:
+    more = {"breaks": f"{HERE}:{what}", "accelerate": str(folder / "accelerate.yaml")} if what else {}
+    return forge.run(folder, 2, attempt=attempt, seconds=120, environment=environment, **more)
+
+
+@pytest.fixture(scope="module")
+def ready(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder in which training is next: four steps, each saved."""
+    folder = tmp_path_factory.mktemp("ready") / "run"
+    resolved = resolve(REPO / RECIPE, [*SMALL, "train.max_steps=4", "train.save_steps=1", "train.report_to=none"])
+    made = open_run(resolved, folder, ["test"])
+    made.write_own_files(resolved)
+    for part in ("data", "model"):
+        shutil.copytree(prepared / part, folder / part)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def waited(forge: Forge, ready: Path) -> Path:
+    """The run whose training waits for each save."""
+    folder = shutil.copytree(ready, ready.parent / "waited")
+    assert run(forge, folder, "no_room") == [0, 0]
+    return folder
+
+
+def saved(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in events(folder, "checkpoint") if event["status"] == "saved"]
+
+
+def whole(folder: Path) -> list[int]:
+    found = store.list_checkpoints(folder / "checkpoints")
+    return sorted(c.step for c in found if (c.path / manifest.MANIFEST).exists())
+
+
+def test_what_is_saved_behind_training_is_what_was_trained_then(forge: Forge, ready: Path, waited: Path) -> None:
+    """Byte for byte a save that training waits for, though a step is taken while it is written."""
+    folder = shutil.copytree(ready, ready.parent / "behind")
+    assert run(forge, folder, "slow") == [0, 0]
+    assert [e["step"] for e in saved(folder)] == [e["step"] for e in saved(waited)] == [1, 2, 3, 4]
+    assert saved(folder)[0]["save_copy_s"] > 0 == saved(waited)[0]["save_copy_s"]
+    assert saved(folder)[0]["time"] > events(folder, "step")[1]["time"], "training waited"
+    assert saved(waited)[0]["save_stall_s"] >= saved(waited)[0]["save_write_s"]
+    assert shards(folder) == shards(waited) and len(shards(folder)["3"]) == 5
+    assert all(store.verify(found.path) == [] for found in store.list_checkpoints(folder / "checkpoints"))
+
+
+def test_a_rank_killed_during_a_save_costs_that_save_alone(forge: Forge, ready: Path, waited: Path) -> None:
+    """It goes on from the checkpoint before, and ends with the bytes of a run that nobody disturbed."""
+    folder = shutil.copytree(ready, ready.parent / "killed")
+    assert -signal.SIGKILL in run(forge, folder, "killed")
+    assert whole(folder) == [1]
+    assert run(forge, folder, attempt=2) == [0, 0]
+    assert events(folder, "start")[-1]["step"] == 1
+    assert shards(folder)["4"] == shards(waited)["4"]
+
+
+@pytest.mark.jobs
+def test_a_disk_that_is_full_behind_training_ends_all_ranks_and_leaves_no_checkpoint(forge: Forge, fresh: Path) -> None:
+    assert run(forge, fresh, "full") == [ExitCode.STORAGE] * 2
+    assert whole(fresh) == []
+    for rank in (0, 1):
+        record = json.loads((fresh / f"attempts/0001/rank-{rank}.json").read_bytes())
+        assert "step 2 was not saved" in record["problems"][0]["message"] and "No space left" in str(record["problems"])
+    assert run(forge, fresh, attempt=2) == [0, 0]
+
+
+@pytest.mark.jobs
+def test_ranks_killed_at_any_moment_lose_one_interval_and_the_save_under_way_at_most(
+    forge: Forge, ready: Path, waited: Path
+) -> None:
+    """Again and again until the run has ended; the bytes at its end are those of a calm one."""
+    chosen, fresh = random.Random(19), shutil.copytree(ready, ready.parent / "random")
+    codes, reached = [-1], 0
+    for attempt in range(1, 40):
+        before = max(whole(fresh), default=0)
+        codes = run(forge, fresh, "killed_later", attempt, CT_KILL=str(chosen.uniform(2, 12)))
+        taken = [e["step"] for e in events(fresh, "step") if e["attempt"] == attempt]
+        assert not taken or taken[0] == before + 1, "it went on from the newest checkpoint"
+        reached = max([reached, *taken])
+        assert max(whole(fresh), default=0) >= reached - 2
+        if codes == [0, 0]:
+            break
+    assert codes == [0, 0] and shards(fresh)["4"] == shards(waited)["4"]
