@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from clustertune.host.sight import Sight
 from clustertune.host.system import memory
 from clustertune.manifest import FileRecord, new_hasher, record_files
+from clustertune.plan.host import COPY_SHARE
 
-HOST_SHARE = 0.8
-"""Of the host memory that is free, what copies may take: page cache and data loaders need the rest."""
 _PEER = timedelta(hours=24)
 """How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
 PIECE = 16 << 20
@@ -119,7 +118,7 @@ class StateWriter:
             resident = int(sight.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             free = min(free, limit - ranks * resident)
         need = (size - self.copied_bytes) * ranks
-        if need <= HOST_SHARE * free:
+        if need <= COPY_SHARE * free:
             return None
         return f"a copy of the state takes {need / 1e9:,.1f} GB of this node's memory, {free / 1e9:,.1f} GB are free"
 

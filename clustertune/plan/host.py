@@ -12,6 +12,9 @@ WEIGHTS = "offloaded weights"
 RANK_HOST_BYTES = 2e9
 """Interpreter, torch and CUDA context of a rank. Measured: 0.6 GB without CUDA; the context's host side assumed."""
 
+COPY_SHARE = 0.8
+"""Of a node's free memory, what copies for saves may take: page cache and data loaders need the rest. Assumed."""
+
 
 def host_parts(resolved: Resolved, shape: Shape) -> list[Term]:
     """What the node of rank 0 holds at most, while loading or while training, whichever is more."""

@@ -13,7 +13,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.plan import memory
 from clustertune.plan.compute import flops
 from clustertune.plan.constants import Constants
-from clustertune.plan.host import host_parts, save_copy
+from clustertune.plan.host import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import Machine
 from clustertune.plan.schedule import Schedule, schedule
@@ -142,7 +142,7 @@ def make_plan(
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     if (copy := save_copy(shape)) is not None:
-        if held.host_bytes + copy.value <= machine.host_bytes:
+        if copy.value <= COPY_SHARE * (machine.host_bytes - held.host_bytes):
             held = replace(held, host=[*held.host, copy])
         else:
             notes.append(f"training waits for each save: a copy takes {copy.value / GIB:,.0f} GiB of a node's RAM more")

@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory
-from clustertune.plan.host import RANK_HOST_BYTES, host_parts
+from clustertune.plan.host import RANK_HOST_BYTES, host_parts, save_copy
 from clustertune.plan.memory import Moment
 from clustertune.plan.predict import make_shape, read_strategy
 from clustertune.plan.shape import Shape
@@ -246,6 +246,19 @@ def test_ram_of_what_is_offloaded(tmp_path: Path) -> None:
     assert set(adapters) == {"ranks", "offloaded weights", "loading"}  # the rows are read into weights that lie there already
     assert adapters["offloaded weights"] == pytest.approx(count * 2)
     assert LLAMA_8B["num_hidden_layers"] == 32
+
+
+@pytest.mark.parametrize(("lora", "count", "each"), [(None, 8_030_261_248, 4 + 8), (LORA_SECTION, None, 4 + 8)])
+def test_ram_of_the_copy_that_a_save_makes(tmp_path: Path, lora: Any, count: int | None, each: int) -> None:
+    """What is trained and AdamW's moments, once in each node; none where training waits for its saves."""
+    resolved = resolve(write_recipe(tmp_path / "r", lora=lora))
+    made = make_shape(resolved, read_strategy(resolved))
+    copy = save_copy(made)
+    assert copy is not None and copy.value == pytest.approx((count or made.adapters) * each)
+    zero = resolve(
+        write_recipe(tmp_path / "z", accelerate={"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}})
+    )
+    assert save_copy(make_shape(zero, read_strategy(zero))) is None
 
 
 def test_ram_of_offloaded_checkpoints(tmp_path: Path) -> None:
