@@ -161,9 +161,9 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     """One job of one node: the GPUs that hold the model. Raises UserError."""
     import json
 
-    from clustertune.config.cluster import load_cluster
+    from clustertune.config.cluster import argument, load_cluster
     from clustertune.evaluate.servers import weight_bytes
-    from clustertune.launch import batch, container, places
+    from clustertune.launch import batch, places, step
     from clustertune.launch.serving import ModelSize, serving
     from clustertune.launch.shape import Shape, place_of, usable_gpu_bytes
     from clustertune.launch.slurm import parse_minutes
@@ -184,9 +184,8 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
     inside = machine.model_copy(update={"container": vllm})
     words = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
-    words += ["--cluster", cluster] if cluster and vllm.runtime == "none" else []
-    placed = container.place(words, inside, binds=[folder], gpus=bool(gpus))
-    command = ["srun", *placed.options, *placed.command]
+    words += ["--cluster", argument(cluster)] if cluster and vllm.runtime == "none" else []
+    command = step.in_step(words, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
     script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
     note = "Derived by clustertune serve --submit from the model and the cluster file."
     job = batch.BatchJob(

@@ -94,7 +94,7 @@ def expected(context: Context) -> Iterator[Seen]:
 
 
 def _is_scored(context: Context) -> bool:
-    """The recipe compares its IFEval score with something."""
+    """The recipe compares its score of the task ifeval with something."""
     recipe = context.resolved.recipe
     compared = {*recipe.expect.tasks, *recipe.eval.pass_mark}
     return context.is_real and "ifeval" in recipe.eval.tasks and "ifeval" in compared
@@ -115,7 +115,7 @@ def _benchmark() -> dict[str, Any]:
 
 @rule("ifeval-data", RECIPE)
 def ifeval(context: Context) -> Iterator[Seen]:
-    """Looks at: the benchmark's prompts
+    """Looks at: the prompts of the task ifeval, where its score is compared
 
     Why: without them the project's own 36 prompts are scored: that is no IFEval score
     See: https://huggingface.co/datasets/google/IFEval
@@ -169,7 +169,7 @@ def nltk_folders(context: Context) -> list[Path]:
 
 @rule("punkt-data", RECIPE)
 def splitter(context: Context) -> Iterator[Seen]:
-    """Looks at: NLTK's punkt_tab for IFEval's scorer
+    """Looks at: NLTK's punkt_tab for the task ifeval, where its score is compared
 
     Why: lm-eval downloads it where it is missing and fails after the last prompt without a network; a splitter trained here
       instead counts some sentences otherwise than the official one

@@ -49,6 +49,10 @@ class Fault:
     rule: Rule
 
 
+def _scores_ifeval(context: Context) -> bool:
+    return "ifeval" in context.resolved.recipe.eval.tasks
+
+
 def lora(context: Context) -> bool:
     return context.resolved.recipe.lora is not None
 
@@ -198,9 +202,9 @@ FAULTS = (
         "https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6",
     ),
     _fault(
-        "punkt-format", "nltk", "<3.8.2", _always, WARN,
+        "punkt-format", "nltk", "<3.8.2", _scores_ifeval, WARN,
         "reads the pickled punkt, not punkt_tab",
-        "IFEval's scorer asks for punkt_tab, which this release does not know: it fails after all answers are generated",
+        "the task ifeval asks for punkt_tab, which this release does not know: it fails after all answers are generated",
         "nltk 3.9 or later",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/2266",
     ),

@@ -134,6 +134,8 @@ class Collector:
         if (path := self._ifeval) is not None:
             target = f"{bundle.EVAL}/{path.name}"
             return [Part("benchmark", path.name, bundle.EVAL, path.parent, [_one(path)], path=target)]
+        if not self._scores_ifeval:
+            return []
         if self._resolved.recipe.model.weights == "random":
             self.notes.append("benchmark: random weights are scored on the project's own prompts, nothing is staged")
             return []
@@ -154,7 +156,13 @@ class Collector:
             found.append(replace(self._repository("dataset", name, kept.name if kept else None), what="task"))
         return found
 
+    @property
+    def _scores_ifeval(self) -> bool:
+        return tasks.NAME in self._resolved.recipe.eval.tasks
+
     def _nltk(self) -> list[Part]:
+        if not self._scores_ifeval:
+            return []
         target = (Path(bundle.NLTK) / punkt.FOLDER).as_posix()
         site = punkt.locate_site_copy()
         if site is not None:

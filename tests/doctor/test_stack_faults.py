@@ -90,3 +90,10 @@ def test_what_is_in_the_image_is_not_judged_from_outside(tmp_path: Path) -> None
     assert {item.rule for item in case.findings()} & about == {"stack-unseen"}
     case.cluster["container.runtime"] = "none"
     assert {item.rule for item in case.findings()} & about == {"empty-adapter", "versions-differ"}
+
+
+def test_the_sentence_splitter_matters_to_ifeval_alone(tmp_path: Path) -> None:
+    case = make(tmp_path)
+    case.versions["nltk"] = "3.8.1"
+    case.overrides += ["eval.tasks=[gsm8k]"]
+    assert "punkt-format" not in {item.rule for item in case.findings()}

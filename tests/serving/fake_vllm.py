@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def say(what):
 if "FAKE_PIDS" in os.environ:
     engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(os.environ["FAKE_PIDS"], f"{port}").write_text(f"{os.getpid()} {engine.pid}")
+    signal.signal(signal.SIGTERM, lambda *_: (engine.kill(), os._exit(0)))  # as vLLM's API server ends its engine
 if mode == "exit":
     sys.exit("no GPU here")
 value = {word: words[i + 1] for i, word in enumerate(words[:-1])}

@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from clustertune.cluster.cluster import Cluster
-from tests.command import SHORT, Done
+from tests.command import REPO, SHORT, Done
 from tests.launch.test_job_places import cluster_file
 from tests.serving.conftest import FAKE
 from tests.slurm import slurm, slurm_session, wait_for  # noqa: F401 - fixtures
@@ -82,4 +83,31 @@ def test_a_server_that_hangs_ends_the_job(slurm: Cluster, tmp_path: Path, finish
     assert found["JobState"] == "FAILED", job.text
     for said in ("no answer within 3", "node 0: last wrote", "node 1: last wrote", ": met"):
         assert said in job.text
+    wait_for(lambda: not left(slurm), "the end of all processes")
+
+
+def test_serve_as_a_job_is_where_its_ssh_line_leads(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:  # noqa: F811
+    vllm = tmp_path / "vllm"
+    vllm.write_text(f'#!/bin/sh\nexec {FAKE[0]} {FAKE[1]} "$@"\n')
+    vllm.chmod(0o700)
+    machine = cluster_file(tmp_path, f"runs: {tmp_path}/runs")
+    machine.write_text(machine.read_text() + f"container: {{runtime: none, vllm: {vllm}}}\n")
+    words = [sys.executable, "-m", "clustertune", "serve", tiny_model, "--submit", "--port", "8123", "--cluster", machine]
+    said = slurm.run(words, cwd=REPO).stderr
+    job = re.search(r"ssh -N -L 8123:127\.0\.0\.1:8123 -J login1 \$\(ssh login1 (squeue -hj (\d+) -o %B)\)", said)
+    assert job, said
+    log = next((tmp_path / "runs").rglob("serve.sbatch")).parent / f"serve-{job[2]}.log"
+    url = "http://127.0.0.1:8123/v1/models"
+    asking = [sys.executable, "-c", f"import urllib.request; print(urllib.request.urlopen('{url}').read().decode())"]
+
+    def answer() -> str:
+        node = slurm.run(job[1].split()).stdout.strip()
+        assert slurm.job(job[2])["JobState"] in ("PENDING", "RUNNING"), log.read_text()
+        return slurm.run(asking, node=slurm.names.index(node) + 1, check=False).stdout if node in slurm.names else ""
+
+    served = json.loads(wait_for(answer, "an answer"))
+    assert served["data"][0]["root"] == str(tiny_model)
+    pid = next(pid for node in (1, 2) for pid in slurm.processes(node, "fake_vllm"))
+    assert "SLURM_CPUS_PER_TASK=2" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    slurm.run(["scancel", job[2]])
     wait_for(lambda: not left(slurm), "the end of all processes")

@@ -16,6 +16,7 @@ from clustertune.config.load import find_elsewhere
 from clustertune.config.resolve import resolve
 from clustertune.staging import bundle, needs, verify
 from tests.command import REPO, SHORT
+from tests.evaluate.test_tasks import choices, write_repository
 from tests.staging.conftest import DATASET, MODEL, REVISION, fill, flip, run
 
 
@@ -214,6 +215,20 @@ def test_the_chain_runs_from_the_parcel_alone(staged: Path, tmp_path: Path) -> N
     assert (tmp_path / "r/report.html").is_file()
     result = json.loads((tmp_path / "r/eval/results.json").read_bytes())
     assert str(staged) in result["dataset"]["file"]
+
+
+@pytest.mark.jobs
+def test_the_data_of_other_tasks_are_carried_along(tmp_path: Path) -> None:
+    """Their data set from the Hub's cache, found in the folder alone; what only IFEval needs stays behind."""
+    write_repository(tmp_path / "hf/hub", "allenai/ai2_arc", "ARC-Easy", {split: choices(6, 1) for split in ("test", "train")})
+    out, words = tmp_path / "out", ["recipes/tiny-oasst2", "eval.tasks=[arc_easy]"]
+    done = run("stage", *words, "--to", out, "--json", network=False, HF_HOME=str(tmp_path / "hf"))
+    assert done.code == 0, done.err
+    assert {part["what"] for part in done.json["parts"]} == {"task", "data", "recipe"}
+    shutil.rmtree(tmp_path / "hf")
+    checked = run("stage", "--verify", out, "--json")
+    assert checked.code == 0, checked.err
+    assert {step["step"]: step["found"] for step in checked.json["steps"]}["benchmark"] == "6 documents of arc_easy"
 
 
 @pytest.mark.jobs

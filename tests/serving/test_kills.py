@@ -1,0 +1,161 @@
+"""Servers, client and follower are killed at random moments: the same command goes on to the same answers, and nothing is left.
+
+The seed of each moment is its number in the loop. ``pytest -m jobs -s`` prints what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.config.schema import Eval
+from clustertune.errors import UserError
+from clustertune.evaluate.run import evaluate
+from clustertune.launch.serving import Serving
+from tests.serving.conftest import job
+from tests.serving.test_servers import gone, processes, step
+
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
+KILLS = 20
+SETTINGS = Eval(backend="vllm", limit=24, max_gen_toks=8)
+Answers = list[tuple[Any, Any]]
+
+
+def score(model: Path, out: Path) -> tuple[dict[str, Any], Answers]:
+    """Scores and answers by the servers that the environment names."""
+    result = evaluate(model, out, settings=SETTINGS, benchmark=False, device="cpu")
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return result["tasks"], [(sample["doc_id"], sample["resps"]) for sample in samples]
+
+
+@contextlib.contextmanager
+def nodes(folder: Path, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """What a Slurm step runs: one node with two servers, or two nodes with one. A node that fails ends all, as srun does it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = job(folder, "", servers=2 if count == 1 else 1)
+    if count == 2:
+        described = replace(described, shape=Serving(1, 1, 2, 2048, 4, 2), nodes=("127.0.0.1", "127.0.0.1"))
+    replace(described, shape=replace(described.shape, max_num_seqs=2)).write(folder / "job.json")
+    found = [step(folder, node) for node in range(count)]
+    over = threading.Event()
+
+    def srun() -> None:
+        while not over.wait(0.05):
+            if any(process.poll() for process in found):
+                for process in found:
+                    process.terminate()
+
+    thread = threading.Thread(target=srun)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+        for process in found:
+            process.terminate()
+            process.communicate()
+        assert gone(processes(folder))
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, float]:
+    """Scores and answers, and the seconds that they took."""
+    monkeypatch.setenv("FAKE_DELAY", "0.1")
+    monkeypatch.setenv("FAKE_MEET", "1")
+    with nodes(tmp_path / "undisturbed", 1):
+        monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(tmp_path / "undisturbed"))
+        began = time.monotonic()
+        return score(tiny_model, tmp_path / "undisturbed-out"), time.monotonic() - began
+
+
+def kill_server(folder: Path, number: int, draw: random.Random, seconds: float) -> threading.Thread:
+    """A server with its engine, at a random moment of the ``seconds`` after its start."""
+
+    def kill() -> None:
+        while len(found := sorted((folder / "pids").iterdir())) < 2 or not (text := found[number].read_text()):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, seconds))
+        with contextlib.suppress(ProcessLookupError):  # it may be done
+            os.killpg(int(text.split()[0]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def test_one_of_two_servers(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, seconds = undisturbed
+    folder, again = tmp_path / "job", 0
+    for seed in range(KILLS):
+        draw = random.Random(seed)
+        with nodes(folder / str(seed), 1):
+            monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / str(seed)))
+            killer = kill_server(folder / str(seed), draw.randrange(2), draw, seconds)
+            try:
+                found = score(tiny_model, tmp_path / f"out-{seed}")
+            except UserError:  # it was killed before it answered: the step ended, and is submitted again
+                again += 1
+                found = None
+            killer.join()
+        if found is None:
+            with nodes(folder / f"{seed}-again", 1):
+                monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / f"{seed}-again"))
+                found = score(tiny_model, tmp_path / f"out-{seed}")
+        assert found == want, seed
+    print(f"{KILLS} kills of one of two servers: the same scores, {again} jobs were submitted again")  # noqa: T201
+
+
+def test_the_client(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, seconds = undisturbed
+    resumed = 0
+    with nodes(tmp_path / "job", 1):
+        monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(tmp_path / "job"))
+        for seed in range(KILLS):
+            out = tmp_path / f"out-{seed}"
+            client = multiprocessing.get_context("fork").Process(target=score, args=(tiny_model, out))
+            client.start()
+            client.join(random.Random(seed).uniform(0, seconds))
+            client.kill()
+            client.join()
+            found = score(tiny_model, out)
+            resumed += json.loads((out / "results.json").read_bytes())["resumed_prompts"]
+            assert found == want, seed
+    print(f"{KILLS} kills of the client: the same scores, {resumed} of {KILLS * 24} answers were there already")  # noqa: T201
+
+
+def test_a_follower(tmp_path: Path, tiny_model: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, seconds = undisturbed
+    ended = 0
+    for seed in range(KILLS):
+        out, folder = tmp_path / f"out-{seed}", tmp_path / "job" / str(seed)
+        with nodes(folder, 2) as found:
+            monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder))
+            killer = kill_server(folder, 0, random.Random(seed), seconds)  # port 0: a follower has none
+            try:
+                result = score(tiny_model, out)
+            except UserError as error:
+                assert "node 1 (127.0.0.1) ended" in str(error), error
+                assert found[1].wait(20) == 1
+                ended += 1
+                result = None
+            killer.join()
+        if result is None:
+            with nodes(folder / "again", 2):
+                monkeypatch.setenv("CLUSTERTUNE_SERVERS", str(folder / "again"))
+                result = score(tiny_model, out)
+        assert result == want, seed
+    print(f"{KILLS} kills of a follower: the same scores, {ended} jobs ended by its name and were submitted again")  # noqa: T201
