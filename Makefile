@@ -131,6 +131,9 @@ image_options = $(if $(value VARIANT),--variant '$(value VARIANT)') $(if $(value
 docs: setup ## the documentation as a site below site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+pictures: setup ## the pictures of the README, made by the commands that they show (and chromium)
+	@$(BIN)/python -m tools.pictures
+
 build-sif: ## train.sif: [VARIANT=cpu] [EXTRAS=ray] [DEFINITION=reference] [BASE=standin] [OUT=file]
 	@$(IMAGE) build-sif $(image_options) $(if $(value DEFINITION),--definition '$(value DEFINITION)')
 
