@@ -27,9 +27,7 @@ RUN = "runs/tiny-oasst2/demo"
 GAP = 0.7
 _WIDTH, _LINE, _LETTER = 104, 18, 7.8
 _STYLE = "text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#d7dae0;white-space:pre}.in{fill:#8fd18f}.bad{fill:#ff8d8d}"
-_MOVING = (
-    "@media (prefers-reduced-motion:no-preference){.t{animation:s .01s backwards}@keyframes s{from{opacity:0}}}"
-)
+_MOVING = "@media (prefers-reduced-motion:no-preference){.t{animation:s .01s backwards}@keyframes s{from{opacity:0}}}"
 
 Line = tuple[float, str]
 """Seconds since the begin, and the text."""
