@@ -19,7 +19,7 @@ from typing import Any
 from clustertune import manifest, secrets
 from clustertune.checkpoint import store
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.resolved import Resolved
+from clustertune.config.resolved import Resolved, is_there
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import local
@@ -51,8 +51,12 @@ def visible_gpus() -> int:
 
 
 def default_run_dir(resolved: Resolved, runs: Path) -> Path:
-    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another."""
-    return runs / resolved.name / resolved.fingerprint()[:12]
+    """``runs/<recipe>/<fingerprint>``: the same command finds the same run, another setting another.
+
+    The run of a former release, which named its folder otherwise, is found on the same ranks.
+    """
+    now, former = (runs / resolved.name / identity[:12] for identity in resolved.identities)
+    return former if is_there(RunDir(former).run_json) and not is_there(now) else now
 
 
 def check_folder(resolved: Resolved, path: Path) -> None:
@@ -61,7 +65,7 @@ def check_folder(resolved: Resolved, path: Path) -> None:
         raise UserError(problems)
     run = RunDir(path)
     if run.run_json.exists():
-        if run.read().get("fingerprint") != resolved.fingerprint():
+        if not run.is_of(resolved):
             raise UserError(_differences(run, resolved))
     elif path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
         raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
@@ -73,7 +77,9 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
     check_folder(resolved, path)
     if run.run_json.exists():
         run.write_own_files(resolved)
-        if run.resolved().recipe.staged != resolved.recipe.staged:  # the ranks read where it says
+        before = run.resolved()
+        # The ranks read where inputs lie and how they divide the work.
+        if before.recipe.staged != resolved.recipe.staged or before.identities[1] != resolved.identities[1]:
             run.describe(resolved)
         return run
     import json

@@ -136,13 +136,23 @@ class RunDir:
         body = self.read()
         try:
             found = Resolved.from_dict(body["recipe"])
-            if (digest := found.fingerprint()) == body.get("fingerprint", digest):
+            digest = found.fingerprint()
+            if body.get("fingerprint", digest) in found.identities:
                 return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
         fix = "give another --run-dir; go on with this one only by the version of clustertune that wrote it"
         raise UserError(Problem(text, file=str(self.run_json), key="recipe", fix=fix))
+
+    def is_of(self, resolved: Resolved) -> bool:
+        """Whether this run is of this recipe, on whatever ranks. Raises UserError where ``run.json`` cannot be read."""
+        if self.read().get("fingerprint") in resolved.identities:
+            return True
+        try:
+            return self.resolved().fingerprint() == resolved.fingerprint()
+        except UserError:  # of another release: its recipe reads otherwise now
+            return False
 
     def description(self, number: int) -> Description:
         """What the submission of this number decided. Raises UserError where ``run.json`` does not have it."""
@@ -181,6 +191,7 @@ class RunDir:
         # What releases before the schema left is taken over: their recipe has no distribution yet.
         changed = body.get("schema") == SCHEMA and any(key in body and body[key] != now[key] for key in now)
         if changed:
+            now["fingerprint"] = resolved.fingerprint()  # of a former release's record it is another
             before = {key: body[key] for key in parts if key in body}
             now["earlier"] = [*body.get("earlier", []), {"description": number, **before, "until": round(time.time(), 3)}]
             number += 1

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -128,6 +129,17 @@ class StateWriter:
         self.copied_bytes = sum(part.nbytes for part in parts)
         return held["states"], held["parts"]
 
+    def equals(self, folder: Path, states: Mapping[str, Any]) -> bool:
+        """Whether this rank's part of ``states`` is what a checkpoint's folders of these names hold, however it was sharded."""
+        for name, state in states.items():
+            stored: Any = self._stager.stage(state)
+            for part in _tensors(stored):
+                part.zero_()
+            dcp.load(stored, storage_reader=dcp.FileSystemReader(folder / name), process_group=self._group)
+            if not all(torch.equal(one.cpu(), other) for one, other in zip(_tensors(state), _tensors(stored), strict=True)):
+                return False
+        return True
+
     def start(
         self, folder: Path, states: Mapping[str, Any], hashed: Callable[[], str], names: Callable[[], list[str]]
     ) -> Future[Written]:
@@ -147,6 +159,15 @@ class StateWriter:
             return Written(records, hashed(), time.perf_counter() - began)
 
         return self._pool.submit(write)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """This rank's part of each tensor of a state."""
+    for value in flatten_state_dict(state)[0].values():
+        if hasattr(value, "local_shards"):
+            yield from (shard.tensor for shard in value.local_shards())
+        elif isinstance(value, torch.Tensor):
+            yield value.to_local() if hasattr(value, "to_local") else value
 
 
 @contextmanager

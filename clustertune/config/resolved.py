@@ -16,6 +16,10 @@ from clustertune.config.schema import Recipe
 _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
 """Training arguments that change what is said or kept, not what is computed."""
 
+_DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
+"""Keys of training arguments and of an accelerate file that are shape: another number of ranks or mesh goes on with the run."""
+
 
 def is_there(path: Path) -> bool:
     """Whether a path can be found: a name that is too long, or behind a closed folder, is not there."""
@@ -134,10 +138,12 @@ class Resolved:
             vars(found)["distribution"] = Distribution.from_dict(body["distribution"])
         return found
 
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA, distribution and ranks.
+    def fingerprint(self, *, former: bool = False) -> str:
+        """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
 
-        Left out: names and places of the recipe, what is expected, how it is scored, wall time, and trackers.
+        Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, and the shape: ranks,
+        mesh, and how a global batch is divided into micro batches, which a run may change between attempts. Megatron's is
+        kept. ``former``: as releases made it that counted the shape in; their run folders have that name.
         """
         recipe = self.recipe.model_dump(mode="json")
         body = {
@@ -150,6 +156,11 @@ class Resolved:
             "accelerate": self.accelerate,
             "chat_template": self.chat_template,
         }
+        if not former and self.recipe.megatron is None:
+            del body["world_size"]
+            body["global_batch_size"] = self.recipe.train.get("global_batch_size")
+            body["train"] = {key: value for key, value in body["train"].items() if key not in _DIVISION}
+            body["accelerate"] = {key: value for key, value in self.accelerate.items() if key not in _SIZES}
         # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
         recomputed = self.recipe.activation_checkpointing
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
@@ -157,3 +168,8 @@ class Resolved:
         extra["reduce_dtype"] = recipe["reduce_dtype"]
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def identities(self) -> tuple[str, str]:
+        """The fingerprint, and the one that former releases gave the same recipe."""
+        return self.fingerprint(), self.fingerprint(former=True)

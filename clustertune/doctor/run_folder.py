@@ -19,6 +19,7 @@ from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context, shards_of
 from clustertune.errors import UserError
 from clustertune.launch import visible
+from clustertune.rundir import RunDir
 from clustertune.tensorfile import Tensor, read_header
 
 OURS = ("run.json", "lock", "owner.json", "requeued.json", "attempts", "jobs", "logs")
@@ -48,7 +49,7 @@ def owner(context: Context) -> Iterator[Seen]:
         return
     body = _read(folder / "run.json")
     if body is not None:
-        if body.get("fingerprint") != context.resolved.fingerprint():
+        if not RunDir(folder).is_of(context.resolved):
             text = "holds a run of another recipe or of other settings"
             yield Seen(FAIL, text, "give another --run-dir, or leave it out", str(folder))
     elif (folder / "run.json").exists():
@@ -148,16 +149,16 @@ def no_metadata(context: Context) -> Iterator[Seen]:
 
 @rule("checkpoint-of-another-world", RECIPE)
 def other_world(context: Context) -> Iterator[Seen]:
-    """Looks at: checkpoints of the same number of ranks
+    """Looks at: a checkpoint of as many ranks, under DeepSpeed
 
-    Why: sharded state can be spread over other ranks, random states and the place in the data cannot
-    See: https://github.com/pytorch/torchtitan/issues/811
+    Why: DeepSpeed keeps what each rank held: other ranks cannot load it, and the job ends at its start
+    See: https://www.deepspeed.ai/tutorials/universal-checkpointing/
     """
-    if whole := context.newest.whole:
+    if context.resolved.distribution.is_deepspeed and (whole := context.newest.whole):
         world = manifest.read_manifest(whole.path).meta.get("world_size")
         if isinstance(world, int) and world != context.resolved.world_size:
             text = f"{whole.path.name} was written by {world} ranks, the job has {context.resolved.world_size}"
-            yield Seen(WARN, text, f"use {world} ranks, or another run folder", str(whole.path))
+            yield Seen(FAIL, text, f"use {world} ranks, or another run folder", str(whole.path))
 
 
 @rule("checkpoint-holds-base", RECIPE)

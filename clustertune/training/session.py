@@ -291,6 +291,12 @@ class Session:
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
         trainer.resume_with(meta)
+        batch = int(self.resolved.recipe.train["global_batch_size"])
+        if meta.get("world_size", self.group.world_size) != self.group.world_size and len(trainer.train_dataset) % batch:
+            self.notes.append(
+                f"the checkpoint is of {meta['world_size']} ranks, this attempt has {self.group.world_size}: the last "
+                f"step of an epoch, which has fewer rows than the global batch of {batch}, may take other rows"
+            )
         self._watch.attach(trainer)
         if checkpoint is not None and trainer.eval_dataset is not None:
             self.args.eval_on_start = bool(meta.get("eval_skipped"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -18,6 +19,7 @@ import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
+from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -266,7 +268,7 @@ class Trainer(ZeroTrainer):
         self.on_inputs: Callable[[Mapping[str, Any]], None] | None = None
         """Gets the inputs of every micro batch of training; a benchmark counts their tokens."""
         self._bad_loss: float | None = None
-        self._expected_digest: str | None = None
+        self._resumed: Mapping[str, Any] = {}
 
     # -- the guard before the optimizer step ---------------------------------------------------------------------
 
@@ -397,6 +399,7 @@ class Trainer(ZeroTrainer):
             "epoch": self.state.epoch,
             "tokens": self._total_train_tokens,
             "world_size": self.group.world_size,
+            "mesh": self._mesh,
             # Without its evaluation the last step is not the end: the next attempt makes it up, and saves once more.
             "final": step >= self.state.max_steps and not self.eval_skipped,
             "eval_skipped": self.eval_skipped,
@@ -545,8 +548,19 @@ class Trainer(ZeroTrainer):
         self.check_world_of(int(meta.get("world_size", 0)), self.group.world_size)
         self.start_step = int(meta.get("step", 0))
         self._total_train_tokens = int(meta.get("tokens", 0))
-        digests = meta.get("state_digests") or []
-        self._expected_digest = digests[self.group.rank] if len(digests) == self.group.world_size else None
+        self._resumed = meta
+
+    @property
+    def _mesh(self) -> dict[str, int]:
+        """The device mesh of a sharded model, size by dimension; empty where there is none."""
+        mesh = next((p.device_mesh for p in self.model.parameters() if hasattr(p, "device_mesh")), None)
+        return dict(zip(mesh.mesh_dim_names or ("dp_shard",), mesh.shape, strict=True)) if mesh is not None else {}
+
+    @property
+    def _is_reshaped(self) -> bool:
+        """The checkpoint that this attempt goes on from is of another number of ranks, or of another mesh."""
+        world, mesh = self.group.world_size, self._mesh
+        return (self._resumed.get("world_size", world), self._resumed.get("mesh", mesh)) != (world, mesh)
 
     def save_final(self) -> None:
         """Save the last step again once its evaluation has been made up: the checkpoint that it went on from is not final."""
@@ -569,6 +583,10 @@ class Trainer(ZeroTrainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._is_reshaped:
+            # The states of other ranks: each draws from a seed of its own, as at the start of a run.
+            set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
+            return
         with restricted.reading(checkpoint or ""):
             super()._load_rng_state(checkpoint)
 
@@ -582,7 +600,7 @@ class Trainer(ZeroTrainer):
                 self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
-        same = self._expected_digest is None or self._expected_digest == self._digest_now(len(self._expected_digest))
+        same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             raise UserError(
                 Problem(
@@ -593,9 +611,23 @@ class Trainer(ZeroTrainer):
                 ExitCode.FAILED,
             )
 
-    def _digest_now(self, length: int) -> str:
-        """``length``: of the digest; checkpoints of former releases have SHA-256."""
-        return digest(state_parts(self.model, self.optimizer), XXH3_128 if length == 32 else SHA256)
+    def _holds_what_it_held(self) -> bool:
+        """Whether the restored state is this rank's of the save, by its digest."""
+        digests = self._resumed.get("state_digests") or []
+        if len(digests) != self.group.world_size:
+            return True
+        found = digests[self.group.rank]  # of former releases SHA-256
+        return bool(found == digest(state_parts(self.model, self.optimizer), XXH3_128 if len(found) == 32 else SHA256))
+
+    def _holds_other_ranks(self, checkpoint: Path) -> bool:
+        """Whether the restored state is what other ranks saved: this rank's part of it, read once more and compared."""
+        if not self.is_fsdp_enabled:  # every rank has the same, as at the save
+            parts = digest(state_parts(self.model, self.optimizer))
+            return parts in (self._resumed.get("state_digests") or [parts])
+        self._writer = self._writer or StateWriter()
+        with tempfile.TemporaryDirectory() as aside, collected(self.accelerator.state.fsdp_plugin) as states:
+            self._save_optimizer_and_scheduler(aside)
+        return self._writer.equals(checkpoint, states)
 
     @property
     def _is_fsdp1(self) -> bool:

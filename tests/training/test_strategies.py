@@ -103,6 +103,13 @@ class Bench:
         assert codes == [0] * ranks, said(path)
         return path
 
+    def go_on(self, path: Path, ranks: int, accelerate: Mapping[str, Any], *more: str) -> list[int]:
+        """The next attempt at a run, on other ranks or another mesh; the ranks' exit codes."""
+        file = self.recipe / "other.yaml"
+        file.write_text(json.dumps(accelerate))
+        open_run(resolve(self.recipe, [*SAME, f"accelerate={file.name}", *more], ranks=ranks), path, ["test"])
+        return self.forge.run(path, ranks, attempt=2)
+
     def refused(self, broken: str, ranks: int, accelerate: Mapping[str, Any]) -> str:
         """What rank 0 says where a part of the program has been taken away."""
         path = self.make(broken, ranks, accelerate)
@@ -208,6 +215,40 @@ def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trai
     assert found["offloaded"] == (1.0 if name == "fsdp2-offload" else 0.0)
     assert found["attention"] == ("clustertune_context" if name.startswith("cp") else "sdpa")
     assert found["replicas"] == ("equal" if name in ("ddp", "hsdp") else None)
+    assert apart(exported(path), exported(alone)) < WEIGHTS
+
+
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, fsdp()),
+    "4": (4, fsdp()),
+    "hsdp": (4, fsdp(dp_replicate=2, dp_shard=2)),
+    "tp": (4, fsdp(dp_shard=2, tp=2)),
+    "fsdp1-2": (2, {"distributed_type": "FSDP", "fsdp_config": FSDP1}),
+    "fsdp1-4": (4, {"distributed_type": "FSDP", "fsdp_config": FSDP1}),
+    "ddp-2": (2, {"distributed_type": "MULTI_GPU"}),
+    "ddp-4": (4, {"distributed_type": "MULTI_GPU"}),
+}
+WAYS = [("2", "4"), ("4", "2"), ("hsdp", "2"), ("4", "tp"), ("tp", "2"), ("fsdp1-4", "fsdp1-2"), ("ddp-2", "ddp-4")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "trained"),
+    [
+        pytest.param(*way, trained, marks=[] if (*way, trained) == ("4", "2", "lora") else [pytest.mark.jobs])
+        for way in WAYS
+        for trained in ("lora", "full")
+    ],
+)
+def test_a_run_goes_on_on_another_shape(llama: Bench, before: str, after: str, trained: str) -> None:
+    """Stopped after two steps and continued by other ranks or on another mesh: losses and weights of one process."""
+    more = FULL if trained == "full" else []
+    path = llama.make(before, *SHAPES[before], *more)
+    codes = llama.forge.run(path, SHAPES[before][0], breaks="stop", accelerate=str(path / "given.yaml"))
+    assert codes == [ExitCode.AGAIN] * SHAPES[before][0], said(path)
+    assert llama.go_on(path, *SHAPES[after], *more) == [0] * SHAPES[after][0], said(path)
+    assert [e["world_size"] for e in events(path, "start")] == [SHAPES[before][0], SHAPES[after][0]]
+    alone = llama.alone(*more)
+    compare(path, alone)
     assert apart(exported(path), exported(alone)) < WEIGHTS
 
 
