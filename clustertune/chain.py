@@ -71,10 +71,15 @@ def check_folder(resolved: Resolved, path: Path) -> None:
         raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
 
 
-def open_run(resolved: Resolved, path: Path, command: Sequence[str]) -> RunDir:
-    """Take the run folder: write ``run.json`` first, or check that the one there is of the same recipe."""
+def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bool = True) -> RunDir:
+    """Take the run folder: write ``run.json`` first, or check that the one there is of the same recipe.
+
+    Without ``take`` a run that is there is left as it is: jobs of it may be at work.
+    """
     run = RunDir(path)
     check_folder(resolved, path)
+    if run.run_json.exists() and not take:
+        return run
     if run.run_json.exists():
         run.write_own_files(resolved)
         before = run.resolved()

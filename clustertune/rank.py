@@ -289,7 +289,8 @@ def _set_environment(resolved: Resolved, run: RunDir, model: str, *, has_key: bo
 
 def _tracker_id(run: RunDir, resolved: Resolved) -> str:
     """W&B's id of this run: the same in all attempts, another one for the same recipe in another run folder."""
-    digest = hashlib.sha256(f"{resolved.fingerprint()} {run.read().get('created')}".encode()).hexdigest()
+    body = run.read()
+    digest = hashlib.sha256(f"{body.get('fingerprint')} {body.get('created')}".encode()).hexdigest()
     # W&B refuses ids with slashes, # ? % : and those of more than 64 characters.
     return f"{re.sub('[^A-Za-z0-9_-]', '-', resolved.name)[:40]}-{digest[:12]}"
 

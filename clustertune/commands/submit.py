@@ -353,7 +353,7 @@ class Submission:
         from clustertune.launch import submit as launch
 
         keep_private(self.machine)
-        opened = chain.open_run(self.resolved, self.path, chain.command_line())
+        opened = chain.open_run(self.resolved, self.path, chain.command_line(), take=False)
         folder = self.path / "jobs"
         if self.image is not None:
             from clustertune.launch.image import changed
@@ -370,6 +370,7 @@ class Submission:
                 problem = Problem(f"jobs of this run are in the queue: {', '.join(live)}", file=str(self.path), fix=fix)
                 raise UserError(problem, ExitCode.AGAIN)
             opened.update(environment=[vars(setting) for setting in self.variables])
+            opened.write_own_files(self.resolved)
             if opened.describe(self.resolved, self.machine, self.shapes) != self.number:
                 text = "another command has changed this run meanwhile"
                 raise UserError(Problem(text, file=str(opened.run_json), fix="submit again"), ExitCode.AGAIN)

@@ -16,9 +16,8 @@ from clustertune.config.schema import Recipe
 _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
 """Training arguments that change what is said or kept, not what is computed."""
 
-_DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
-"""Keys of training arguments and of an accelerate file that are shape: another number of ranks or mesh goes on with the run."""
+"""Keys of an accelerate file that are shape: another number of ranks or mesh goes on with the run."""
 
 
 def is_there(path: Path) -> bool:
@@ -142,8 +141,8 @@ class Resolved:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
 
         Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, and the shape: ranks,
-        mesh, and how a global batch is divided into micro batches, which a run may change between attempts. Megatron's is
-        kept. ``former``: as releases made it that counted the shape in; their run folders have that name.
+        mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between attempts. Megatron's
+        is counted. ``former``: as releases made it that counted the shape in; their run folders have that name.
         """
         recipe = self.recipe.model_dump(mode="json")
         body = {
@@ -159,7 +158,7 @@ class Resolved:
         if not former and self.recipe.megatron is None:
             del body["world_size"]
             body["global_batch_size"] = self.recipe.train.get("global_batch_size")
-            body["train"] = {key: value for key, value in body["train"].items() if key not in _DIVISION}
+            body["train"].pop("gradient_accumulation_steps", None)
             body["accelerate"] = {key: value for key, value in self.accelerate.items() if key not in _SIZES}
         # Only where they are there: recipes without them keep their fingerprints, and with these their run folders.
         recomputed = self.recipe.activation_checkpointing

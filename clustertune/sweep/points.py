@@ -185,7 +185,7 @@ def make_sweep(
 
 
 def _identity(chosen: Sequence[Sequence[str]], resolved: Sequence[Resolved], tiny: bool) -> str:
-    body = [tiny, [list(words) for words in chosen], [item.fingerprint() for item in resolved]]
+    body = [tiny, [list(words) for words in chosen], [item.fingerprint(former=True) for item in resolved]]
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:12]
 
 

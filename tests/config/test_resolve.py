@@ -210,7 +210,21 @@ def test_the_fingerprint_follows_what_decides_the_weights(override: str, changes
 
 def test_the_fingerprint_does_not_follow_the_place(recipes: Path) -> None:
     assert resolve(recipes / "llama405b-oasst2").fingerprint() == resolve("llama405b-oasst2").fingerprint()
-    assert resolve("llama405b-oasst2", ranks=8).fingerprint() != resolve("llama405b-oasst2").fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("slurm.nodes=1", True), ("slurm.gpus_per_node=4", True),
+        ("accelerate.parallelism_config={parallelism_config_tp_size: 2}", True),
+        ("train.global_batch_size=64", False), ("train.per_device_train_batch_size=2", False),
+    ],
+)  # fmt: skip
+def test_a_run_is_the_same_on_other_ranks_and_another_mesh(override: str, same: bool) -> None:
+    """Its global batch is not. Former releases counted all of it: :attr:`identities` finds their folders."""
+    other, own = resolve("llama405b-oasst2", [override]), resolve("llama405b-oasst2")
+    assert (other.fingerprint() == own.fingerprint()) is same
+    assert other.identities[1] != own.identities[1] and own.identities[1] != own.fingerprint()
 
 
 def test_the_input_path(recipes: Path, tmp_path: Path) -> None:

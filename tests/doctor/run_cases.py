@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from clustertune import manifest
 from clustertune.check.rule import FAIL, WARN
@@ -84,6 +85,13 @@ def checkpoint(step: int = 40, **how: Any) -> Callable[[Case], None]:
         write_checkpoint(case, step, **how)
 
     return spoil
+
+
+def zero_of_other_ranks(case: Case) -> None:
+    """FSDP loads a checkpoint of other ranks; DeepSpeed does not."""
+    zero = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    (case.folder / "accelerate.yaml").write_text(yaml.safe_dump(zero))
+    checkpoint(world=16)(case)
 
 
 def adapter(case: Case, tensors: dict[str, list[int]], step: int = 40) -> None:
@@ -172,7 +180,7 @@ RUN_CASES: list[tuple[str, str, Callable[[Case], object]]] = [
     ("checkpoint-damaged", FAIL, damaged(80, 40)),
     ("checkpoint-damaged", FAIL, sentinel),
     ("checkpoint-without-metadata", FAIL, checkpoint(metadata=False)),
-    ("checkpoint-of-another-world", WARN, checkpoint(world=16)),
+    ("checkpoint-of-another-world", FAIL, zero_of_other_ranks),
     ("checkpoint-holds-base", WARN, checkpoint(size=17 * 10**9)),
     ("adapter-of-another-step", WARN, lambda case: whole_adapter(case, 20)),
     ("adapter-shapes", FAIL, lambda case: whole_adapter(case, A=[131072])),

@@ -17,7 +17,7 @@ from clustertune.doctor.run_space import existing, needed
 from clustertune.tensorfile import Tensor
 from tests.command import run
 from tests.doctor.recipe_case import make, write_checkpoint, write_run
-from tests.doctor.run_cases import full_disk
+from tests.doctor.run_cases import checkpoint, full_disk
 from tests.tree import REPO
 
 
@@ -91,6 +91,12 @@ def test_a_broken_checkpoint_is_named_with_its_file_and_what_follows(tmp_path: P
     found = {item.rule: item for item in case.findings()}
     assert found["checkpoint-damaged"].status == found["checkpoint-without-metadata"].status == WARN
     assert found["checkpoint-damaged"].found == "step-000080 is not whole: .metadata: missing; the run goes on from step-000040"
+
+
+def test_a_checkpoint_of_other_ranks_is_no_finding_under_fsdp(tmp_path: Path) -> None:
+    case = make(tmp_path)
+    checkpoint(world=16)(case)
+    assert "checkpoint-of-another-world" not in {item.rule for item in case.findings() if item.status != "pass"}
 
 
 def test_only_the_newest_are_compared(tmp_path: Path) -> None:
