@@ -141,8 +141,8 @@ class Resolved:
         """SHA-256 (hex) of what decides the trained weights: model, data, training, LoRA and distribution.
 
         Left out: names and places of the recipe, what is expected, how it is scored, wall time, trackers, and the shape: ranks,
-        mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between attempts. Megatron's
-        is counted. ``former``: as releases made it that counted the shape in; their run folders have that name.
+        mesh, and so how many micro batches of a global batch fall to a rank, which a run may change between attempts.
+        Megatron's is counted. ``former``: as releases made it that counted the shape in; their run folders have that name.
         """
         recipe = self.recipe.model_dump(mode="json")
         body = {
