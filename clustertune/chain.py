@@ -311,7 +311,7 @@ class Chain:
             inputs.make(self.resolved, self.run.path, self.run.data, from_where)
             return found
         base_model.check(*from_where, self.resolved)
-        tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args)
+        tokenizer = load_tokenizer(*from_where, self.resolved.chat_template, train_args, chats=recipe.data.has_chats)
         made = tokens.make(self.run.data, tokenizer, train_args, shared=self.run.shared_tokens)
         return {**found, **{key: made[key] for key in tokens.SUMMARY}}
 

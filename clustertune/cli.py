@@ -197,15 +197,12 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
     secrets.read_env(secrets.DEFAULT)
     if path.exists() and not path.is_dir():
         raise UserError(Problem("is a file, a run needs a folder", file=str(path), fix="give another --run-dir"))
-    from clustertune.config.resolved import is_there
     from clustertune.staging import bundle
 
     if problems := bundle.find_problems(resolved):
         raise UserError(problems)
-    source = bundle.data_input(resolved)
-    if source is not None and "prepare" in stages and RunDir(path).stage("prepare") is None and not is_there(source):
-        fix = "data.input=PATH names another file or folder"
-        raise UserError(Problem("no such file or folder", file=str(source), key="data.input", fix=fix))
+    if "prepare" in stages and RunDir(path).stage("prepare") is None and (problems := bundle.missing_inputs(resolved)):
+        raise UserError(problems)
 
 
 def _show_plan(resolved: Resolved, path: Path, stages: tuple[str, ...], as_json: bool) -> None:

@@ -34,9 +34,7 @@ def links_of(run: Path, restart: int = 0) -> job.JobChain:
     plain = {"container": Container(), "doctor": Doctor(preflight=False), "nccl_check": None, "storage": Storage()}
     cluster: Any = SimpleNamespace(name="here", model_dump=lambda mode: {}, **plain)
     recipe = SimpleNamespace(staged=None, model=SimpleNamespace(path=None))
-    resolved: Any = SimpleNamespace(
-        name="r", world_size=2, recipe=recipe, input_path=None, folder=str(chain.ROOT / "recipes/r")
-    )
+    resolved: Any = SimpleNamespace(name="r", world_size=2, recipe=recipe, inputs={}, folder=str(chain.ROOT / "recipes/r"))
     return job.JobChain(RunDir(run), resolved, allocation=allocation, cluster=cluster)
 
 

@@ -11,6 +11,7 @@ from clustertune.bench import synthetic
 from clustertune.config.megatron import require_startable
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
+from clustertune.config.schema import CHOOSING
 from clustertune.config.tiny import ranks as tiny_ranks
 from clustertune.errors import Problem, UserError
 from clustertune.plan.lengths import Lengths
@@ -114,7 +115,7 @@ def _made_up(whole: Resolved, run_path: Path) -> list[str]:
     """Random weights and a local tokenizer for the recipe's own architecture, and conversations of our own."""
     found = ["model.weights=random", "model.revision=null", "model.path=null", "data.format=messages", "data.language=null"]
     found += [f"data.input={made_file(run_path)}", "data.revision=null", "data.expect=null"]
-    found += ["data.limit=null"] if getattr(whole.recipe.data, "limit", None) is not None else []
+    found += [f"data.{key}=null" for key in ("limit", *CHOOSING) if getattr(whole.recipe.data, key) is not None]
     # The tokenizer is trained locally and brings its own special tokens.
     return [*found, *(f"train.{key}=null" for key in ("pad_token", "eos_token") if whole.train_args.get(key) is not None)]
 

@@ -22,20 +22,22 @@ MARKS = ("[[", "]]")
 def prepare(resolved: Resolved, out: Path, input_path: Path | None, samples: int) -> dict[str, Any]:
     """Make a recipe's data in ``out``. Returns the ``--json`` document.
 
-    ``{"dir", "train", "eval", "rejected", "tokens", "sequences", "labelled_share", "tokens_per_s"}``, the last four null
-    where the tokenizer cannot be had here; with ``samples`` also ``samples``. Raises UserError.
+    ``{"dir", "train", "eval", "rejected", "unused", "tokens", "sequences", "labelled_share", "tokens_per_s"}``, the last four
+    null where the tokenizer cannot be had here; of a mixture also ``sources``, with ``samples`` also ``samples``.
+    Raises UserError.
     """
     from clustertune.data import sequences, tokens
     from clustertune.staging import bundle
 
     bundle.enter(resolved)
-    input_path = input_path or (bundle.data_input(resolved) if resolved.recipe.staged else None)
+    input_path = input_path or bundle.data_input(resolved)
     seed = int(resolved.train_args.get("seed", 42))
     with secrets.lent(secrets.of_the_hub()), contextlib.redirect_stdout(sys.stderr):
         found = conversations.prepare(
             resolved.recipe.data, recipe_folder=Path(resolved.folder), seed=seed, out=out, input_path=input_path
         )
-        document = {key: found[key] for key in ("dir", "train", "eval", "rejected")} | dict.fromkeys(tokens.SUMMARY)
+        kept = ("dir", "train", "eval", "rejected", "unused", "sources")
+        document = {key: found[key] for key in kept if key in found} | dict.fromkeys(tokens.SUMMARY)
         try:
             with _tokenizer(resolved, out) as tokenizer:
                 made = tokens.make(out, tokenizer, resolved.train_args)
@@ -70,11 +72,11 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
 
         with tempfile.TemporaryDirectory() as folder:  # as the run saves and loads it
             local_tokenizer(resolved.architecture, conversation_texts(dataset)).save_pretrained(folder)
-            yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args)
+            yield load_tokenizer(folder, None, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
         return
     source = needs.model_source(RunDir(dataset), resolved)
     try:
-        tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args)
+        tokenizer = load_tokenizer(*source, resolved.chat_template, resolved.train_args, chats=recipe.data.has_chats)
     except UserError as error:
         if error.problems[0].key == "model.name":
             raise _Elsewhere(error.problems) from None
@@ -92,6 +94,8 @@ def tell(document: dict[str, Any]) -> None:
             text += f"; {one['cut']:,} cut at max_length" if one["cut"] else ""
             text += f", {one['dropped']:,} left out without a label in it" if one["dropped"] else ""
         say(text)
+    for part in document.get("sources", ()):
+        say(f"{part['name']}: {part['conversations']:,} conversations of {part['rows']:,} rows")
     for reason, count in sorted(document["rejected"].items()):
         say(f"rejected, {reason}: {count}")
     if document["tokens_per_s"] is not None:

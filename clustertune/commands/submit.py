@@ -161,7 +161,6 @@ class Submission:
 
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
-        from clustertune.config.resolved import is_there
         from clustertune.launch import megatron, shape, signal_margin
         from clustertune.launch import submit as launch
         from clustertune.staging import bundle
@@ -179,9 +178,8 @@ class Submission:
             problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
         elif not dry_run and not os.access(there, os.W_OK | os.X_OK):
             problems.append(Problem("you may not write there, where the run folder is to be", file=str(there), fix=fix))
-        source = None if wrong else bundle.data_input(self.resolved)
-        if source is not None and "prepare" in self.stages and not is_there(source):
-            problems.append(Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH"))
+        if not wrong and "prepare" in self.stages:
+            problems += bundle.missing_inputs(self.resolved)
         if dry_run:
             return problems
         fix = "call this on a login node of the cluster; --dry-run needs no Slurm, clustertune demo-slurm brings its own"

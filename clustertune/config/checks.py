@@ -15,7 +15,7 @@ from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native import NativeField
 from clustertune.config.native_rules import Range, names_secret, show_value
 from clustertune.config.parameters import adapter_modules, head_names, matches
-from clustertune.config.schema import METRICS, Eval, Recipe
+from clustertune.config.schema import FORMATS, METRICS, Eval, Recipe
 from clustertune.config.yamlfile import KeyPath
 from clustertune.host.credentials import holds_secret
 
@@ -24,7 +24,7 @@ _MISSING = {
     ("model",): "write model: {name: owner/model, revision: <commit>}",
     ("data",): "write data: {name: owner/dataset, revision: <commit>, format: oasst-tree}",
     ("train",): "write train: with at least global_batch_size, or base: sft-lora",
-    ("data", "format"): "one of oasst-tree, alpaca, messages, lima",
+    ("data", "format"): f"one of {', '.join(FORMATS)}",
 }
 """What to write for keys that every recipe has."""
 
@@ -40,17 +40,42 @@ def check_schema(values: Mapping[str, Any], place: Callable[[KeyPath], str]) -> 
     model, data = values.get("model"), values.get("data")
     if isinstance(model, dict):
         if model.get("weights", "hub") == "hub" and not model.get("path"):
-            yield from _demand_revision(model, "model", "weights: random, or path, needs none")
+            yield from _demand_revision(model, ("model",), "weights: random, or path, needs none")
         if model.get("weights") == "random" and model.get("path"):
             yield ("model", "path"), "given, while weights: random makes the weights", "leave out one"
     if isinstance(data, dict):
-        if not data.get("input"):
-            yield from _demand_revision(data, "data", "a local input needs none")
-        other = data.get("format") in ("alpaca", "messages", "lima")
+        yield from _check_data(data)
+        other = data.get("format") not in (None, "oasst-tree")
         language, form = ("data", "language"), ("data", "format")
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
         if data.get("language") and other and place(language).rsplit(":", 1)[0] == place(form).rsplit(":", 1)[0]:
             yield language, f"{data['format']} rows carry no language", "leave it out"
+
+
+_OF_ONE = ("input", "format", "revision", "language", "limit", "config", "split", "columns")
+
+
+def _check_data(data: Mapping[str, Any]) -> Iterator[Found]:
+    """Each set of rows has a format and, where it comes from the Hub, a revision; a mixture has them in its parts alone."""
+    sources = data.get("sources")
+    mixed = isinstance(sources, list) and bool(sources)
+    for key in _OF_ONE if mixed else ():
+        if data.get(key) is not None:
+            yield (
+                ("data", key),
+                "given beside data.sources",
+                "say it of one of them, or leave data.sources out: data.sources=null",
+            )
+    parts = [(("data", "sources", str(n)), part) for n, part in enumerate(sources or ())] if mixed else [(("data",), data)]
+    for path, part in parts:
+        if not isinstance(part, dict):
+            continue
+        if part.get("format") is None:
+            yield (*path, "format"), "missing", _MISSING["data", "format"]
+        if not part.get("input"):
+            yield from _demand_revision(part, path, "a local input needs none")
+        if part.get("format") == "preference":
+            yield (*path, "format"), "pairs of answers are not trained on yet", "prompt-completion takes one answer"
 
 
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
@@ -72,10 +97,10 @@ def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
                     yield (*path, str(task), str(metric)), f"{task} has no such metric", did_you_mean(str(metric), known)
 
 
-def _demand_revision(section: Mapping[str, Any], name: str, otherwise: str) -> Iterator[Found]:
+def _demand_revision(section: Mapping[str, Any], path: tuple[str, ...], otherwise: str) -> Iterator[Found]:
     if section.get("revision") is None and section.get("name") is not None:
         fix = f"pin the Hub commit of {section['name']} (40 hex digits); {otherwise}"
-        yield (name, "revision"), "missing: what comes from the Hub is pinned", fix
+        yield (*path, "revision"), "missing: what comes from the Hub is pinned", fix
 
 
 def _find_secrets(values: Mapping[str, Any], path: KeyPath) -> Iterator[Found]:

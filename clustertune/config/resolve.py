@@ -356,9 +356,9 @@ def _is_file_name(name: str) -> bool:
 def _warnings(resolved: Resolved) -> list[str]:
     """What is allowed and probably not meant."""
     found = []
-    path = resolved.input_path
-    if path is not None and not is_there(path):
-        found.append(f"data.input {resolved.recipe.data.input} is not there on this machine")
+    for key, path in resolved.inputs.items():
+        if not is_there(path):
+            found.append(f"{key} {path} is not there on this machine")
     if resolved.distribution.kind == "DDP" and resolved.world_size > 1:
         found.append(f"{resolved.accelerate_file}: distributed_type MULTI_GPU keeps the whole model on every rank")
     dropout = (resolved.recipe.lora or {}).get("lora_dropout") or 0

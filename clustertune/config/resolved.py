@@ -11,7 +11,7 @@ from typing import Any
 
 from clustertune.config import distribution as distributions
 from clustertune.config.distribution import Distribution
-from clustertune.config.schema import Recipe
+from clustertune.config.schema import CHOOSING, Recipe, is_address
 
 _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
 """Training arguments that change what is said or kept, not what is computed."""
@@ -105,13 +105,17 @@ class Resolved:
         return Path(self.folder, self.accelerate_file)
 
     @property
-    def input_path(self) -> Path | None:
-        """``data.input``: as it stands where absolute, below the recipe folder where it exists there, else from here."""
-        if self.recipe.data.input is None:
-            return None
-        given = expand_home(self.recipe.data.input)
-        beside = Path(self.folder, given)
-        return beside.resolve() if is_there(beside) else given.absolute()
+    def inputs(self) -> dict[str, Path]:
+        """Files and folders of the data by their keys: as they stand where absolute, below the recipe folder where they exist
+        there, else from here. What comes from the Hub or an object store is not among them.
+        """
+        found = {}
+        for key, part in self.recipe.data.keyed_parts():
+            if part.input is not None and not is_address(part.input):
+                given = expand_home(part.input)
+                beside = Path(self.folder, given)
+                found[f"{key}.input"] = beside.resolve() if is_there(beside) else given.absolute()
+        return found
 
     def with_staged(self, folder: Path) -> Resolved:
         """The same with ``staged=folder``: it says where model and data lie, and nothing is derived from it."""
@@ -147,7 +151,11 @@ class Resolved:
         recipe = self.recipe.model_dump(mode="json")
         body = {
             "model": recipe["model"],
-            "data": {key: value for key, value in recipe["data"].items() if key != "expect"},
+            "data": {
+                key: value
+                for key, value in recipe["data"].items()
+                if key not in ("expect", "max_rejected") and (key not in CHOOSING or value is not None)
+            },
             "train": {key: value for key, value in self.train_args.items() if key not in _WITHOUT_EFFECT},
             "lora": recipe["lora"],
             "world_size": self.world_size,

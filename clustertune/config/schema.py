@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -61,6 +62,9 @@ HubName = Annotated[
     str, form(rf"({NAME}/)?{NAME}", "a Hub id such as owner/name, or a plain name (letters, digits, '.', '_' and '-')")
 ]
 HubCommit = Annotated[str, form(r"[0-9a-f]{40}", "a Hub commit of 40 hex digits in lower case")]
+DataSplit = Annotated[
+    str, form(r"[A-Za-z0-9_.-]{1,100}(\[[0-9:%+-]{1,40}\])?", "the name of a split such as train or train[:10%]")
+]
 LocalPath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
@@ -105,26 +109,110 @@ class ExpectedSplits(Section):
     """Tokens of a train conversation on average, chat template included and cut at ``train.max_length``: for ``plan``."""
 
 
-class Data(Section):
-    """The conversations."""
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "tools"),
+    "sharegpt": ("conversations", "system", "tools"),
+    "prompt-completion": ("prompt", "completion", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
+    "oasst-tree": (
+        *("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "rank", "deleted", "review_result"),
+        *("prompt", "replies"),
+    ),
+    "lima": ("conversations",),
+    "text": ("text",),
+}
+"""The columns that each format reads; ``data.columns`` gives them other names."""
+
+FORMATS = tuple(COLUMNS)
+
+
+def is_address(text: str) -> bool:
+    """Whether ``data.input`` is an address that fsspec opens, such as ``s3://bucket/rows.jsonl``, and no path."""
+    return "://" in text
+
+
+def check_input(text: str) -> str:
+    """A path, or an address without credentials. Raises ValueError."""
+    if not is_address(text):
+        return text
+    parts = urlsplit(text)
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", parts.scheme) or parts.scheme in ("file", "local") or "::" in text:
+        raise ValueError("is no address such as s3://bucket/rows.jsonl; files of this machine are named by their path")
+    if "@" in parts.netloc or parts.query:
+        raise ValueError("holds credentials or a signature: give them in the environment, as the storage's own tools do")
+    return text
+
+
+class DataSource(Section):
+    """One set of rows: from the Hub, a file, a folder or an object store."""
 
     name: HubName
     """Its id on the Hub, or a plain name where ``input`` says which file."""
     revision: HubCommit | None = None
     """The commit on the Hub, 40 hex digits."""
-    input: LocalPath | None = None
-    """A local file or folder instead of the Hub: absolute, or relative to the recipe folder if it exists there."""
-    format: Literal["oasst-tree", "alpaca", "messages", "lima"]
-    """How rows become conversations."""
+    config: Plain | None = None
+    """The dataset's configuration on the Hub; of a folder, the folder in it that is read."""
+    split: DataSplit | dict[Literal["train", "eval"], DataSplit] | None = None
+    """The split that is read: ``train_sft``, and of the Hub also ``train[:10%]``; or one for ``train`` and one for ``eval``."""
+    input: Annotated[LocalPath, AfterValidator(check_input)] | None = None
+    """Instead of the Hub, a local file or folder: absolute, or relative to the recipe folder if it exists there; or an address
+    in an object store that fsspec opens."""
+    format: Literal[FORMATS] | None = None  # type: ignore[valid-type]
+    """How rows become examples. Demanded of each set of rows."""
+    columns: dict[str, Annotated[str, Field(min_length=1, max_length=200)]] | None = None
+    """By the format's name of a column, the input's own."""
     language: Annotated[str, form(r"[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*", "a language code such as en")] | None = None
     """Keep trees whose root has this language code (``oasst-tree`` only)."""
-    eval_fraction: Annotated[Number, Field(gt=0, le=0.5)] = 0.05
-    """Share of trees that become the eval split where the input has no splits of its own."""
     limit: Positive | None = None
     """Take only the first so many conversations of the input."""
+
+    @model_validator(mode="after")
+    def _has_columns(self) -> DataSource:
+        if self.format and (other := sorted(set(self.columns or ()) - set(COLUMNS[self.format]))):
+            known = ", ".join(COLUMNS[self.format])
+            raise ValueError(f"columns: {', '.join(other)}: {self.format} has no such column, it has {known}")
+        return self
+
+
+CHOOSING = ("config", "split", "columns", "sources")
+"""Keys of ``data`` that say what of an input is read; another input takes none of them over."""
+
+
+class WeightedSource(DataSource):
+    """One part of a mixture."""
+
+    weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
+    """How often each example is trained on in an epoch: 0.5 takes half of them, 2 takes each twice, 1.5 half of them twice."""
+
+
+class Data(DataSource):
+    """The conversations."""
+
+    sources: Annotated[list[WeightedSource], Field(min_length=1)] | None = None
+    """Several sets of rows instead of one; ``name`` is then that of the mixture."""
+
+    eval_fraction: Annotated[Number, Field(gt=0, le=0.5)] = 0.05
+    """Share of trees that become the eval split where the input has no splits of its own."""
     bad_rows: Literal["skip", "stop"] = "skip"
     """``skip``: leave bad rows out, count and report them. ``stop``: refuse the input."""
+    max_rejected: Score = 0.2
+    """Share of the rows that may be bad; above it the input is refused: it is probably not what the recipe takes it for."""
     expect: ExpectedSplits | None = None
+
+    @property
+    def parts(self) -> tuple[DataSource, ...]:
+        """The sets of rows: those of ``sources``, else the one that the section itself describes."""
+        return tuple(self.sources) if self.sources else (self,)
+
+    def keyed_parts(self) -> list[tuple[str, DataSource]]:
+        """The same, each with the key that it stands under."""
+        return [(f"data.sources.{n}" if self.sources else "data", part) for n, part in enumerate(self.parts)]
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a chat template renders any of it; plain text needs none."""
+        return any(part.format != "text" for part in self.parts)
 
 
 class Slurm(Section):

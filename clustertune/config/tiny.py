@@ -12,6 +12,7 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config.load import RECIPES
 from clustertune.config.native_rules import usable
 from clustertune.config.resolved import Derived
+from clustertune.config.schema import CHOOSING
 from clustertune.config.yamlfile import Document
 
 CONVERSATIONS = Path("tiny-oasst2", "conversations.jsonl")
@@ -108,6 +109,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
             "language": "en",
             "revision": None,
             "expect": None,
+            **{key: None for key in CHOOSING if isinstance(data := values.get("data"), dict) and data.get(key) is not None},
         },
         "train": _train(train, data_parallel_size),
         "eval": {

@@ -14,6 +14,7 @@ from typing import Any
 from clustertune import manifest
 from clustertune.config.parameters import parameter_count
 from clustertune.data import random_weights
+from clustertune.data.chats import messages_of
 
 KIND = "model"
 LARGE = 2_000_000_000
@@ -120,6 +121,7 @@ def conversation_texts(folder: Path) -> Iterator[str]:
             for line in lines:
                 if left <= 0:
                     return
-                texts = [message["content"] for message in json.loads(line)["messages"]]
+                example = json.loads(line)
+                texts = [message["content"] for message in messages_of(example)] or [example["text"]]
                 left -= sum(map(len, texts))
                 yield from texts

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from clustertune.data.chats import Conversation, check_text, require
+from clustertune.data.chats import Conversation, check_text, recognise, require
 from clustertune.data.rejects import NOT_A_FAULT, BadRow, Place, Rejects, excerpt
 
 ROLES = {"prompter": "user", "assistant": "assistant"}
@@ -67,10 +67,12 @@ class Trees:
         """Read all records, then walk the trees in the order in which their first rows came."""
         for place, record in records:
             for row in flatten(record):
+                self._rejects.rows += 1
                 try:
                     self._add(place, row)
                 except BadRow as bad:
                     self._rejects.add(place, bad.reason, bad.detail)
+                    self._rejects.look(record, recognise)
         for tree in self.trees.values():
             found = self._conversation(tree)
             if found is not None:
@@ -126,7 +128,7 @@ class Trees:
             self._rejects.add(root.place, NOT_A_FAULT, f"tree {excerpt(tree.id)} has no usable assistant reply")
             return None
         messages = [{"role": ROLES[message.role], "content": message.text} for message in path]
-        return Conversation(messages, {"tree": tree.id}, tree.id, tree.split)
+        return Conversation({"messages": messages}, {"tree": tree.id}, tree.id, tree.split)
 
     def _link(self, tree: Tree) -> Message | None:
         """Hang every message under its parent, reject those that have none, and return the root."""

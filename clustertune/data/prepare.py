@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from clustertune.config.schema import Data
+from clustertune.config.schema import COLUMNS, Data, DataSource
 from clustertune.console import say
 from clustertune.data import publish
-from clustertune.data.chats import Conversation, conversations
+from clustertune.data.chats import SPECIAL, Conversation, conversations, messages_of
 from clustertune.data.oasst import Trees
-from clustertune.data.rejects import Rejects, count_words
-from clustertune.data.sources import Source, digest, find_source
-from clustertune.data.splits import choose_eval
+from clustertune.data.rejects import Reject, Rejects, count_words
+from clustertune.data.sources import Source, digest, find_sources
+from clustertune.data.splits import choose_eval, ranked
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import find_problems, read_manifest
 
-FORMAT = 1
+FORMAT = 2
 """Version of what this code makes out of the same input. Raise it with any change of a rule: older datasets are made anew."""
 
 SPLITS = ("train", "eval")
@@ -34,16 +36,21 @@ _SAID = 5
 def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path: Path | None = None) -> dict[str, Any]:
     """Make ``out/train.jsonl``, ``eval.jsonl``, ``rejected.jsonl`` and the manifest, or reuse them.
 
-    A line of the first two is ``{"messages": [{"role", "content"}, ...], "source": {"tree": ...}}``. Reused when the folder
-    is whole and the input's bytes, the data settings that matter, the seed and :data:`FORMAT` are those it was made with.
+    A line of the first two is an example in one of TRL's forms (:mod:`clustertune.data.chats`) and ``"source": {"tree": ...}``.
+    Reused when the folder is whole and the input's bytes, the data settings that matter, the seed and :data:`FORMAT` are those
+    it was made with.
 
-    Returns ``{"dir", "train": {"conversations", "messages"}, "eval": {...}, "rejected": {reason: rows}, "reused",
-    "warnings"}``. Raises UserError: no such input, bad rows under ``bad_rows: stop``, no conversation, storage (exit 73).
+    Returns ``{"dir", "train": {"conversations", "messages"}, "eval": {...}, "rejected": {reason: rows}, "unused", "reused",
+    "warnings"}``; ``unused``: columns of the input, and fields of its messages, that no example holds; of a mixture also
+    ``sources``: name, conversations, rows and rejected rows of each. Raises UserError: no such input, bad rows under
+    ``bad_rows: stop`` or more than ``max_rejected``, no conversation, storage (exit 73).
     """
-    source = find_source(data, recipe_folder, input_path)
-    if source.root is not None and _same(source.root, out):
-        raise UserError(Problem("is the folder of the input too", file=str(out), fix="choose another --out"))
-    inputs = source.identity()
+    sources = find_sources(data, recipe_folder, input_path)
+    for _, source in sources:
+        if source.root is not None and _same(source.root, out):
+            raise UserError(Problem("is the folder of the input too", file=str(out), fix="choose another --out"))
+    found = [source.identity() for _, source in sources]
+    inputs = None if None in found else found if data.sources else found[0]
     key = None if inputs is None else digest(json.dumps([FORMAT, _settings(data), seed, inputs]))
     if out.exists() and not out.is_dir():
         raise UserError(Problem("is no folder", file=str(out), fix="choose another --out"))
@@ -55,16 +62,24 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
                 publish.check_folder(out)
                 publish.clean(out)
                 try:
-                    meta = _make(data, source, seed, out) | {"key": key, "seed": seed, "inputs": inputs}
+                    meta = _make(data, sources, seed, out) | {"key": key, "seed": seed, "inputs": inputs}
                     publish.replace(out, meta)
                 finally:
                     publish.clean(out)
     except OSError as error:
         raise storage_error(error, "writing the dataset", out) from error
-    warnings = [*source.warnings, *meta["warnings"], *_differences(data, meta)]
+    rejected, rows = sum(meta["rejected"].values()), meta["rows"]
+    if meta["share"] > data.max_rejected:  # made under another limit
+        text = f"{rejected:,} of {rows:,} rows were rejected, more than data.max_rejected={data.max_rejected:g}"
+        raise UserError(Problem(text, file=str(out / "rejected.jsonl"), key="data.max_rejected"))
+    warnings = [*(text for _, source in sources for text in source.warnings), *meta["warnings"], *_differences(data, meta)]
     for warning in warnings:
         say(f"warning: {warning}")
-    summary = {name: meta[name] for name in (*SPLITS, "rejected")}
+    if meta["unused"]:
+        say(f"not used: {', '.join(meta['unused'])}")
+    summary = {name: meta[name] for name in (*SPLITS, "rejected", "unused")}
+    if data.sources:
+        summary["sources"] = meta["sources"]
     return {"dir": str(out), **summary, "reused": reused, "warnings": warnings}
 
 
@@ -74,7 +89,9 @@ def _same(one: Path, other: Path) -> bool:
 
 def _settings(data: Data) -> dict[str, Any]:
     """The settings that change the result: not where the input lies, and not what is expected of it."""
-    return data.model_dump(include={"format", "language", "eval_fraction", "limit", "bad_rows"})
+    of_a_part = {"format", "columns", "language", "limit", "split", "config", "weight"}
+    found = data.model_dump(include={*of_a_part, "eval_fraction", "bad_rows"})
+    return found | {"sources": [part.model_dump(include=of_a_part) for part in data.sources or ()]}
 
 
 def _whole(out: Path, key: str | None) -> dict[str, Any] | None:
@@ -85,92 +102,169 @@ def _whole(out: Path, key: str | None) -> dict[str, Any] | None:
     return meta if meta.get("key") == key else None
 
 
-def _make(data: Data, source: Source, seed: int, out: Path) -> dict[str, Any]:
+@dataclass
+class _Read:
+    """What the examples of the spool are, one behind the other: all that is held of them in memory."""
+
+    keys: list[tuple[str, str | None]] = field(default_factory=list)
+    """What the split goes by, and the split that the input says."""
+    parts: array[int] = field(default_factory=lambda: array("I"))
+    """Number of the source."""
+    lengths: array[int] = field(default_factory=lambda: array("I"))
+    """Messages."""
+    fields: Counter[str] = field(default_factory=Counter)
+    """Examples by what a chat template must know beside role and content: tools, their calls, reasoning."""
+
+
+def _make(data: Data, sources: list[tuple[DataSource, Source]], seed: int, out: Path) -> dict[str, Any]:
     """Read everything, stage the files, return the counts. Raises UserError where the input gives no dataset."""
-    own_splits = source.has_splits()
+    read, by_part, faults = _Read(), list[dict[str, Any]](), list[Reject]()
+    rejected, dropped, unused = Counter[str](), Counter[str](), set[str]()
+    own_splits = [source.has_splits() for _, source in sources]
     with ExitStack() as files:
         spool = files.enter_context(publish.staged(out, _SPOOL).open("w+", encoding="utf-8"))
-        rejects = Rejects(files.enter_context(publish.staged(out, "rejected.jsonl").open("w", encoding="utf-8")))
-        trees = Trees(rejects, data.language)
-        records = source.records(rejects)
-        found = trees.conversations(records) if data.format == "oasst-tree" else conversations(data.format, records, rejects)
-        keys: list[tuple[str, str | None]] = []
-        lengths = array("I")
-        for conversation in islice(found, data.limit):
-            spool.write(_line(conversation))
-            keys.append((conversation.key, conversation.split))
-            lengths.append(len(conversation.messages))
-        if data.bad_rows == "stop" and rejects.total_faults:
-            raise rejects.refuse(source.root, source.shown)
-        if not keys:
-            raise _nothing(data, source, rejects, trees)
-        _report(rejects, out)
-        splits, warnings = _assign(keys, seed, data.eval_fraction, own_splits=own_splits)
-        spool.seek(0)
-        counts = _write_splits(spool, splits, lengths, out)
+        sink = files.enter_context(publish.staged(out, "rejected.jsonl").open("w", encoding="utf-8"))
+        for number, (part, source) in enumerate(sources):
+            rejects, before = Rejects(sink), len(read.keys)
+            dropped += _read_part(data, part, source, rejects, number, read, spool)
+            faults += rejects.faults
+            rejected += rejects.counts
+            unused |= rejects.unused | source.unused
+            counts = {"conversations": len(read.keys) - before, "rows": rejects.rows, "share": round(rejects.share, 6)}
+            by_part.append({"name": part.name, **counts, "rejected": dict(sorted(rejects.counts.items()))})
+        _report(rejected, faults, out)
+        splits, warnings = _assign(read, seed, data.eval_fraction, own_splits)
+        copies = _copies(data, read, splits, seed)
+        written = _write_splits(spool, splits, read.lengths, copies, out)
     publish.staged(out, _SPOOL).unlink()
-    if data.language and data.format != "oasst-tree":
-        warnings.append(f"data.language is for oasst-tree and changes nothing for {data.format}")
-    dropped = {reason: count for reason, count in sorted(trees.dropped.items()) if count}
-    return {**counts, "rejected": dict(sorted(rejects.counts.items())), "dropped": dropped, "warnings": warnings}
+    for key, part in data.keyed_parts():
+        if part.language and part.format != "oasst-tree":
+            warnings.append(f"{key}.language is for oasst-tree and changes nothing for {part.format}")
+    return {
+        **written,
+        "rejected": dict(sorted(rejected.items())),
+        "dropped": dict(sorted((+dropped).items())),
+        "unused": sorted(unused),
+        "rows": sum(part["rows"] for part in by_part),
+        "share": max(part["share"] for part in by_part),
+        "sources": by_part,
+        "fields": dict(sorted(read.fields.items())),
+        "warnings": warnings,
+    }
 
 
-def _report(rejects: Rejects, out: Path) -> None:
+def _read_part(
+    data: Data, part: DataSource, source: Source, rejects: Rejects, number: int, read: _Read, spool: IO[str]
+) -> Counter[str]:
+    """Write the examples of one source to the spool. Returns what was left out by rule. Raises UserError."""
+    assert part.format is not None
+    rows = rejects.good(source.records(), COLUMNS[part.format], part.columns or {})
+    trees = Trees(rejects, part.language)
+    before = len(read.keys)
+    found = trees.conversations(rows) if part.format == "oasst-tree" else conversations(part.format, rows, rejects)
+    for conversation in islice(found, part.limit):
+        spool.write(_line(conversation, {"data": part.name} if data.sources else {}))
+        read.keys.append((conversation.key, conversation.split))
+        read.parts.append(number)
+        messages = messages_of(conversation.example)
+        read.lengths.append(len(messages) or 1)
+        read.fields.update({key for part in (conversation.example, *messages) for key in SPECIAL if key in part})
+    total = rejects.total_faults
+    if total and (data.bad_rows == "stop" or (rejects.share > data.max_rejected and len(read.keys) > before)):
+        what = f"{total:,} bad row{'s' if total > 1 else ''} of {rejects.rows:,} ({count_words(rejects.counts)})"
+        fix = "fix them, or leave them out with data.bad_rows=skip"
+        if data.bad_rows == "skip":
+            what += f", {rejects.share:.0%}: more than data.max_rejected={data.max_rejected:g}"
+            fix = f"{rejects.hint(part.format)}; a larger data.max_rejected takes the rest"
+        what += f", the first {len(rejects.faults)} follow" if total > len(rejects.faults) else ""
+        raise rejects.refuse(what, fix, source.root, source.shown)
+    if len(read.keys) == before:
+        raise _nothing(part, source, rejects, trees)
+    return trees.dropped
+
+
+def _report(counts: Counter[str], faults: list[Reject], out: Path) -> None:
     """Name what is left out: the first rows here, all of them in the file."""
-    if rejects.counts:
-        say(f"left out: {count_words(rejects.counts)}; each with file and line in {out / 'rejected.jsonl'}")
-    for reject in rejects.faults[:_SAID]:
+    if counts:
+        say(f"left out: {count_words(counts)}; each with file and line in {out / 'rejected.jsonl'}")
+    for reject in faults[:_SAID]:
         say(f"  {reject.file}:{reject.line}: {reject.reason}: {reject.detail}")
 
 
-def _line(conversation: Conversation) -> str:
-    return _ENCODE({"messages": conversation.messages, "source": conversation.source}) + "\n"
+def _line(conversation: Conversation, source: Mapping[str, str]) -> str:
+    return _ENCODE({**conversation.example, "source": {**source, **conversation.source}}) + "\n"
 
 
-def _assign(keys: list[tuple[str, str | None]], seed: int, fraction: float, *, own_splits: bool) -> tuple[list[str], list[str]]:
+def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> tuple[list[str], list[str]]:
     """The split of each conversation, and what is to be said about it."""
-    by_split = {name: {key for key, split in keys if split == name} for name in SPLITS}
-    if own_splits and all(by_split.values()):
-        both = by_split["train"] & by_split["eval"]
-        warnings = [f"conversations in the train and in the eval split of the input: {len(both)}"] if both else []
-        return [str(split) for _, split in keys], warnings
-    warnings = []
-    if own_splits:
-        empty = next(name for name, found in by_split.items() if not found)
-        warnings.append(f"the input's own {empty} split gives no conversation: the other one is split by data.eval_fraction")
-    chosen = choose_eval((key for key, _ in keys), seed, fraction)
-    if not chosen:
+    warnings, own = [], list(own_splits)
+    for number, has_own in enumerate(own_splits):
+        given = {split for (_, split), part in zip(read.keys, read.parts, strict=True) if part == number}
+        if has_own and (missing := [name for name in SPLITS if name not in given]):
+            own[number] = False
+            text = f"the input's own {missing[0]} split gives no conversation: the other one is split by data.eval_fraction"
+            warnings.append(text)
+    free = [key for (key, _), part in zip(read.keys, read.parts, strict=True) if not own[part]]
+    chosen = choose_eval(free, seed, fraction)
+    splits = [
+        str(split) if own[part] else "eval" if key in chosen else "train"
+        for (key, split), part in zip(read.keys, read.parts, strict=True)
+    ]
+    if free and not chosen and not any(own):
         warnings.append("a single conversation: the eval split is empty")
-    return ["eval" if key in chosen else "train" for key, _ in keys], warnings
+    by_split = {name: {key for (key, _), split in zip(read.keys, splits, strict=True) if split == name} for name in SPLITS}
+    if both := by_split["train"] & by_split["eval"]:
+        warnings.append(f"conversations in the train and in the eval split of the input: {len(both)}")
+    return splits, warnings
 
 
-def _write_splits(spool: Iterable[str], splits: list[str], lengths: Iterable[int], out: Path) -> dict[str, dict[str, int]]:
+def _copies(data: Data, read: _Read, splits: list[str], seed: int) -> array[int]:
+    """How often each example is written: of a source of weight 2.3 each twice, and three in ten once more.
+
+    Which ones goes by :func:`ranked`, so that it depends on the seed alone. What is held out is written once, or, like what is
+    trained, left out by a weight below 1.
+    """
+    copies = array("I", [1]) * len(read.keys)
+    for number, source in enumerate(data.sources or ()):
+        whole, rest = divmod(source.weight, 1)
+        for name in SPLITS:
+            mine = [at for at, part in enumerate(read.parts) if part == number and splits[at] == name]
+            order = ranked({read.keys[at][0] for at in mine}, seed)
+            more = set(order[: round(len(order) * rest)])
+            for at in mine:
+                wanted = int(whole) + (read.keys[at][0] in more)
+                copies[at] = wanted if name == "train" else min(wanted, 1)
+    return copies
+
+
+def _write_splits(
+    spool: IO[str], splits: list[str], lengths: Iterable[int], copies: array[int], out: Path
+) -> dict[str, dict[str, int]]:
+    """Copies stand behind all that is written once, so that packing puts no two of them into one row."""
     counts = {name: {"conversations": 0, "messages": 0} for name in SPLITS}
     with ExitStack() as stack:
         files = {name: stack.enter_context(publish.staged(out, f"{name}.jsonl").open("w", encoding="utf-8")) for name in SPLITS}
-        for line, split, length in zip(spool, splits, lengths, strict=True):
-            files[split].write(line)
-            counts[split]["conversations"] += 1
-            counts[split]["messages"] += length
+        for turn in range(max(copies)):
+            spool.seek(0)
+            for line, split, length, wanted in zip(spool, splits, lengths, copies, strict=True):
+                if turn < wanted:
+                    files[split].write(line)
+                    counts[split]["conversations"] += 1
+                    counts[split]["messages"] += length
     return counts
 
 
-def _nothing(data: Data, source: Source, rejects: Rejects, trees: Trees) -> UserError:
+def _nothing(part: DataSource, source: Source, rejects: Rejects, trees: Trees) -> UserError:
     """The input gives no conversation: say what was met instead."""
     problems = []
     if rejects.counts:
         first = rejects.faults[0] if rejects.faults else None
         example = f"; the first: {first.file}:{first.line}: {first.reason}: {first.detail}" if first else ""
-        problems.append(
-            Problem(
-                f"no conversation: every row is out ({count_words(rejects.counts)}){example}",
-                file=source.shown,
-                fix=f"is data.format={data.format} right?",
-            )
-        )
+        text = f"no conversation: every row is out ({count_words(rejects.counts)}){example}"
+        problems.append(Problem(text, file=source.shown, key="data.format", fix=rejects.hint(str(part.format))))
     if trees.dropped["language"]:
         met = ", ".join(f"{name} {count}" for name, count in trees.languages.most_common(8))
-        message = f"no tree has the language {data.language}; there are: {met}"
+        message = f"no tree has the language {part.language}; there are: {met}"
         problems.append(Problem(message, file=source.shown, key="data.language"))
     return UserError(problems or Problem("holds no usable conversation", file=source.shown))
 

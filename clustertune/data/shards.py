@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -43,51 +43,101 @@ class Encoder:
     template: str
     answers: bool
     """Only the assistant's words carry labels."""
+    completions: bool = True
+    """Of prompt and completion, only the completion carries labels."""
 
     @classmethod
     def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> Encoder:
         """As a recipe's ``train`` section asks. Raises UserError where the template marks no answers."""
-        asked = train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default)
-        return cls(tokenizer, training_template(tokenizer, marked=bool(asked)), bool(asked))
+        asked = bool(train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default))
+        template = training_template(tokenizer, marked=asked) if tokenizer.chat_template else ""
+        return cls(tokenizer, template, asked, train_args.get("completion_only_loss") is not False)
 
-    def encode(self, conversations: list[list[dict[str, str]]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
-        """Tokens with their label bits, and length, first and last label and count of labels, of each conversation."""
-        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": self.answers}
-        made = self.tokenizer.apply_chat_template(conversations, chat_template=self.template, **asked)
-        for number, found in enumerate(made["input_ids"]):
-            ids = np.asarray(found, np.uint32)
-            if not self.answers:
-                yield ids | LABEL, (len(ids), 0, len(ids) - 1, len(ids))
+    def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
+        """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
+
+        An example gives one; a preference gives two, prompt with chosen and prompt with rejected. As TRL 1.16 does it
+        (``tokenize_fn`` of sft_trainer.py and of dpo_trainer.py).
+        """
+        prompts = iter(self._render([(row["prompt"], row.get("tools")) for row in examples if "prompt" in row], whole=False))
+        whole = iter(self._render([(turns, row.get("tools")) for row in examples for turns in _whole(row)], whole=True))
+        for row in examples:
+            if "text" in row:
+                end = self.tokenizer.eos_token or ""
+                text = row["text"] if row["text"].endswith(end) else row["text"] + end
+                ids = np.asarray(self.tokenizer(text)["input_ids"], np.uint32)
+                yield _head(ids, np.ones(len(ids), bool))
                 continue
-            mask = np.asarray(made["assistant_masks"][number], bool)
-            places = np.flatnonzero(mask)
-            first, last = (int(places[0]), int(places[-1])) if len(places) else (np.iinfo(np.int32).max, -1)
-            yield np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places))
+            found = [next(whole) for _ in _whole(row)]
+            if "prompt" in row:
+                prompt, _ = next(prompts)
+                begin = min(_common(prompt, ids) for ids, _ in found)
+                if "rejected" in row or self.completions:
+                    found = [(ids, mask & (np.arange(len(ids)) >= begin)) for ids, mask in found]
+            yield from (_head(ids, mask) for ids, mask in found)
+
+    def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Tokens of chats with their tools, and which of them may carry a label. Not ``whole``: up to the answer."""
+        marked = self.answers and whole
+        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
+        for tools, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats of the same tools
+            made = self.tokenizer.apply_chat_template(
+                [turns for turns, _ in group],
+                tools=tools,
+                chat_template=self.template,
+                add_generation_prompt=not whole,
+                **asked,
+            )
+            for number, found in enumerate(made["input_ids"]):
+                ids = np.asarray(found, np.uint32)
+                yield ids, np.asarray(made["assistant_masks"][number], bool) if marked else np.ones(len(ids), bool)
 
     def encode_lines(self, lines: list[tuple[int, bytes]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """The same of lines, each with the place of its first byte. Raises Refused."""
         from jinja2 import TemplateError
 
-        conversations = [json.loads(line)["messages"] for _, line in lines]
+        examples = [json.loads(line) for _, line in lines]
         try:
-            found = list(self.encode(conversations))
-        except TemplateError as error:
-            for (place, _), conversation in zip(lines, conversations, strict=True):
+            found = list(self.encode(examples))
+        except (TemplateError, TypeError, KeyError, ValueError) as error:  # a template's filter meets what it does not take
+            for (place, _), example in zip(lines, examples, strict=True):
                 try:
-                    list(self.encode([conversation]))
-                except TemplateError as own:
+                    list(self.encode([example]))
+                except (TemplateError, TypeError, KeyError, ValueError) as own:
                     raise Refused(place, f"the chat template refuses it: {own}") from None
             raise Refused(lines[0][0], f"the chat template refuses it: {error}") from None
-        for (place, _), (ids, heads) in zip(lines, found, strict=True):
-            if heads[3] == 0:
-                raise Refused(place, "no token carries a label: the chat template marks no assistant's words in it")
-            yield ids, heads
+        made = iter(found)
+        for (place, _), example in zip(lines, examples, strict=True):
+            for ids, heads in islice(made, len(_whole(example)) or 1):
+                if heads[3] == 0:
+                    raise Refused(place, "no token carries a label: the chat template marks no assistant's words in it")
+                yield ids, heads
 
 
-def look(conversation: list[dict[str, str]], tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens of one conversation, and how many of them carry a label. Raises UserError."""
-    ((_, (count, _, _, labelled)),) = Encoder.of(tokenizer, train_args).encode([conversation])
-    return count, labelled
+def _whole(row: Mapping[str, Any]) -> list[Any]:
+    """The chats that an example is made of; none of a text."""
+    if "messages" in row:
+        return [row["messages"]]
+    return [row["prompt"] + row[key] for key in ("completion", "chosen", "rejected") if key in row]
+
+
+def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """Length of the common beginning. It may be shorter than the prompt: tokens merge over its end, or the template goes on."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _head(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    places = np.flatnonzero(mask)
+    first, last = (int(places[0]), int(places[-1])) if len(places) else (np.iinfo(np.int32).max, -1)
+    return np.where(mask, ids | LABEL, ids), (len(ids), first, last, len(places))
+
+
+def look(example: Mapping[str, Any], tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens of one example, and how many of them carry a label. Raises UserError."""
+    found = [head for _, head in Encoder.of(tokenizer, train_args).encode([example])]
+    return sum(head[0] for head in found), sum(head[3] for head in found)
 
 
 def make_shard(job: Job, encoder: Encoder) -> float:

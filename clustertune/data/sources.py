@@ -1,20 +1,20 @@
-"""Where the rows come from: one file, a folder of files grouped into splits by name, or the Hub."""
+"""Where the rows come from: a file, a folder of files grouped into splits by name, an object store, or the Hub."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from clustertune.config.resolved import expand_home, is_there
-from clustertune.config.schema import Data
+from clustertune.config.schema import Data, DataSource, is_address
 from clustertune.console import byte_progress
-from clustertune.data.rejects import Place, Rejects
-from clustertune.data.rows import COLUMNS, SUFFIXES, Record, is_data_file, read_file
+from clustertune.data.rejects import Place
+from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, kind_of, read_file
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
 
@@ -34,8 +34,13 @@ def split_of(name: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_table(path: Path) -> bool:
-    return path.is_file() and is_data_file(path) and path.name not in _DESCRIPTIONS
+_READABLE = f"{', '.join(KINDS)}, all but the last two also with {', '.join(PACKED)} behind"
+_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "last_modified", "LastModified", "mtime", "created")
+"""What object stores say of a file that changes with its content."""
+
+
+def _is_data(name: str) -> bool:
+    return kind_of(name) != ("", "") and PurePosixPath(name).name not in _DESCRIPTIONS
 
 
 def _readable(name: Path) -> str:
@@ -49,8 +54,10 @@ class Source(Protocol):
     shown: str
     """What to call it in a message."""
     root: Path | None
-    """The folder that the file names of its records start from; None for the Hub."""
+    """The folder that the file names of its records start from; None where they are not on this machine."""
     warnings: list[str]
+    unused: set[str]
+    """Columns that no format has, and that were not read."""
 
     def identity(self) -> list[Any] | None:
         """What the records depend on, for reuse: names and hashes. None where that cannot be known without reading them."""
@@ -58,78 +65,198 @@ class Source(Protocol):
     def has_splits(self) -> bool:
         """Whether every record has its split from the input: it needs a train split and an eval split."""
 
-    def records(self, rejects: Rejects) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
         """All records, in order."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    path: Path
+    """One file of the input."""
+
+    path: str
+    """On this machine, or in the object store."""
     name: str
+    """Below the input, as text that can be written."""
     split: str | None
 
 
 class LocalFiles:
     """A file, or the data files of a folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: DataSource) -> None:
         self.shown = str(path)
-        self.warnings: list[str] = []
         self.root: Path | None = path if path.is_dir() else path.parent
+        self._begin(part)
         if path.is_dir():
-            self.files = self._list(path)
-        elif is_data_file(path):
-            self.files = [InputFile(path, _readable(Path(path.name)), None)]
+            folder = path / part.config if part.config else path
+            if not is_there(folder):
+                raise UserError(
+                    Problem("no such folder", file=str(folder), key="data.config", fix="it names a folder in the input")
+                )
+            found = sorted(p for p in folder.glob("[!.]*") if p.is_file())
+            for below in ("data", *sorted(p.name for p in folder.glob("[!.]*") if p.is_dir() and split_of(p.name))):
+                found += sorted(p for p in (folder / below).glob("[!.]*") if p.is_file())
+            self.files = self._chosen([(str(p), _readable(p.relative_to(folder))) for p in found])
         else:
-            raise UserError(Problem("unknown kind of file", file=str(path), fix=f"known are {', '.join(SUFFIXES)}"))
+            self.files = self._chosen([(str(path), _readable(Path(path.name)))])
 
-    def _list(self, folder: Path) -> list[InputFile]:
-        """Files named after a split, those of train first, in the folder or else in its ``data`` (a Hub snapshot).
+    def _begin(self, part: DataSource) -> None:
+        self.warnings: list[str] = []
+        self.unused: set[str] = set()
+        self._part = part
+        self._wanted = KNOWN | set((part.columns or {}).values())
 
-        Where none is, all files of the folder are one pool.
+    def _chosen(self, found: list[tuple[str, str]]) -> list[InputFile]:
+        """Files named after a split, those of train first, in the folder or else in the folders of it; where none is, the files
+        of the folder are one pool. With ``data.split``, the files that it names.
         """
-        levels = []
-        for level in (folder, folder / "data"):
-            paths = sorted(p for p in level.glob("[!.]*") if _is_table(p)) if level.is_dir() else []
-            levels.append([InputFile(p, _readable(p.relative_to(folder)), split_of(p.name)) for p in paths])
-        for files in levels:
-            named = [file for file in files if file.split]
-            if named:
-                other = sorted({file.name for files in levels for file in files} - {file.name for file in named})
+        files = [InputFile(path, name, split_of(name)) for path, name in found if _is_data(name)]
+        if not files:
+            there = f"; there is {found[0][1]}" if found else ""
+            raise UserError(Problem(f"no file of a known kind{there}", file=self.shown, fix=f"known are {_READABLE}"))
+        if len(found) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
+            return [InputFile(files[0].path, files[0].name, None)]
+        if self._part.split is not None:
+            return self._asked(files)
+        levels = [[f for f in files if "/" not in f.name], [f for f in files if "/" in f.name]]
+        for level in levels:
+            if named := [file for file in level if file.split]:
+                other = sorted({file.name for file in files} - {file.name for file in named})
                 if other:
-                    self.warnings.append(f"{folder}: not read, being named after no split: {', '.join(other)}")
+                    self.warnings.append(f"{self.shown}: not read, being named after no split: {', '.join(other)}")
                 return sorted(named, key=lambda file: file.split != "train")
-        for files in levels:
-            if files:
-                return files
-        raise UserError(Problem("no data file in the folder", file=str(folder), fix=f"known are {', '.join(SUFFIXES)}"))
+        return next(level for level in levels if level)
+
+    def _asked(self, files: list[InputFile]) -> list[InputFile]:
+        asked = wanted_splits(self._part)
+        found = [InputFile(f.path, f.name, split) for split, name in asked.items() for f in files if _is_of(f.name, name)]
+        for name in asked.values():
+            if not any(_is_of(file.name, name) for file in files):
+                text = f"no file of the split {name}; there are {', '.join(file.name for file in files[:8])}"
+                fix = "the name of a file begins with that of its split, or a folder has it; a part of a split: data.limit"
+                raise UserError(Problem(text, file=self.shown, key="data.split", fix=fix))
+        return found
 
     def identity(self) -> list[Any] | None:
         found = []
-        for folder in sorted({file.path.parent for file in self.files}):
-            require_whole(folder, only=[file.path.name for file in self.files if file.path.parent == folder])
+        for folder in sorted({Path(file.path).parent for file in self.files}):
+            require_whole(folder, only=[Path(file.path).name for file in self.files if Path(file.path).parent == folder])
         for file in self.files:
             try:
-                found.append([file.name, file.split, hash_file(file.path).sha256])
+                found.append([file.name, file.split, hash_file(Path(file.path)).sha256])
             except OSError as error:
-                raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(file.path))) from None
+                raise UserError(Problem(f"cannot be read: {error.strerror}", file=file.path)) from None
         return found
 
     def has_splits(self) -> bool:
         return _has_splits({file.split for file in self.files}, self.shown)
 
-    def records(self, rejects: Rejects) -> Iterator[Record]:
+    def _opener(self, file: InputFile) -> Callable[[], Any]:
+        return lambda: Path(file.path).open("rb", buffering=0)
+
+    def _size(self, file: InputFile) -> int:
+        return Path(file.path).stat().st_size
+
+    def records(self) -> Iterator[Record]:
         before = 0
         with byte_progress() as bar:
-            sizes = [file.path.stat().st_size for file in self.files]
+            sizes = [self._size(file) for file in self.files]
             task = bar.add_task("reading", total=sum(sizes))
             for file, size in zip(self.files, sizes, strict=True):
 
                 def advance(done: int, base: int = before) -> None:
                     bar.update(task, completed=base + done)
 
-                yield from read_file(file.path, file.name, file.split, rejects, advance)
+                place = Place(file.name, 1, file.split)
+                yield from read_file(self._opener(file), place, file.path, self._wanted, advance, self.unused)
                 before += size
+
+
+class Addressed(LocalFiles):
+    """The same in an object store, or behind a web address, through fsspec, which reads them piece by piece.
+
+    ``datasets`` opens such files with fsspec too. The keys are those of the storage's own tools, in the environment.
+    """
+
+    def __init__(self, address: str, part: DataSource) -> None:
+        self.shown, self.root = address, None
+        self._begin(part)
+        try:
+            import fsspec
+
+            self._fs, path = fsspec.core.url_to_fs(address)
+            web = address.startswith(("http://", "https://"))
+            if not web and self._fs.isdir(path):
+                base = f"{path}/{part.config}" if part.config else path
+                found = [(name, name.removeprefix(base).lstrip("/")) for name in sorted(self._fs.find(base))]
+            else:
+                names = sorted(self._fs.glob(path)) if "*" in path else [path]
+                found = [(name, PurePosixPath(name).name) for name in names]
+        except ImportError as error:
+            fix = "install the package in the image, or fetch the files and name the folder"
+            raise UserError(Problem(f"cannot be read: {error}", file=address, key="data.input", fix=fix)) from None
+        except Exception as error:  # each storage has its own exceptions
+            raise self._unreachable(error) from None
+        self.files = self._chosen(found)
+
+    def _unreachable(self, error: Exception) -> UserError:
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "is the address right, does this machine have a network, and are the storage's keys in the environment?"
+        return UserError(
+            Problem(f"cannot be read: {type(error).__name__}: {words}", file=self.shown, key="data.input", fix=fix)
+        )
+
+    def _info(self, file: InputFile) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = self._fs.info(file.path)
+        except Exception as error:
+            raise self._unreachable(error) from None
+        return found
+
+    def identity(self) -> list[Any] | None:
+        found = []
+        for file in self.files:
+            info = self._info(file)
+            marks = [str(info[key]) for key in _MARKS if info.get(key)]
+            if not marks:
+                self.warnings.append(
+                    f"{self.shown}: the storage does not say when {file.name} changed: it is read anew each time"
+                )
+                return None
+            found.append([file.name, file.split, info.get("size"), *marks])
+        return found
+
+    def _opener(self, file: InputFile) -> Callable[[], Any]:
+        def opened() -> Any:
+            try:
+                return self._fs.open(file.path, "rb")
+            except Exception as error:
+                raise self._unreachable(error) from None
+
+        return opened
+
+    def _size(self, file: InputFile) -> int:
+        return int(self._info(file).get("size") or 0)
+
+    def records(self) -> Iterator[Record]:
+        try:
+            yield from super().records()
+        except (UserError, GeneratorExit):
+            raise
+        except Exception as error:  # a connection that breaks while a file is read
+            raise self._unreachable(error) from None
+
+
+def wanted_splits(part: DataSource) -> dict[str | None, str]:
+    """By our split (None: all are one pool), the input's name of it that the recipe asks for."""
+    if not isinstance(part.split, dict):
+        return {None: str(part.split)}
+    return {ours if len(part.split) > 1 else None: name for ours, name in part.split.items()}
+
+
+def _is_of(name: str, split: str) -> bool:
+    """``train_sft``: train_sft.jsonl, data/train_sft-00000-of-00003.parquet, train_sft/rows.jsonl."""
+    return any(re.match(rf"{re.escape(split)}(?![A-Za-z0-9_])", part) for part in name.split("/"))
 
 
 class Hub:
@@ -137,37 +264,51 @@ class Hub:
 
     root: Path | None = None
 
-    def __init__(self, name: str, revision: str | None) -> None:
-        self.name = name
-        self.revision = revision
-        self.shown = f"{name}@{revision[:12]}" if revision else name
+    def __init__(self, part: DataSource) -> None:
+        self._part = part
+        self.name, self.revision = part.name, part.revision
+        self.shown = f"{part.name}@{part.revision[:12]}" if part.revision else part.name
         self.warnings: list[str] = []
-        if revision is None:
-            self.warnings.append(f"{name}: data.revision is not pinned, the dataset is prepared anew each time")
-        self._loaded: dict[str, Any] | None = None
+        self.unused: set[str] = set()
+        if part.revision is None:
+            self.warnings.append(f"{part.name}: data.revision is not pinned, the dataset is prepared anew each time")
+        self._loaded: list[tuple[str, str | None, Any]] | None = None
 
     def identity(self) -> list[Any] | None:
-        return ["hub", self.name, self.revision] if self.revision else None
+        asked = [value for value in (self._part.config, self._part.split) if value]
+        return ["hub", self.name, self.revision, *asked] if self.revision else None
 
-    def _splits(self) -> dict[str, Any]:
+    def _splits(self) -> list[tuple[str, str | None, Any]]:
+        """Name on the Hub, split of ours and rows; those of train first."""
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self) -> list[tuple[str, str | None, Any]]:
         import datasets
 
+        def load(**more: Any) -> Any:
+            config = {"name": self._part.config} if self._part.config else {}
+            return datasets.load_dataset(self._snapshot() or self.name, revision=self.revision, **config, **more)
+
         try:
-            found = datasets.load_dataset(self._snapshot() or self.name, revision=self.revision)
+            if self._part.split is not None:
+                return [(name, split, load(split=name)) for split, name in wanted_splits(self._part).items()]
+            found = load()
         except Exception as error:  # the exceptions of the Hub's clients have no common base
-            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            words = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
+            key = next((f"data.{name}" for name in ("config", "split") if name in words.lower().split()), "data.name")
             fix = "without the network, name a local copy: data.input=PATH (a file, or a snapshot folder)"
-            raise UserError(Problem(f"{self.shown} cannot be had from the Hub: {words}", key="data.name", fix=fix)) from None
+            raise UserError(Problem(f"{self.shown} cannot be had from the Hub: {words}", key=key, fix=fix)) from None
         by_name = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
         named = {name: rows for name, rows in by_name.items() if split_of(name)}
         if named and (other := sorted(set(by_name) - set(named))):
             self.warnings.append(f"{self.shown}: splits that are neither train nor eval are not read: {', '.join(other)}")
-        return dict(sorted((named or by_name).items(), key=lambda item: split_of(item[0]) != "train"))
+        chosen = [(name, split_of(name), rows) for name, rows in (named or by_name).items()]
+        for ours in ("train", "eval"):
+            if len(several := [name for name, split, _ in chosen if split == ours]) > 1:
+                self.warnings.append(f"{self.shown}: {', '.join(several)} are all read as {ours}: data.split chooses")
+        return sorted(chosen, key=lambda item: item[1] != "train")
 
     def _snapshot(self) -> str | None:
         """Without the network: the Hub's cache, which ``datasets`` 5.2 does not look into for a dataset's own files."""
@@ -185,13 +326,15 @@ class Hub:
         return found
 
     def has_splits(self) -> bool:
-        return _has_splits({split_of(name) for name in self._splits()}, self.shown)
+        return _has_splits({split for _, split, _ in self._splits()}, self.shown)
 
-    def records(self, rejects: Rejects) -> Iterator[Record]:  # noqa: ARG002 - the Hub's rows are whole and typed
-        for name, rows in self._splits().items():
-            known = rows.select_columns([column for column in rows.column_names if column in COLUMNS])
+    def records(self) -> Iterator[Record]:
+        wanted = KNOWN | set((self._part.columns or {}).values())
+        for name, split, rows in self._splits():
+            self.unused |= set(rows.column_names) - wanted
+            known = rows.select_columns([column for column in rows.column_names if column in wanted] or rows.column_names)
             for number, row in enumerate(known, 1):
-                yield Place(f"{self.name}/{name}", number, split_of(name), number), dict(row)
+                yield Place(f"{self.name}/{name}", number, split, number), dict(row)
 
 
 def _has_splits(splits: set[str | None], shown: str) -> bool:
@@ -200,14 +343,23 @@ def _has_splits(splits: set[str | None], shown: str) -> bool:
     return splits == {"train", "eval"}
 
 
-def find_source(data: Data, recipe_folder: Path, input_path: Path | None) -> Source:
-    """What ``--input`` says, else ``data.input``, else the Hub. Raises UserError where a path does not exist."""
-    if input_path is not None:
-        return LocalFiles(_existing([expand_home(input_path)], "--input"))
-    if data.input is not None:
-        path = expand_home(data.input)
-        return LocalFiles(_existing([recipe_folder / path, path], "data.input"))
-    return Hub(data.name, data.revision)
+def find_sources(data: Data, recipe_folder: Path, input_path: Path | None) -> list[tuple[DataSource, Source]]:
+    """What ``--input`` says, else for each part ``input``, else the Hub. Raises UserError where a path does not exist."""
+    if input_path is None:
+        return [(part, _find(part, recipe_folder, key)) for key, part in data.keyed_parts()]
+    if data.sources:
+        fix = "override data.sources with one source, or leave --input out"
+        raise UserError(Problem("names one input, the recipe mixes several", file=str(input_path), key="--input", fix=fix))
+    return [(data, LocalFiles(_existing([expand_home(input_path)], "--input"), data))]
+
+
+def _find(part: DataSource, recipe_folder: Path, key: str) -> Source:
+    if part.input is None:
+        return Hub(part)
+    if is_address(part.input):
+        return Addressed(part.input, part)
+    path = expand_home(part.input)
+    return LocalFiles(_existing([recipe_folder / path, path], f"{key}.input"), part)
 
 
 def _existing(candidates: list[Path], key: str) -> Path:

@@ -14,5 +14,9 @@ def choose_eval(keys: Iterable[str], seed: int, fraction: float) -> set[str]:
     """
     distinct = set(keys)
     count = min(max(round(len(distinct) * fraction), 1), len(distinct) - 1)
-    ranked = sorted(distinct, key=lambda key: hashlib.sha256(f"{seed}\0{key}".encode()).digest())
-    return set(ranked[: max(count, 0)])
+    return set(ranked(distinct, seed)[: max(count, 0)])
+
+
+def ranked(keys: Iterable[str], seed: int) -> list[str]:
+    """The keys in the order of SHA-256 over seed and key."""
+    return sorted(keys, key=lambda key: hashlib.sha256(f"{seed}\0{key}".encode()).digest())

@@ -46,10 +46,13 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
     )
 
 
-def load_tokenizer(source: str, revision: str | None, template: str | None, train_args: Mapping[str, Any]) -> Any:
+def load_tokenizer(
+    source: str, revision: str | None, template: str | None, train_args: Mapping[str, Any], *, chats: bool = True
+) -> Any:
     """The tokenizer of a model folder or Hub id, with a chat template (its own, else ``template``), EOS and a padding token.
 
-    ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section. Raises UserError where it cannot be had.
+    ``train_args``: ``eos_token`` and ``pad_token`` of a recipe's ``train`` section; without ``chats`` it needs no template.
+    Raises UserError where it cannot be had.
     """
     from transformers import AutoTokenizer
 
@@ -60,7 +63,7 @@ def load_tokenizer(source: str, revision: str | None, template: str | None, trai
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
         raise UserError(Problem(f"the tokenizer of {source} cannot be had: {words}", key="model.name", fix=fix)) from None
     if not tokenizer.chat_template:
-        if template is None:
+        if template is None and chats:
             raise UserError(
                 Problem(
                     f"the tokenizer of {source} has no chat template",
@@ -74,6 +77,8 @@ def load_tokenizer(source: str, revision: str | None, template: str | None, trai
             raise UserError(Problem(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token"))
         tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
     tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
+    if not tokenizer.chat_template:
+        return tokenizer
     try:
         render_turn(tokenizer, "")
     except UserError:

@@ -71,6 +71,7 @@ def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> d
         "template": hashlib.sha256(encoder.template.encode()).hexdigest(),
         "assistant_only_loss": encoder.answers,
         "versions": versions(),
+        **({} if encoder.completions else {"completion_only_loss": False}),
     }
     return {"tokens": tokens, "rows": packing.settings(train_args)}
 
@@ -202,7 +203,8 @@ def _tokenise(
     missing = [job for job in everything if read_shard(job[3]) is None]
     if len(missing) < len(everything):
         say(f"tokens: {len(everything) - len(missing)} of {len(everything)} shards were there")
-    encoder = Encoder.of(tokenizer, {"assistant_only_loss": what["assistant_only_loss"]})
+    encoder = Encoder.of(tokenizer, {key: what.get(key) for key in ("assistant_only_loss", "completion_only_loss")})
+    _check_fields(read_manifest(dataset, DATASET).meta.get("fields", {}), encoder.template, dataset)
     processes = max(1, min(len(os.sched_getaffinity(0)), len(missing)))
     began, longest = time.perf_counter(), tokenizer.model_max_length
     tokenizer.model_max_length = int(1e30)  # no warning for each long conversation
@@ -227,6 +229,18 @@ def _tokenise(
         "processes": processes,
     }
     return {"splits": splits, "rates": rates}, records
+
+
+def _check_fields(fields: Mapping[str, int], template: str, dataset: Path) -> None:
+    """Raise UserError where the chat template knows no tools and the data have some; reasoning may be left out on purpose."""
+    for name, count in fields.items():
+        if name in template:
+            continue
+        text = f"{count:,} examples hold {name}, which the chat template does not name: it would leave them out"
+        if name in ("tools", "tool_calls"):
+            fix = "name a template that renders them, or leave these examples out of the input"
+            raise UserError(Problem(text, file=str(dataset), key="model.chat_template", fix=fix))
+        say(f"warning: {text}")
 
 
 def _refusal(jobs: list[Job], place: int, text: str) -> UserError:

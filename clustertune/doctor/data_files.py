@@ -15,6 +15,7 @@ import yaml
 from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Seen, rule
 from clustertune.config.resolved import expand_home, is_there
+from clustertune.config.schema import is_address
 from clustertune.doctor.recipe_context import Context
 from clustertune.doctor.recipe_model import snapshot
 from clustertune.errors import UserError
@@ -45,22 +46,39 @@ def dataset(context: Context) -> Iterator[Seen]:
     Why: prepare fails, and with it every job that waits for it
     See: https://huggingface.co/docs/datasets/loading
     """
-    data, path = context.resolved.recipe.data, context.resolved.input_path
-    if context.staged is not None:
-        path = bundle.data_input(context.resolved)
     if context.silent or context.staged_problems:
         return
-    if path is not None:
+    for key, path in bundle.data_inputs(context.resolved).items():
         if not is_there(path):
             status = FAIL if context.is_ours or len(context.cluster.nodes) < 2 else UNKNOWN
-            text = f"data.input {data.input} is not there on this machine"
-            yield Seen(status, text, "give a file or folder; relative ones lie beside the recipe")
+            yield Seen(
+                status,
+                f"{key} {path} is not there on this machine",
+                "give a file or folder; relative ones lie beside the recipe",
+            )
         elif not os.access(path, os.R_OK):
-            yield Seen(FAIL, f"data.input {path} cannot be read", "change who may read it")
-    elif context.offline and _is_absent(snapshot(context.hub, "datasets", data.name, data.revision)):
-        text = f"{data.name} at {data.revision} is not in {context.hub}, and HF_HUB_OFFLINE is set"
-        fix = f"hf download {data.name} --repo-type dataset --revision {data.revision}, where the network is"
-        yield Seen(FAIL, text, fix)
+            yield Seen(FAIL, f"{key} {path} cannot be read", "change who may read it")
+    for key, part in context.resolved.recipe.data.keyed_parts():
+        if part.input is not None and is_address(part.input):
+            if (missing := _lacks_package(part.input)) is not None:
+                yield Seen(FAIL, f"{key}.input {part.input} cannot be read: {missing}", "install it in the image")
+        elif part.input is None and context.offline and _is_absent(snapshot(context.hub, "datasets", part.name, part.revision)):
+            text = f"{part.name} at {part.revision} is not in {context.hub}, and HF_HUB_OFFLINE is set"
+            fix = f"hf download {part.name} --repo-type dataset --revision {part.revision}, where the network is"
+            yield Seen(FAIL, text, fix)
+
+
+def _lacks_package(address: str) -> str | None:
+    """Why fsspec cannot open such an address here, such as that s3fs is not installed; None where it can."""
+    if importlib.util.find_spec("fsspec") is None:
+        return None
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(address.split(":", maxsplit=1)[0])
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _is_absent(path: Path | None) -> bool:

@@ -330,7 +330,7 @@ def build(
         arch=arch or platform.machine(),
     )
     staged = bundle.staged_folder(resolved)
-    places = (context.run_dir, context.hub, context.weights_at, resolved.input_path, env_file.parent, staged)
+    places = (context.run_dir, context.hub, context.weights_at, *resolved.inputs.values(), env_file.parent, staged)
     silent = unanswered(path for path in dict.fromkeys(places) if path is not None)
     if silent:
         return replace(context, silent=silent, run_dir=None if context.run_dir in silent else context.run_dir)

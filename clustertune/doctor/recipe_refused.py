@@ -31,5 +31,5 @@ def doubtful(context: Context) -> Iterator[Seen]:
     See: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     """
     for warning in context.resolved.warnings:
-        if not warning.startswith("data.input"):  # a missing input has a rule of its own
+        if not warning.startswith("data."):  # a missing input has a rule of its own
             yield Seen(WARN, warning)

@@ -114,10 +114,12 @@ def labels(context: Context) -> Iterator[Seen]:
     See: https://github.com/huggingface/trl/pull/3586
     """
     stated = context.resolved.origins.get("train.assistant_only_loss", "default") != "default"
-    if context.is_real and not context.resolved.train_args.get("assistant_only_loss") and not stated:
-        text = (
-            f"{context.resolved.recipe.data.format} conversations, and train.assistant_only_loss is not given: all tokens count"
-        )
+    parts = context.resolved.recipe.data.parts
+    formats = dict.fromkeys(
+        str(part.format) for part in parts if part.format in ("messages", "sharegpt", "oasst-tree", "lima", "alpaca")
+    )
+    if context.is_real and formats and not context.resolved.train_args.get("assistant_only_loss") and not stated:
+        text = f"{' and '.join(formats)} conversations, and train.assistant_only_loss is not given: all tokens count"
         yield Seen(WARN, text)
 
 
@@ -230,6 +232,8 @@ def pinned(context: Context) -> Iterator[Seen]:
     if recipe.model.weights == "hub" and recipe.model.path is None and recipe.model.revision is None:
         fix = f"model.revision: the commit of {recipe.model.name}, 40 hex digits"
         yield Seen(FAIL, f"model {recipe.model.name} without a revision", fix)
-    if recipe.data.input is None and recipe.data.revision is None:
-        fix = f"data.revision: the commit of {recipe.data.name}, 40 hex digits"
-        yield Seen(FAIL, f"dataset {recipe.data.name} without a revision", fix)
+    for key, part in recipe.data.keyed_parts():
+        if part.input is None and part.revision is None:
+            yield Seen(
+                FAIL, f"dataset {part.name} without a revision", f"{key}.revision: the commit of {part.name}, 40 hex digits"
+            )

@@ -78,8 +78,8 @@ def hidden(context: Context) -> Iterator[Seen]:
         return
     host = context.facts.hostname if context.facts else os.uname().nodename
     places = [("the run folder", context.run_dir)]
-    if (given := context.resolved.input_path) is not None and not given.is_relative_to(context.resolved.folder):
-        places.append(("data.input", given))
+    given = context.resolved.inputs.items()
+    places += [(key, path) for key, path in given if not path.is_relative_to(context.resolved.folder)]
     for problem in visible.find_problems(places, context.cluster, host, context.mounts):
         yield Seen(FAIL, problem.message, problem.fix or "put it on shared storage", problem.file or "")
 

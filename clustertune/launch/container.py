@@ -79,7 +79,7 @@ def places_of(resolved: Resolved, run_path: Path) -> list[Path]:
     names by a path."""
     recipe = resolved.recipe
     shared = RunDir(run_path).shared_tokens
-    named = [resolved.folder, recipe.staged, recipe.model.path, resolved.input_path]
+    named = [resolved.folder, recipe.staged, recipe.model.path, *resolved.inputs.values()]
     found = [Path(path).absolute() for path in named if path]
     run = run_path.resolve() if shared is None else shared.parent.resolve()
     return [run, *(path for path in found if not path.is_relative_to(ROOT))]

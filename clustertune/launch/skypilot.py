@@ -80,7 +80,7 @@ def task_name(resolved: Resolved) -> str:
 def secrets(resolved: Resolved) -> list[str]:
     """Names of the secrets that the run cannot do without; their values never stand in the task."""
     model, data = resolved.recipe.model, resolved.recipe.data
-    from_hub = (model.weights == "hub" and model.path is None) or data.input is None
+    from_hub = (model.weights == "hub" and model.path is None) or any(part.input is None for part in data.parts)
     return ["HF_TOKEN"] if from_hub else []
 
 
@@ -109,9 +109,10 @@ def _problems(resolved: Resolved, overrides: Sequence[str], options: Options) ->
     if not Path(resolved.folder).is_relative_to(ROOT):
         text, fix = "lies outside of the checkout, which is what SkyPilot copies", "move the recipe below recipes/"
         problems.append(Problem(text, file=resolved.folder, fix=fix))
-    if (given := resolved.recipe.data.input) is not None and (path := resolved.input_path) and not path.is_relative_to(ROOT):
-        text, fix = f"{given} lies outside of the checkout, which is what SkyPilot copies", "move it below recipes/"
-        problems.append(Problem(text, file=resolved.name, key="data.input", fix=fix))
+    for key, path in resolved.inputs.items():
+        if not path.is_relative_to(ROOT):
+            text, fix = f"{path} lies outside of the checkout, which is what SkyPilot copies", "move it below recipes/"
+            problems.append(Problem(text, file=resolved.name, key=key, fix=fix))
     return problems
 
 

@@ -99,6 +99,12 @@ def find_problems(resolved: Resolved) -> list[Problem]:
         text = f"{micro} micro batches a step, which are no multiple of the {m.pipeline_model_parallel_size} interleaved stages"
         fix = "a multiple, or leave megatron.virtual_pipeline_model_parallel_size out"
         add("train.global_batch_size", text, fix)
+    if other := sorted({str(part.format) for part in resolved.recipe.data.parts} & {"prompt-completion", "preference", "text"}):
+        add(
+            "data.format",
+            f"{', '.join(other)} is not carried to Megatron-Bridge",
+            "messages, or another format of conversations",
+        )
     if resolved.recipe.model.weights != "hub":
         add("model.weights", "random: Megatron-Bridge converts published weights", "model.weights=hub")
     return [*problems, *_lora_problems(resolved)]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.resolved import Resolved, expand_home
+from clustertune.config.resolved import Resolved, expand_home, is_there
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, Manifest, read_manifest
 
@@ -48,15 +48,30 @@ def model_folder(folder: Path) -> Path | None:
 
 
 def data_input(resolved: Resolved) -> Path | None:
-    """The file or folder with a recipe's conversations, in its parcel where it has one.
+    """The file or folder with a recipe's conversations in its parcel; None where they lie where the recipe says.
 
-    None where they are a dataset of the Hub, which lies in the cache. A recipe scaled down has conversations of its own,
-    which come with the project.
+    A recipe scaled down has conversations of its own, which come with the project.
     """
     folder = staged_folder(resolved)
     if folder is None or bool(read(folder).meta.get("tiny")) != resolved.tiny:
-        return resolved.input_path
-    return _place(folder, "data") or resolved.input_path
+        return None
+    return _place(folder, "data")
+
+
+def data_inputs(resolved: Resolved) -> dict[str, Path]:
+    """Files and folders with a recipe's conversations by their keys, of its parcel where it has one; none of the Hub."""
+    staged = data_input(resolved)
+    return {"data.input": staged} if staged is not None else resolved.inputs
+
+
+def missing_inputs(resolved: Resolved) -> list[Problem]:
+    """Those of them that are not there."""
+    fix = "data.input=PATH names another file or folder"
+    return [
+        Problem("no such file or folder", file=str(path), key=key, fix=fix)
+        for key, path in data_inputs(resolved).items()
+        if not is_there(path)
+    ]
 
 
 def prompts(resolved: Resolved) -> Path | None:
@@ -130,7 +145,7 @@ def _model_of(resolved: Resolved) -> dict[str, Any]:
 
 def _data_of(resolved: Resolved) -> dict[str, Any]:
     data = resolved.recipe.data
-    return {"name": data.name, "revision": None if data.input else data.revision}
+    return {"name": data.name, "revision": None if data.input or data.sources else data.revision}
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -117,10 +117,15 @@ class Collector:
         return lambda out: hub.download(kind, name, revision, names, out)
 
     def _data(self) -> list[Part]:
-        data, source = self._resolved.recipe.data, self._resolved.input_path
-        if data.input is None:
+        data, source = self._resolved.recipe.data, self._resolved.inputs.get("data.input")
+        if data.sources or (data.input is not None and source is None):
+            key, what = ("data.sources", "a mixture") if data.sources else ("data.input", "an address")
+            fix = (
+                f"clustertune prepare {self._resolved.name} --out DIR here, and a recipe with data.input: DIR, format: messages"
+            )
+            raise UserError(Problem(f"{what} is not staged: one file, folder or dataset of the Hub is", key=key, fix=fix))
+        if source is None:
             return [self._repository("dataset", data.name, data.revision)]
-        assert source is not None
         folder = Path(self._resolved.folder)
         if source.is_relative_to(folder):  # goes with the recipe
             path = f"{bundle.RECIPES}/{folder.name}/{source.relative_to(folder).as_posix()}"

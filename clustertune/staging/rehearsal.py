@@ -41,7 +41,7 @@ class Rehearsal:
         self._order, self._out = order, out
         self._folder, self._scratch = Path(order["folder"]), Path(order["scratch"])
         self._resolved: Resolved | None = None
-        self._conversation: list[dict[str, Any]] = []
+        self._example: dict[str, Any] = {}
         self._model: Path | None = None
         self._tokenizer: Any = None
 
@@ -114,7 +114,7 @@ class Rehearsal:
             input_path=bundle.data_input(self.resolved),
         )
         with (out / "train.jsonl").open(encoding="utf-8") as lines:
-            self._conversation = json.loads(next(lines))["messages"]
+            self._example = json.loads(next(lines))
         return ", ".join(f"{split}: {result[split]['conversations']} conversations" for split in ("train", "eval"))
 
     def model(self) -> str:
@@ -165,14 +165,17 @@ class Rehearsal:
         if self._model is None:
             raise Lacking("left out, for want of the model")
         from clustertune.data import shards
+        from clustertune.data.chats import messages_of
         from clustertune.data.tokenizer import load_tokenizer
 
         args = self.resolved.train_args
-        self._tokenizer = load_tokenizer(str(self._model), None, self.resolved.chat_template, args)
-        if not self._conversation:
+        self._tokenizer = load_tokenizer(
+            str(self._model), None, self.resolved.chat_template, args, chats=self.resolved.recipe.data.has_chats
+        )
+        if not self._example:
             return "loaded"
-        count, labelled = shards.look(self._conversation, self._tokenizer, args)
-        return f"a conversation of {len(self._conversation)} messages is {count} tokens, {labelled} of them trained"
+        count, labelled = shards.look(self._example, self._tokenizer, args)
+        return f"an example of {len(messages_of(self._example)) or 1} messages is {count} tokens, {labelled} of them trained"
 
     def training(self) -> str:
         """The trainer's arguments."""

@@ -16,10 +16,11 @@ from typing import Any
 
 from clustertune.config.load import find_folder
 from clustertune.config.resolve import resolve
-from clustertune.config.resolved import Resolved, is_there
+from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
+from clustertune.staging import bundle
 from clustertune.sweep.space import combinations, parse_axes
 
 SWEEP = "sweep.json"
@@ -205,7 +206,6 @@ def missing_inputs(sweep: Sweep, resolved: Sequence[Resolved]) -> list[Problem]:
     """The files and folders of ``data.input`` that are not there, of the points that have not read them yet."""
     found: dict[Problem, None] = {}
     for item, one in zip(resolved, sweep.points, strict=True):
-        source = item.input_path
-        if source is not None and RunDir(one.run_dir).stage("prepare") is None and not is_there(source):
-            found[Problem("no such file or folder", file=str(source), key="data.input", fix="data.input=PATH")] = None
+        if RunDir(one.run_dir).stage("prepare") is None:
+            found |= dict.fromkeys(bundle.missing_inputs(item))
     return list(found)

@@ -165,7 +165,8 @@ class Session:
         base_model.check(*source, self.resolved)
         with self.startup.part("data"):
             train_args = self.resolved.train_args
-            tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args)
+            chats = recipe.data.has_chats
+            tokenizer = load_tokenizer(*source, self.resolved.chat_template, train_args, chats=chats)
             train, held_out = sequences.load(data, RunDir(self.run_path).data, tokenizer, train_args)
         if held_out is None:
             self.args.eval_strategy, self.args.eval_on_start = "no", False

@@ -232,9 +232,9 @@ def test_the_input_path(recipes: Path, tmp_path: Path) -> None:
     assert "not there on this machine" in resolve(folder).warnings[0]
     (folder / "conversations.jsonl").write_text("{}")
     resolved = resolve(folder)
-    assert resolved.input_path == (folder / "conversations.jsonl").resolve() and resolved.warnings == []
-    assert resolve(folder, [f"data.input={tmp_path}/x.jsonl"]).input_path == tmp_path / "x.jsonl"
-    assert resolve("llama405b-oasst2").input_path is None
+    assert resolved.inputs == {"data.input": (folder / "conversations.jsonl").resolve()} and resolved.warnings == []
+    assert resolve(folder, [f"data.input={tmp_path}/x.jsonl"]).inputs == {"data.input": tmp_path / "x.jsonl"}
+    assert resolve("llama405b-oasst2").inputs == {}
 
 
 def test_a_base_has_no_base(recipes: Path, refused: Refuse) -> None:

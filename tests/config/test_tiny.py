@@ -20,7 +20,7 @@ def test_a_tiny_run_needs_no_hub_and_few_steps(name: str, ranks: int) -> None:
     recipe, args = tiny.recipe, tiny.train_args
     assert (recipe.model.weights, recipe.model.revision, recipe.data.revision) == ("random", None, None)
     assert recipe.data.format == "oasst-tree" and recipe.data.language == "en" and recipe.data.expect is None
-    assert tiny.input_path is not None and tiny.input_path.name == "conversations.jsonl"
+    assert tiny.inputs["data.input"].name == "conversations.jsonl"
     assert args["max_length"] <= 256 and args["max_steps"] <= 6 and args["logging_steps"] == 1
     assert args["save_steps"] <= 2 and args["eval_steps"] <= 2
     assert args["gradient_accumulation_steps"] <= 2
@@ -52,7 +52,7 @@ def test_what_only_a_gpu_or_the_real_tokenizer_has_is_left_out() -> None:
 def test_overrides_lie_over_the_tiny_layer() -> None:
     tiny = resolve("tiny-oasst2", ["train.max_steps=3", "data.input=/x/y.jsonl", "train.max_length=64"], tiny=True)
     assert tiny.train_args["max_steps"] == 3 and tiny.train_args["max_length"] == 64
-    assert str(tiny.input_path) == "/x/y.jsonl"
+    assert str(tiny.inputs["data.input"]) == "/x/y.jsonl"
     assert tiny.origins["train.max_steps"] == "override"
 
 
@@ -71,7 +71,7 @@ def test_a_wrong_recipe_does_not_break_the_layer(train: Any) -> None:
 
 def test_a_recipe_elsewhere_finds_the_shipped_conversations(recipes: Path, repo: Path) -> None:
     tiny = resolve(recipes / "llama405b-oasst2", tiny=True)
-    assert tiny.input_path == repo / "recipes" / "tiny-oasst2" / "conversations.jsonl"
+    assert tiny.inputs["data.input"] == repo / "recipes" / "tiny-oasst2" / "conversations.jsonl"
 
 
 MESHES = [

@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Callable[..., Outcome]:
             path.write_bytes(content if isinstance(content, bytes) else as_lines(content))
         seed = data.pop("seed", 42)
         out = out or tmp_path / f"out{count}"
-        settings = Data(**{"name": "test", "format": "oasst-tree", "language": "en"} | data)
+        settings = Data(**{"name": "test", "format": "oasst-tree", "language": "en", "max_rejected": 1} | data)
         return Outcome(prepare(settings, recipe_folder=tmp_path, seed=seed, out=out, input_path=path), out)
 
     return call

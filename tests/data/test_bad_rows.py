@@ -164,7 +164,7 @@ def test_nested_rows_below_a_message_without_id_do_not_become_roots(run, row, ne
 
 
 def test_without_any_conversation_the_reason_is_said(run, row):
-    with pytest.raises(UserError, match=r"wrong-column 2.*message_id is missing.*data\.format=oasst-tree right"):
+    with pytest.raises(UserError, match=r"wrong-column 2.*message_id is missing.*the rows look like data\.format: alpaca"):
         run([{"instruction": "a", "output": "b"}] * 2)
     with pytest.raises(UserError, match=r"no tree has the language tr; there are: en 1"):
         run([row("p1", None), row("a1", "p1")], language="tr")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clustertune.data.chats import read_alpaca, read_lima, read_messages
+from clustertune.data.chats import read
 from clustertune.data.rejects import BadRow
 
 
@@ -22,11 +22,13 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 @pytest.mark.parametrize("extra", [{}, {"input": ""}, {"input": None}, {"input": " \n"}])
 def test_alpaca_without_input(extra):
     row = {"instruction": "Add 1 and 1.", "output": "2", "text": "ignored"} | extra
-    assert read_alpaca(row) == [user("Add 1 and 1."), assistant("2")]
+    assert read("alpaca", row)["messages"] == [user("Add 1 and 1."), assistant("2")]
 
 
 def test_alpaca_with_input_puts_it_after_a_blank_line():
-    assert read_alpaca({"instruction": "Sum up.", "input": "Long\ntext", "output": "Short"})[0] == user("Sum up.\n\nLong\ntext")
+    assert read("alpaca", {"instruction": "Sum up.", "input": "Long\ntext", "output": "Short"})["messages"][0] == user(
+        "Sum up.\n\nLong\ntext"
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,14 +44,14 @@ def test_alpaca_with_input_puts_it_after_a_blank_line():
 )
 def test_alpaca_refuses(row, reason):
     with pytest.raises(BadRow) as caught:
-        read_alpaca(row)
+        read("alpaca", row)
     assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("head", [[], [SYSTEM]])
 def test_messages_pass_through_and_lose_other_fields(head):
     turns = [*head, user("a") | {"name": "n"}, assistant("b"), user("c"), assistant("d")]
-    assert read_messages({"messages": turns}) == [*head, user("a"), assistant("b"), user("c"), assistant("d")]
+    assert read("messages", {"messages": turns})["messages"] == [*head, user("a"), assistant("b"), user("c"), assistant("d")]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +65,12 @@ def test_messages_pass_through_and_lose_other_fields(head):
         ([user("a"), assistant("b"), assistant("c")], "wrong-turn", r"messages\[2\]"),
         ([user("a"), SYSTEM, assistant("b")], "wrong-turn", r"messages\[1\] is a system"),
         ([SYSTEM, SYSTEM, user("a"), assistant("b")], "wrong-turn", r"messages\[1\]"),
-        ([user("a"), {"role": "tool", "content": "b"}], "unknown-role", "tool"),
+        ([user("a"), {"role": "tool", "content": "b"}], "wrong-turn", "tool"),
+        ([user("a"), {"role": "narrator", "content": "b"}], "unknown-role", "narrator"),
         ([user("a"), {"role": "assistant"}], "wrong-column", r"messages\[1\].content is missing"),
         ([user("a"), assistant(None)], "wrong-column", r"messages\[1\].content is null"),
-        ([user([{"type": "text"}]), assistant("b")], "wrong-column", r"messages\[0\].content is a list"),
+        ([user([{"type": "text"}]), assistant("b")], "wrong-column", r"messages\[0\].content\[0\].text is missing"),
+        ([user([{"type": "image_url"}]), assistant("b")], "not-text", "image_url"),
         ([user("a"), assistant(" ")], "empty-text", r"messages\[1\].content"),
         (["hello"], "wrong-column", r"messages\[0\]"),
         (None, "wrong-column", "messages is null"),
@@ -74,12 +78,12 @@ def test_messages_pass_through_and_lose_other_fields(head):
 )
 def test_messages_refuses(turns, reason, words):
     with pytest.raises(BadRow, match=words) as caught:
-        read_messages({"messages": turns})
+        read("messages", {"messages": turns})
     assert caught.value.reason == reason
 
 
 def test_lima_turns_alternate():
-    assert read_lima({"conversations": ["a", "b", "c", "d"], "source": "x"}) == [
+    assert read("lima", {"conversations": ["a", "b", "c", "d"], "source": "x"})["messages"] == [
         user("a"),
         assistant("b"),
         user("c"),
@@ -96,12 +100,12 @@ def test_lima_turns_alternate():
         (["a", ""], "empty-text"),
         (["a", None], "wrong-column"),
         ([{"from": "human", "value": "a"}], "wrong-column"),
-        ("ab", "wrong-column"),
+        ("ab", "invalid-json"),
     ],
 )
 def test_lima_refuses(turns, reason):
     with pytest.raises(BadRow) as caught:
-        read_lima({"conversations": turns})
+        read("lima", {"conversations": turns})
     assert caught.value.reason == reason
 
 

@@ -17,7 +17,7 @@ from clustertune.data.splits import choose_eval
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 
-SETTINGS = Data(name="x", format="lima", eval_fraction=0.25)
+SETTINGS = Data(name="x", format="lima", eval_fraction=0.25, max_rejected=1)
 
 
 def conversations(count: int, answer: str = "a") -> bytes:
@@ -47,6 +47,7 @@ def test_the_result_has_the_announced_form(source, tmp_path):
         "train": {"conversations": 6, "messages": 12},
         "eval": {"conversations": 2, "messages": 4},
         "rejected": {},
+        "unused": [],
         "reused": False,
         "warnings": [],
     }
@@ -87,7 +88,7 @@ def test_made_anew_when_a_byte_of_the_input_the_code_or_the_dataset_changed(sour
     data = source.read_bytes()
     source.write_bytes(data.replace(b"q7", b"q_"))
     assert make(source, out)["reused"] is False
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "FORMAT", -1)
     assert make(source, out)["reused"] is False
     good = content(out)
     (out / "train.jsonl").write_bytes(good["train.jsonl"].replace(b"a", b"b", 1))

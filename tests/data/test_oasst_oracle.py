@@ -93,7 +93,7 @@ def walk(rows: list[Row]) -> dict[str, list[tuple[str, str]]]:
     trees = oasst.Trees(Rejects(io.StringIO()), "en")
     back = {chat: role for role, chat in oasst.ROLES.items()}
     found = list(trees.conversations((Place("f", n), row) for n, row in enumerate(rows, 1)))
-    result = {c.key: [(back[m["role"]], m["content"]) for m in c.messages] for c in found}
+    result = {c.key: [(back[m["role"]], m["content"]) for m in c.example["messages"]] for c in found}
     assert len(result) == len(found)
     return result
 

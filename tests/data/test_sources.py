@@ -219,9 +219,12 @@ def test_a_copy_in_the_other_split_is_said(run, lines, tmp_path):
 
 
 def test_what_cannot_be_an_input_is_refused(run, tmp_path):
-    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.docx").write_text("a,b")
     (tmp_path / "empty").mkdir()
-    for path, words in ((tmp_path / "rows.csv", "unknown kind of file"), (tmp_path / "empty", "no data file in the folder")):
+    for path, words in (
+        (tmp_path / "rows.docx", "known kind; there is rows.docx"),
+        (tmp_path / "empty", "no file of a known kind"),
+    ):
         with pytest.raises(UserError, match=words):
             run(path=path)
     with pytest.raises(UserError, match=r"--input: no such file or folder \(looked for .*gone"):
@@ -343,7 +346,7 @@ def test_chat_rows_of_the_hub(hub, tmp_path):
     _, content = hub
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     content["train"] = [{"messages": turns}, {"messages": turns[:1]}]
-    got = from_hub(tmp_path, format="messages", language=None)
+    got = from_hub(tmp_path, format="messages", language=None, max_rejected=0.5)
     assert (got["train"]["conversations"], got["rejected"]) == (1, {"unanswered": 1})
 
 
@@ -379,7 +382,7 @@ def test_a_moved_input_is_the_same_input(run, trees, lines, tmp_path):
 
 def test_listing_reads_no_content(tmp_path):
     folder = place(tmp_path / "set", {"b.jsonl": b"", "a.json": b""})
-    assert [file.name for file in LocalFiles(folder).files] == ["a.json", "b.jsonl"]
+    assert [file.name for file in LocalFiles(folder, Data(name="x", format="text")).files] == ["a.json", "b.jsonl"]
 
 
 def test_a_file_name_that_is_not_utf8_can_be_written(run, lines, tmp_path):

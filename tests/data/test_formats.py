@@ -1,0 +1,418 @@
+"""What each format's rows become, in every kind of file; a wrong format is recognised, and what is left out is named."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import http.server
+import io
+import json
+import lzma
+import threading
+from collections import Counter
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from clustertune.config.schema import Data
+from clustertune.data import tokens
+from clustertune.data.chats import read
+from clustertune.data.local_model import train_tokenizer
+from clustertune.data.prepare import prepare
+from clustertune.data.rejects import BadRow
+from clustertune.data.sequences import Sequences
+from clustertune.errors import UserError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+PAIR = [user("q"), assistant("a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("messages", {"messages": [{"role": "developer", "content": "s"}, *PAIR]}, [{"role": "system", "content": "s"}, *PAIR]),
+        ("messages", {"messages": json.dumps(PAIR)}, PAIR),
+        (
+            "messages",
+            {"messages": [user([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]), assistant("a")]},
+            [user("one two"), assistant("a")],
+        ),
+        (
+            "messages",
+            {"messages": [user("q"), assistant("a", reasoning_content="hm", weight=1)]},
+            [user("q"), assistant("a", reasoning_content="hm")],
+        ),
+        (
+            "sharegpt",
+            {
+                "system": "s",
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bonn"}}'},
+                    {"from": "observation", "value": "warm"},
+                    {"from": "gpt", "value": "a"},
+                ],
+            },
+            [
+                {"role": "system", "content": "s"},
+                user("q"),
+                assistant("", tool_calls=[CALL]),
+                {"role": "tool", "content": "warm"},
+                assistant("a"),
+            ],
+        ),
+        (
+            "alpaca",
+            {"system": "s", "history": [["q0", "a0"]], "instruction": "q", "input": "x", "output": "a"},
+            [{"role": "system", "content": "s"}, user("q0"), assistant("a0"), user("q\n\nx"), assistant("a")],
+        ),
+    ],
+)
+def test_a_row_becomes_messages(name, row, expected):
+    assert read(name, row) == {"messages": expected}
+
+
+def test_calls_of_tools_come_with_their_arguments_as_objects():
+    asked = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    answer = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "warm"}
+    turns = [user("q"), {"role": "assistant", "content": None, "tool_calls": [asked]}, answer, assistant("a")]
+    found = read("messages", {"messages": turns, "tools": json.dumps([TOOL])})
+    assert found["tools"] == [TOOL]
+    assert found["messages"] == [user("q"), assistant("", tool_calls=[{"id": "c1", **CALL}]), answer, assistant("a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "reason"),
+    [
+        ("messages", {"messages": [user("q"), assistant(None, tool_calls=[CALL]), user("q"), assistant("a")]}, "wrong-turn"),
+        ("messages", {"messages": [user("q"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]}, "invalid-json"),
+        ("messages", {"messages": [user("q"), assistant("", tool_calls=["f"])]}, "wrong-column"),
+        ("messages", {"messages": PAIR, "tools": "f(x)"}, "invalid-json"),
+        ("messages", {"messages": PAIR, "tools": [{"name": "\ud800"}]}, "not-utf8"),
+        ("sharegpt", {"conversations": [{"from": "narrator", "value": "x"}]}, "unknown-role"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}]}, "wrong-turn"),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "q"}]}, "unanswered"),
+        ("alpaca", {"history": [["q"]], "instruction": "q", "output": "a"}, "wrong-column"),
+        ("prompt-completion", {"prompt": PAIR, "completion": "a"}, "wrong-turn"),
+        ("prompt-completion", {"prompt": "q", "completion": [user("q")]}, "wrong-turn"),
+        ("prompt-completion", {"prompt": "q"}, "wrong-column"),
+        ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "no-preference"),
+        ("preference", {"chosen": PAIR, "rejected": [user("other"), assistant("b")]}, "wrong-turn"),
+        ("preference", {"prompt": "q", "chosen": "a"}, "wrong-column"),
+        ("text", {"text": " \n"}, "empty-text"),
+    ],
+)  # fmt: skip
+def test_a_row_is_refused(name, row, reason):
+    with pytest.raises(BadRow) as caught:
+        read(name, row)
+    assert caught.value.reason == reason
+
+
+def test_arguments_too_deep_to_write_are_refused():
+    deep: dict[str, Any] = {}
+    for _ in range(50_000):
+        deep = {"a": deep}
+    with pytest.raises(BadRow, match="invalid-json"):
+        read("messages", {"messages": [user("q"), assistant("", tool_calls=[{"name": "f", "arguments": deep}])]})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+        {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        {"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+    ],
+)
+def test_the_forms_of_a_preference_are_one(row):
+    assert read("preference", row) == {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+
+
+def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+QUESTIONS = [{"prompt": f'question {n},\n "quoted"', "completion": f"answer {n}", "id": str(n)} for n in range(6)]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".parquet", ".arrow"])
+def test_every_kind_of_file_gives_the_same(run, lines, tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    plain = lines(QUESTIONS)
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(QUESTIONS), path)
+    elif suffix == ".arrow":
+        with pa.ipc.new_stream(str(path), pa.Table.from_pylist(QUESTIONS).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(QUESTIONS))
+    elif suffix == ".jsonl.zst":
+        with pa.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(plain)
+    else:
+        packers = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+        body = as_csv(QUESTIONS, "\t" if suffix == ".tsv" else ",") if "sv" in suffix else plain
+        path.write_bytes(packers.get(suffix.rpartition(".")[2], bytes)(body))
+    got = run(path=path, format="prompt-completion", language=None)
+    found = sorted((one["prompt"][0]["content"], one["completion"][0]["content"]) for one in got.conversations)
+    assert found == sorted((row["prompt"], row["completion"]) for row in QUESTIONS)
+    assert got.result["unused"] == ["id"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        *((suffix, b"BZh9 no") for suffix in (".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".arrow")),
+        (".csv", b'prompt,completion\na,b\n"c,d\n'),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_refused_by_name(run, suffix, content):
+    with pytest.raises(UserError, match=r"rows\.\w+.*(damaged \w+ file|not CSV)"):
+        run(content, suffix, format="prompt-completion", language=None)
+
+
+def test_bad_rows_of_a_table_are_counted_with_their_lines(run):
+    content = b'prompt,completion\nq1,"a\n1"\nq2\nq3,a3,more\n\nq4,caf\xe9\nq5,\nq6,a6\n'
+    got = run(content, ".csv", format="prompt-completion", language=None)
+    assert [(bad["line"], bad["reason"]) for bad in got.lines("rejected")] == [
+        (4, "wrong-column"), (5, "wrong-column"), (7, "not-utf8"), (8, "wrong-column"),
+    ]  # fmt: skip
+    assert len(got.conversations) == 2
+
+
+def test_columns_are_given_the_names_of_the_format(run, lines):
+    rows = [{"question": f"q{n}", "prompt": "other", "best": "a"} for n in range(3)]
+    got = run(lines(rows), format="prompt-completion", language=None, columns={"prompt": "question", "completion": "best"})
+    assert {one["prompt"][0]["content"] for one in got.conversations} == {"q0", "q1", "q2"}
+    with pytest.raises(ValueError, match="columns: answer: prompt-completion has no such column"):
+        Data(name="x", format="prompt-completion", columns={"answer": "best"})
+
+
+@pytest.mark.parametrize(
+    ("row", "named", "hint"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            "messages",
+            "data.format: sharegpt",
+        ),
+        ({"messages": PAIR}, "sharegpt", "data.format: messages"),
+        ({"dialog": PAIR}, "messages", "data.format: messages and data.columns: {messages: dialog}"),
+        ({"conversations": ["q", "a"]}, "sharegpt", "data.format: lima"),
+        ({"instruction": "q", "output": "a"}, "messages", "data.format: alpaca"),
+        ({"prompt": "q", "completion": "a"}, "alpaca", "data.format: prompt-completion"),
+        ({"prompt": "q", "chosen": PAIR, "rejected": [user("q"), assistant("b")]}, "messages", "data.format: preference"),
+        ({"text": "long"}, "messages", "data.format: text"),
+        ({"message_id": "1", "parent_id": None, "message_tree_id": "1"}, "messages", "data.format: oasst-tree"),
+        ({"question": "q", "answer": "a"}, "messages", "the columns are question, answer: data.columns"),
+        ({"messages": PAIR}, "oasst-tree", "data.format: messages"),
+    ],
+)
+def test_another_format_is_recognised_and_named(run, lines, row, named, hint):
+    with pytest.raises(UserError) as caught:
+        run(lines([row] * 3), format=named, language=None)
+    assert hint in str(caught.value)
+
+
+def test_too_many_bad_rows_stop_and_are_named(run, lines):
+    rows = [{"messages": PAIR} if n % 4 else {"messages": []} for n in range(20)]
+    with pytest.raises(UserError) as caught:
+        run(lines(rows), format="messages", language=None, max_rejected=0.2)
+    assert "5 bad rows of 20 (empty-text 5), 25%: more than data.max_rejected=0.2" in str(caught.value)
+    assert caught.value.problems[1].file.endswith("rows.jsonl:1")
+    assert run(lines(rows), format="messages", language=None, max_rejected=0.25).rejected == {"empty-text": 5}
+
+
+def test_a_lower_limit_judges_what_was_made_before(run, lines, tmp_path):
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    path.write_bytes(lines([{"messages": PAIR}, {"messages": []}]))
+    run(path=path, out=out, format="messages", language=None, max_rejected=0.5)
+    with pytest.raises(UserError, match="max_rejected"):
+        run(path=path, out=out, format="messages", language=None, max_rejected=0.4)
+
+
+def test_columns_and_fields_that_are_not_used_are_listed(run, lines, capsys):
+    rows = [{"messages": [user("q"), assistant("a", weight=1)], "id": 1, "score": None}]
+    assert run(lines(rows), format="messages", language=None).result["unused"] == ["id", "messages[].weight"]
+    assert "not used: id, messages[].weight" in capsys.readouterr().err
+
+
+# --- what is trained ---
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    found = train_tokenizer((f"question {n} answer {n}" for n in range(50)), 400, 512)
+    found.chat_template = found.chat_template.replace("{{-", "{#- tools tool_calls #}{{-", 1)
+    return found
+
+
+def rows_of(run, lines, rows, tokenizer, train=None, **data):
+    got = run(lines(rows), language=None, **data)
+    tokens.make(got.out, tokenizer, {"packing": False, "max_length": None, **(train or {})})
+    found = Sequences(got.out / "tokens", "train")
+    return got, [found[n] for n in range(len(found))]
+
+
+@pytest.mark.parametrize("train", [{}, {"assistant_only_loss": True}, {"completion_only_loss": False}])
+def test_of_prompt_and_completion_trl_labels_the_same(run, lines, tokenizer, train):
+    """TRL's own preparation of the same rows is the oracle."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    turns = [user("q0"), assistant("a0")]
+    rows = [{"prompt": [*turns, user(f"question {n}")], "completion": [assistant(f"answer {n}")]} for n in range(4)]
+    got, found = rows_of(run, lines, rows, tokenizer, train, format="prompt-completion")
+    examples = [{key: one[key] for key in ("prompt", "completion")} for one in got.lines("train")]
+    self = type("Trainer", (), {"_tokenizer": tokenizer, "_is_vlm": False, "chat_template": tokenizer.chat_template})()
+    self.completion_only_loss = train.get("completion_only_loss", True)
+    args = SFTConfig(output_dir=str(got.out), max_length=None, bf16=False, report_to="none", **train)
+    made = SFTTrainer._prepare_dataset(self, Dataset.from_list(examples), tokenizer, args, False, None, "train")
+    assert [row["input_ids"].tolist() for row in found] == [row["input_ids"] for row in made]
+    assert [row["labels"].tolist() for row in found] == [row["labels"] for row in made]
+
+
+def test_of_a_text_every_token_is_trained_and_it_ends(run, lines, tokenizer):
+    _, found = rows_of(
+        run, lines, [{"text": "question 1"}, {"text": "answer 2"}], tokenizer, {"assistant_only_loss": True}, format="text"
+    )
+    assert [row["labels"].tolist() for row in found] == [row["input_ids"].tolist() for row in found]
+    assert {tokenizer.decode(row["input_ids"]) for row in found} <= {"question 1<|eot_id|>", "answer 2<|eot_id|>"}
+
+
+def test_a_template_without_tools_is_refused_where_the_data_have_some(run, lines, tokenizer):
+    rows = [{"messages": PAIR, "tools": [TOOL]}, {"messages": [user("b"), assistant("c")]}]
+    rows_of(run, lines, rows, tokenizer, format="messages")
+    bare = train_tokenizer(["question"], 300, 512)
+    with pytest.raises(UserError, match="1 examples hold tools, which the chat template does not name"):
+        rows_of(run, lines, rows, bare, format="messages")
+
+
+# --- where the rows come from ---
+
+
+def test_a_mixture_takes_each_source_by_its_weight(tmp_path, lines):
+    for name, count in (("chat", 40), ("doc", 20)):
+        rows = [
+            {"text": f"{name} {n}"} if name == "doc" else {"messages": [user(f"{name} {n}"), assistant("a")]}
+            for n in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([*rows, {"other": 1}]))
+    sources = [
+        {"name": "chat", "input": "chat.jsonl", "format": "messages", "weight": 0.5},
+        {"name": "doc", "input": "doc.jsonl", "format": "text", "weight": 2.5},
+    ]
+    data = Data(name="mix", sources=sources, eval_fraction=0.25)
+    made = prepare(data, recipe_folder=tmp_path, seed=3, out=tmp_path / "out")
+    again = prepare(data, recipe_folder=tmp_path, seed=3, out=tmp_path / "out")
+    assert (made["reused"], again["reused"]) == (False, True)
+    assert [(part["name"], part["conversations"], part["rows"]) for part in made["sources"]] == [
+        ("chat", 40, 41),
+        ("doc", 20, 21),
+    ]
+    split = {name: [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").open()] for name in ("train", "eval")}
+    counts = {name: Counter(json.dumps(line) for line in found) for name, found in split.items()}
+    assert not counts["train"].keys() & counts["eval"].keys()
+    assert set(counts["eval"].values()) == {1}
+    by_source = {
+        name: [n for line, n in counts["train"].items() if json.loads(line)["source"]["data"] == name]
+        for name in ("chat", "doc")
+    }
+    held_out = Counter(line["source"]["data"] for line in split["eval"])
+    assert set(by_source["chat"]) == {1} and abs(len(by_source["chat"]) + held_out["chat"] - 20) <= 1
+    assert set(by_source["doc"]) == {2, 3} and abs(sum(by_source["doc"]) / len(by_source["doc"]) - 2.5) < 0.05
+    other = data.model_copy(update={"sources": [data.sources[0], data.sources[1].model_copy(update={"weight": 1.0})]})
+    assert prepare(other, recipe_folder=tmp_path, seed=3, out=tmp_path / "out")["reused"] is False
+
+
+def test_data_split_and_config_choose_files(run, lines, tmp_path):
+    folder = tmp_path / "set"
+    for name in ("en/train_sft-00000.jsonl", "en/train_gen-00000.jsonl", "en/test_sft-00000.jsonl", "de/train_sft.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(lines([{"messages": [user(f"{name} {n}"), assistant("a")]} for n in range(3)]))
+
+    def names(**chosen):
+        got = run(path=folder, format="messages", language=None, **chosen)
+        return {split: {one["source"]["file"] for one in got.lines(split)} for split in ("train", "eval")}
+
+    both = {"train": "train_sft", "eval": "test_sft"}
+    assert names(config="en", split=both) == {"train": {"train_sft-00000.jsonl"}, "eval": {"test_sft-00000.jsonl"}}
+    assert names(config="de", split="train_sft") == {"train": {"train_sft.jsonl"}, "eval": {"train_sft.jsonl"}}
+    with pytest.raises(UserError, match=r"no file of the split dev; there are .*train_gen"):
+        names(config="en", split="dev")
+    with pytest.raises(UserError, match=r"data\.config: no such folder"):
+        names(config="fr")
+
+
+def test_rows_behind_an_address_are_read_and_counted(tmp_path, lines):
+    """A web server stands for an object store: fsspec reads both."""
+    body = gzip.compress(lines([*({"messages": [user(f"q{n}"), assistant("a")]} for n in range(8)), {"messages": []}]))
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            found = self.path == "/rows.jsonl.gz"
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Length", str(len(body) if found else 0))
+            self.send_header("ETag", '"one"')
+            self.end_headers()
+            self.wfile.write(body if found and self.command == "GET" else b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        at = f"http://127.0.0.1:{server.server_port}"
+        data = Data(name="x", format="messages", input=f"{at}/rows.jsonl.gz")
+        made = prepare(data, recipe_folder=tmp_path, seed=1, out=tmp_path / "out")
+        assert made["train"]["conversations"] + made["eval"]["conversations"] == 8
+        assert json.loads((tmp_path / "out" / "rejected.jsonl").read_text())["line"] == 9
+        with pytest.raises(UserError, match=r"data\.input: cannot be read"):
+            prepare(
+                data.model_copy(update={"input": f"{at}/gone.jsonl"}), recipe_folder=tmp_path, seed=1, out=tmp_path / "other"
+            )
+        server.shutdown()
+    with pytest.raises(UserError, match="s3fs"):
+        prepare(
+            data.model_copy(update={"input": "s3://bucket/rows.jsonl"}), recipe_folder=tmp_path, seed=1, out=tmp_path / "other"
+        )
+
+
+def test_a_folder_of_an_object_store_is_one_of_files(tmp_path, lines):
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for name in ("train-0.jsonl", "test-0.jsonl"):
+        store.pipe(f"/set/{name}", lines([{"text": f"{name} {n}"} for n in range(3)]))
+    data = Data(name="x", format="text", input="memory://set")
+    made = [prepare(data, recipe_folder=tmp_path, seed=1, out=tmp_path / "out") for _ in range(2)]
+    assert (made[0]["train"]["conversations"], made[0]["eval"]["conversations"]) == (3, 3)
+    assert [one["reused"] for one in made] == [False, True]
+    store.pipe("/set/train-0.jsonl", lines([{"text": "other"}]))
+    assert prepare(data, recipe_folder=tmp_path, seed=1, out=tmp_path / "out")["train"]["conversations"] == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://key:secret@bucket/a.jsonl", "https://x/a.jsonl?sig=abc", "file:///etc/a.jsonl", "zip://a::s3://b"]
+)
+def test_an_address_with_credentials_or_to_this_machine_is_refused(address):
+    with pytest.raises(ValueError, match=r"credentials|no address"):
+        Data(name="x", format="text", input=address)
