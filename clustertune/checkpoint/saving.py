@@ -6,6 +6,7 @@ saves at a time would cross their collectives, so one thread here saves both. to
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -125,14 +127,14 @@ class StateWriter:
 
     def copy(self, states: Mapping[str, Any], parts: list[torch.Tensor]) -> tuple[Mapping[str, Any], list[torch.Tensor]]:
         """The same in host memory. Storages that both hold are copied once."""
-        held: Any = self._stager.stage({"states": dict(states), "parts": parts})
+        held: Any = self._stager.stage({"states": _local(states), "parts": parts})
         self.copied_bytes = sum(part.nbytes for part in parts)
-        return held["states"], held["parts"]
+        return _put(states, held["states"]), held["parts"]
 
     def equals(self, folder: Path, states: Mapping[str, Any]) -> bool:
         """Whether this rank's part of ``states`` is what a checkpoint's folders of these names hold, however it was sharded."""
         for name, state in states.items():
-            stored: Any = self._stager.stage(state)
+            stored = _put(state, self._stager.stage(_local(state)))
             for part in _tensors(stored):
                 part.zero_()
             dcp.load(stored, storage_reader=dcp.FileSystemReader(folder / name), process_group=self._group)
@@ -161,10 +163,34 @@ class StateWriter:
         return self._pool.submit(write)
 
 
+def _local(state: Any) -> Any:
+    """A state with the shards of FSDP1's tensors in their place: torch's stager cannot copy a ShardedTensor."""
+    if isinstance(state, Mapping):
+        return {key: _local(value) for key, value in state.items()}
+    return [shard.tensor for shard in state.local_shards()] if isinstance(state, ShardedTensor) else state
+
+
+def _put(state: Any, copied: Any) -> Any:
+    """``copied``, which is of :func:`_local`, with its shards as tensors like those of ``state``, in host memory."""
+    if isinstance(state, Mapping):
+        return {key: _put(value, copied[key]) for key, value in state.items()}
+    if not isinstance(state, ShardedTensor):
+        return copied
+    whole = copy.deepcopy(state.metadata())
+    mine = [copy.deepcopy(shard.metadata) for shard in state.local_shards()]
+    for shard in [*whole.shards_metadata, *mine]:
+        shard.placement._device = torch.device("cpu")  # as ShardedTensor.cpu does
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(tensor, metadata) for tensor, metadata in zip(copied, mine, strict=True)],
+        sharded_tensor_metadata=whole,
+        process_group=state._process_group,
+    )
+
+
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
     """This rank's part of each tensor of a state."""
     for value in flatten_state_dict(state)[0].values():
-        if hasattr(value, "local_shards"):
+        if isinstance(value, ShardedTensor):
             yield from (shard.tensor for shard in value.local_shards())
         elif isinstance(value, torch.Tensor):
             yield value.to_local() if hasattr(value, "to_local") else value

@@ -13,7 +13,7 @@ import pytest
 
 from clustertune.adapter.whole import export_either
 from clustertune.chain import open_run
-from clustertune.checkpoint.store import newest_whole
+from clustertune.checkpoint.store import newest_whole, verify
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode
 from clustertune.manifest import read_manifest
@@ -216,6 +216,21 @@ def test_a_strategy_learns_what_one_process_learns(llama: Bench, name: str, trai
     assert found["attention"] == ("clustertune_context" if name.startswith("cp") else "sdpa")
     assert found["replicas"] == ("equal" if name in ("ddp", "hsdp") else None)
     assert apart(exported(path), exported(alone)) < WEIGHTS
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_save_behind_training_has_the_bytes_of_one_that_training_waits_for(llama: Bench, name: str, trained: str) -> None:
+    """A run that is stopped waits for its save; one that is not takes the next step meanwhile."""
+    place, more = STRATEGIES[name][:2], FULL if trained == "full" else []
+    waited, behind = (llama.train(name, *place, *more, stop=stop) for stop in (True, False))
+    copied = [e["save_copy_s"] for path in (waited, behind) for e in events(path, "checkpoint") if e["step"] == 2]
+    assert copied[0] == 0 and (copied[1] > 0) is (name != "ddp")
+    found = [read_manifest(path / "checkpoints" / step) for path, step in ((waited, "step-000002"), (behind, "step-000002.a2"))]
+    shards = [{k: record for k, record in made.files.items() if k.endswith((".distcp", "tensors", "zer.pt"))} for made in found]
+    assert shards[0] == shards[1] and shards[0] and found[0].meta["state_digests"] == found[1].meta["state_digests"]
+    assert verify(behind / "checkpoints/step-000002.a2") == []
 
 
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
