@@ -19,9 +19,11 @@ from clustertune.config.schema import Eval
 from clustertune.errors import UserError
 from clustertune.evaluate import backend, servers
 from clustertune.evaluate.model import check_model
+from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.servers import READY, Job, Servers, ask, commands, find_program, lora_rank
 from clustertune.evaluate.weights import check_tensors
 from clustertune.launch.serving import Serving
+from tests.command import run
 from tests.serving.conftest import FAKE, Start, job
 
 
@@ -264,6 +266,22 @@ def test_servers_of_a_job_that_give_up(tmp_path: Path, tiny_model: Path, monkeyp
     assert process.returncode == 1
 
 
+def test_a_damaged_model_starts_no_server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "MANIFEST.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("CLUSTERTUNE_VLLM", str(program(tmp_path)))
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
+        evaluate(
+            folder, tmp_path / "out", settings=Eval(backend="vllm", limit=1, max_gen_toks=8), benchmark=False, device="cpu"
+        )
+    assert not list((tmp_path / "pids").glob("[1-9]*"))
+
+
 @pytest.mark.parametrize("fault", ["missing", "head", "shape", "none"])
 def test_a_damaged_model_is_named_before_a_server_starts(tmp_path: Path, tiny_model: Path, fault: str) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "model")
@@ -300,3 +318,43 @@ def test_vllm_itself_answers_as_transformers_does(tmp_path: Path, tiny_model: Pa
     hf = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1)
     want = hf.generate_until(prompts(12), disable_tqdm=True)
     assert [text.rstrip("\ufffd") for text in got] == [text.rstrip("\ufffd") for text in want]
+
+
+@pytest.mark.skipif(find_program() is None, reason="vLLM is not installed here (CLUSTERTUNE_VLLM names its program)")
+@pytest.mark.jobs
+@pytest.mark.timeout(1200)
+def test_vllm_itself_applies_an_adapter_as_transformers_does(tmp_path: Path) -> None:
+    """``eval BASE --adapter DIR`` by both backends in float32, and the base alone, whose answers are others."""
+    import json
+
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from clustertune.data.local_model import make_local_model
+    from tests.conftest import TEXTS, TINY_LLAMA
+
+    # With an adapter lm-eval's HFLM cuts the embeddings to the tokenizer's length, which a random model's answers show.
+    words = len(AutoTokenizer.from_pretrained(make_local_model(TINY_LLAMA, TEXTS, tmp_path / "words", seed=0)))
+    settings = {**TINY_LLAMA, "hidden_size": 128, "initializer_range": 0.2, "vocab_size": words}
+    made = make_local_model(settings, TEXTS, tmp_path / "m", seed=0)
+    base = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(made).save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    wrapped = get_peft_model(base, lora)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    wrapped.save_pretrained(tmp_path / "adapter")
+
+    def answers(name: str, *words: str | Path) -> list[str]:
+        out = tmp_path / name
+        done = run("eval", tmp_path / "base", *words, "--limit", "12", "--max-gen-toks", "24", "--device", "cpu", "--out", out)
+        assert done.code == 0, done.err
+        lines = (out / "samples.jsonl").read_text().splitlines()
+        return [json.loads(line)["resps"][0][0].rstrip("\ufffd") for line in lines]
+
+    want = answers("hf", "--adapter", tmp_path / "adapter", "--backend", "hf")
+    assert answers("vllm", "--adapter", tmp_path / "adapter", "--backend", "vllm") == want
+    assert answers("alone", "--backend", "hf") != want
