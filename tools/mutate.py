@@ -154,7 +154,7 @@ def run_tests(tree: Path, tests: list[str], deselected: list[str], seconds: floa
             os.killpg(child.pid, 15)
             out, _ = child.communicate()
             return 124, "", out[-2000:]
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", out, re.MULTILINE)  # a parameter may have blanks
     return child.returncode, failed[1] if failed else "", out[-2000:]
 
 
