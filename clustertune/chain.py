@@ -27,6 +27,7 @@ from clustertune.launch.agent import Agent
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
+from clustertune.monitor import cost, live
 from clustertune.report import source
 from clustertune.rundir import SCHEMA, STAGES, RunDir
 from clustertune.staging import bundle, needs
@@ -83,8 +84,9 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
     if run.run_json.exists():
         run.write_own_files(resolved)
         before = run.resolved()
-        # The ranks read where inputs lie and how they divide the work.
-        if before.recipe.staged != resolved.recipe.staged or before.identities[1] != resolved.identities[1]:
+        # The ranks read where inputs lie, how they divide the work, and what they may take.
+        same = before.recipe.staged == resolved.recipe.staged and before.recipe.budget == resolved.recipe.budget
+        if not same or before.identities[1] != resolved.identities[1]:
             run.describe(resolved)
         return run
     import json
@@ -321,7 +323,10 @@ class Chain:
         if newest is None or not _is_final(newest):
             for bad, problems in broken if self.quiet else []:  # the ranks' own words go to their logs only
                 say(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
+            cost.check(self.run, self.resolved.recipe.budget)
             outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), newest.step if newest else 0))
+            with contextlib.suppress(OSError, UserError):  # a page more or less
+                live.refresh(self.run.path)
             if outcome.code is not ExitCode.OK:
                 raise UserError(outcome.problems or [self._stopped()], outcome.code)
             source.write(self.run.read(), self.run.path)

@@ -25,7 +25,19 @@ from clustertune.arguments import (
     path_given,
     path_option,
 )
-from clustertune.commands import bench, checkpoint, clusterfile, compare, launchers, nccl_check, ops, rehearse, submit, talk
+from clustertune.commands import (
+    bench,
+    checkpoint,
+    clusterfile,
+    compare,
+    launchers,
+    nccl_check,
+    ops,
+    rehearse,
+    submit,
+    talk,
+    watch,
+)
 from clustertune.commands import doctor as doctor_commands
 from clustertune.commands import job as job_commands
 from clustertune.commands import plan as plan_commands
@@ -367,7 +379,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
 
 
 _BEFORE = (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, talk, push_commands, bench, compare, job_commands, checkpoint):
+for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint):
     module.add(app)
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, Plan, check_fence
+from clustertune.monitor import cost
+from clustertune.monitor.nvml import gpu_names
 from clustertune.process import die_with_parent
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, node, worker
@@ -36,6 +39,8 @@ from clustertune.training.stop import StopFlag
 if TYPE_CHECKING:
     from clustertune.training.session import Attempt, Session
 
+BUDGET = "its budget is used up"
+"""Why a run was asked to stop, in the place of a signal's name."""
 RECORD_BYTES = 4096
 """Reserved for a rank's record: one block of common file systems."""
 
@@ -60,6 +65,10 @@ def main(run_dir: Path, attempt: int, *, quiet: bool = False) -> int:
     try:
         check_fence(run.path, attempt)
         code = train(run, attempt, stop, heartbeat, out)
+        if code is ExitCode.AGAIN and stop.signal_name == BUDGET:
+            budget = run.resolved().recipe.budget
+            assert budget is not None
+            raise cost.over(budget)
         orderly = True
     except BaseException as error:
         superseded = (newer := _superseded(run.path, attempt)) is not None
@@ -171,6 +180,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return _train_megatron(run, resolved, number, stop, heartbeat, out)
     records = run.attempt(number)
     plan = Plan.read(records) if (records / PLAN).exists() else None
+    if plan is not None and _is_first():
+        _limit(run, resolved, number, stop)
     keys = _take_secrets()
     near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
@@ -213,6 +224,8 @@ def _train_megatron(
     from clustertune.megatron import program
 
     records = run.attempt(number)
+    if _is_first():
+        _limit(run, resolved, number, stop)
     keys = _take_secrets()
     near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
@@ -223,6 +236,22 @@ def _train_megatron(
         check_fence(run.path, number)
 
     return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _limit(run: RunDir, resolved: Resolved, number: int, stop: StopFlag) -> None:
+    """Have the run stop at a step once its budget is used up. Raises UserError (exit 2) for dollars without a price."""
+    if (budget := resolved.recipe.budget) is None:
+        return
+    names = gpu_names() if budget.usd is not None else []
+    left = cost.deadline(run, budget, number, names) - time.time()
+    timer = threading.Timer(max(0.0, left), stop.ask, [BUDGET])
+    timer.daemon = True
+    timer.start()
 
 
 def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> None:
@@ -241,7 +270,7 @@ def _tell_staged(run: RunDir, session: Session, found: list[dict[str, Any]]) -> 
 
 def _take_secrets() -> dict[str, str]:
     """The user's tokens, out of the environment; rank 0 reads ``.env``, the others have no use for it."""
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first():
         secrets.apply_env()
     return secrets.drop()
 

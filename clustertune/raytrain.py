@@ -33,7 +33,7 @@ from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, progress, rendezvous, torchrun
-from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, rank_pids
+from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, monitored, rank_pids
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
@@ -186,7 +186,9 @@ class RankAgent(Agent):
         ended = threading.Event()
         threading.Thread(target=self._pass_stop_on, args=(child, stop, ended), daemon=True).start()
         try:
-            code = self._watch(child)
+            first = environment["LOCAL_RANK"] == "0"
+            with monitored(self.run_path, self.plan, self.node, of_run=self.node == 0) if first else contextlib.nullcontext():
+                code = self._watch(child)
         finally:
             ended.set()
             child.kill()

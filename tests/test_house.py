@@ -34,6 +34,7 @@ ORDER = (
     ("staging",),
     ("doctor",),
     ("report",),
+    ("monitor",),
     ("push",),
     ("chain", "rank", "summary"),
     ("job", "launched", "raytrain", "sweep"),

@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import load_hardware, recognise
+from clustertune.config.hardware import peak_flops, recognise
 from clustertune.config.prices import price
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
-from clustertune.plan.compute import flops
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.place import find_place
-from clustertune.plan.predict import GIB, Plan, make_plan, make_shape, read_strategy, real_length
+from clustertune.plan.predict import GIB, Plan, Work, make_plan
 from clustertune.plan.schedule import times
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of one token of a recipe."""
-
-    model: float
-    hardware: float
-    """With what checkpointing computes again."""
-
-
-def work_of(resolved: Resolved, lengths: Lengths | None = None) -> Work | None:
-    """The planner's count (:mod:`clustertune.plan.compute`); None for an architecture that it cannot count."""
-    try:
-        used, _ = real_length(read_strategy(resolved), lengths)
-        shape = make_shape(resolved, used)
-    except UserError:
-        return None
-    tokens = shape.step_tokens
-    return Work(flops(shape, hardware=False) / tokens, flops(shape, hardware=True) / tokens)
 
 
 def utilisation(work: Work | None, measured: Mapping[str, Any], device: str | None) -> dict[str, Any]:
@@ -47,11 +25,10 @@ def utilisation(work: Work | None, measured: Mapping[str, Any], device: str | No
     name = recognise(device)
     if name is None:
         return {"mfu": None, "hfu": None, "why": f"{device} is not in ops/hardware.yaml"}
-    gpu = load_hardware()[name]
-    peak = gpu.bf16_tflops or gpu.fp16_tflops
-    if work is None or not peak:
+    could = peak_flops(device)
+    if work is None or not could:
         return {"mfu": None, "hfu": None, "gpu": name, "why": "the planner cannot count this architecture"}
-    could = peak * 1e12
+    peak = could / 1e12
     return {
         "mfu": work.model * measured["tokens_per_s_per_gpu"]["mean"] / could,
         "hfu": work.hardware * measured["computed_tokens_per_s_per_gpu"] / could,

@@ -17,6 +17,7 @@ from clustertune.bench.drive import Found, Peer
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import mixed_precision
 from clustertune.events import read_events
+from clustertune.plan.predict import work_of
 from clustertune.tree import ROOT
 
 SCHEMA = "clustertune.bench/2"
@@ -36,7 +37,7 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     device = found.ours[0][0].get("device")
     lengths = bench.lengths
     plan, why = project.predict(bench.whole, cluster, lengths)
-    used = project.utilisation(project.work_of(bench.measured, lengths), ours, device)
+    used = project.utilisation(work_of(bench.measured, lengths), ours, device)
     own_data = not bench.asked.synthetic
     rows = found.ours[0][0].get("rows") if own_data else None
     ahead = project.whole(bench.whole, ours, ends, rows, plan, used.get("gpu"))

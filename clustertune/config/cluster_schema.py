@@ -287,6 +287,19 @@ class Doctor(Section):
     """Whether each node of a training job is looked at before its ranks start."""
 
 
+class Monitor(Section):
+    """What follows a run while it trains."""
+
+    co2_kg_per_kwh: Quantity | None = None
+    """Of the site's electricity; None: no CO2 is reported."""
+    command: Annotated[tuple[str, ...], Field(max_length=32)] = ()
+    """Program and arguments that get each alert as a JSON object on standard input; empty: none."""
+    webhook: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s]+$")] | None = None
+    """Address that gets each alert as JSON by POST. It stands in run.json: for an address that is a secret use ``command``."""
+    openmetrics: AbsolutePath | None = None
+    """Folder of node_exporter's textfile collector, on the first node of a run; None: no metrics file."""
+
+
 class ClusterFile(Section):
     """A cluster as a file says it."""
 
@@ -301,6 +314,7 @@ class ClusterFile(Section):
     nccl_check: NcclProlog | None = None
     """None: training jobs begin without one."""
     doctor: Doctor = Doctor()
+    monitor: Monitor = Monitor()
 
 
 class Cluster(ClusterFile):

@@ -202,3 +202,11 @@ def recognise(word: str) -> str | None:
         if wanted in {plain(name), *map(plain, gpu.names), *map(plain, gpu.types)}:
             return name
     return None
+
+
+def peak_flops(device: str | None) -> float | None:
+    """FLOP/s of the dense peak in 16 bits of what ``nvidia-smi`` calls a GPU; None where ops/hardware.yaml does not say."""
+    name = recognise(device) if device else None
+    gpu = load_hardware()[name] if name else None
+    peak = (gpu.bf16_tflops or gpu.fp16_tflops) if gpu else None
+    return peak * 1e12 if peak else None

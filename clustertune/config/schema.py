@@ -352,6 +352,21 @@ def named_bases(base: object) -> list[str]:
     return list(names)
 
 
+class Budget(Section):
+    """What the training may take in all its attempts: at 80 % a warning, at 100 % it saves and ends with exit code 93."""
+
+    usd: Annotated[Number, Field(gt=0)] | None = None
+    """By the on-demand price of its GPU in ops/prices.yaml."""
+    gpu_hours: Annotated[Number, Field(gt=0)] | None = None
+    """Hours of all ranks together: a rank is a GPU, or a process where there is none."""
+
+    @model_validator(mode="after")
+    def _says_one(self) -> Budget:
+        if self.usd is None and self.gpu_hours is None:
+            raise ValueError("neither usd nor gpu_hours: give one, or leave budget out")
+        return self
+
+
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
@@ -383,3 +398,4 @@ class Recipe(Section):
     asked of the network."""
     eval: Eval = Eval()
     expect: Expect = Expect()
+    budget: Budget | None = None

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,8 @@ from clustertune.process import die_with_parent, stop_signals
 POLL_SECONDS = 0.25
 PEER_SECONDS = 10.0
 """How long a node's ranks may outlive those of a node that failed: they may wait half an hour for a peer that never joins."""
+MONITOR_SECONDS = 5.0
+"""How long the sampler and the live page may take to write what they have, once the ranks have ended."""
 LINGER_SECONDS = 20.0
 """How long a node whose ranks failed waits for the words of the other nodes: the scheduler kills them when it ends."""
 
@@ -92,7 +94,8 @@ class Agent:
         previous = {number: signal.signal(number, self._forward(child)) for number in stop_signals()}
         try:
             launcher_pid_file(self.folder, self.node).write_text(f"{child.pid}\n")
-            ended = self._watch(child)
+            with monitored(self.run_path, self.plan, self.node, of_run=self.node == 0):
+                ended = self._watch(child)
         except OSError:
             child.kill()
             raise
@@ -188,6 +191,31 @@ class Agent:
             ask_anew(self.folder)
             missing = [node for node in missing if not record_file(self.folder, node).exists()]
             time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def monitored(run_path: Path, plan: Plan, node: int, *, of_run: bool) -> Iterator[None]:
+    """Have this node measured while the context lasts; with ``of_run`` the run's live page is kept here, too.
+
+    Both are processes of their own, which take no part in the training: where one cannot start or ends, the ranks go on.
+    """
+    run = str(run_path.absolute())
+    programs = [["sampler", run, str(plan.attempt), str(node)], *([["live", run]] if of_run else [])]
+    children = []
+    for name, *more in programs:
+        words = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]
+        with contextlib.suppress(OSError), log_file(run_path / "attempts" / f"{plan.attempt:04d}", node).open("ab") as log:
+            children.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+    try:
+        yield
+    finally:
+        for child in children:
+            child.terminate()  # they write their last figures
+        deadline = time.monotonic() + MONITOR_SECONDS
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline - time.monotonic()))
+            child.kill()  # one that hangs in a driver is left to the kernel
 
 
 def ask_anew(folder: Path) -> None:

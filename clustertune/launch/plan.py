@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Plan:
     """CPU list of each NUMA node in the kernel's form (``0-63,128-191``); empty: read on the node."""
     stall_seconds: float | None = None
     """Seconds without a sign of life from a rank after which the attempt is ended; None: derived from what was measured."""
+    begun: float = field(default_factory=time.time, compare=False)
+    """Unix seconds: from here on the attempt costs."""
     port: int | None = None
     """Where the search for a rendezvous port begins; None: any free one (one node only)."""
 
@@ -83,6 +86,7 @@ class Plan:
         """The plan of an attempt's folder. Raises UserError where there is none."""
         try:
             body: dict[str, Any] = json.loads((folder / PLAN).read_bytes())
+            body.setdefault("begun", (folder / PLAN).stat().st_mtime)  # of releases before the key
             body["nodes"] = tuple(Node(**node) for node in body["nodes"])
             body["numa_gpus"] = tuple(tuple(group) for group in body["numa_gpus"])
             body["numa_cpus"] = tuple(body["numa_cpus"])

@@ -168,6 +168,26 @@ def footprint(
     return Footprint(resolved, shape, found, beside, host_parts(resolved, shape)), notes
 
 
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one token of a recipe."""
+
+    model: float
+    hardware: float
+    """With what checkpointing computes again."""
+
+
+def work_of(resolved: Resolved, lengths: Lengths | None = None) -> Work | None:
+    """The count of :mod:`clustertune.plan.compute`; None for an architecture that it cannot count."""
+    try:
+        used, _ = real_length(read_strategy(resolved), lengths)
+        shape = make_shape(resolved, used)
+    except UserError:
+        return None
+    tokens = shape.step_tokens
+    return Work(flops(shape, hardware=False) / tokens, flops(shape, hardware=True) / tokens)
+
+
 def fewest_nodes(resolved: Resolved, constants: Constants, room: float, *, cudnn: bool = False) -> int | None:
     """The fewest nodes, with the recipe's ranks on each, on which a rank needs at most ``room`` bytes; None: on none."""
     each = resolved.distribution.ranks_per_node

@@ -6,7 +6,7 @@ import json
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -31,11 +31,35 @@ class StepRecord(NamedTuple):
     tokens_per_second: float | None = None
     memory_bytes: float | None = None
     """Peak, the largest of all ranks."""
+    mfu: float | None = None
 
 
 _MISSING = -sys.float_info.max
 """In a column: the line had no such number. Losses may be NaN and infinite."""
 _NUMBERS = StepRecord._fields[2:]
+
+
+class _Column(Sequence[float | None]):
+    """The numbers of an array, None for what is missing; a slice is a list."""
+
+    def __init__(self, numbers: Any, factor: float) -> None:
+        self._numbers, self._factor = numbers, factor
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[float | None]:
+        return (None if value == _MISSING else value * self._factor for value in self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> float | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[float | None]: ...
+    def __getitem__(self, index: int | slice) -> float | list[float | None] | None:
+        if isinstance(index, slice):
+            return list(_Column(self._numbers[index], self._factor))
+        value = self._numbers[index]
+        return None if value == _MISSING else value * self._factor
 
 
 class Steps(Sequence[StepRecord]):
@@ -72,9 +96,9 @@ class Steps(Sequence[StepRecord]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def column(self, name: str) -> list[float | None]:
-        """One field of all records."""
-        return [None if value == _MISSING else value for value in self._columns[name]]
+    def column(self, name: str, factor: float = 1.0) -> Sequence[float | None]:
+        """One field of all records, times ``factor``: a view, as a list of a million numbers would be 32 MB."""
+        return _Column(self._columns[name], factor)
 
     def known(self, name: str) -> list[float]:
         """One field of the records that have it."""
@@ -133,6 +157,8 @@ class CheckpointRecord:
     path: str | None = None
     bytes: float | None = None
     seconds: float | None = None
+    time: float | None = None
+    """Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +202,9 @@ class Attempt:
     """None: it was killed, or still runs."""
     repeated: int = 0
     """Steps of earlier attempts that it had to do again."""
+    begun: float | None = None
+    """When its training began, Unix seconds."""
+    ended: float | None = None
 
 
 @dataclass(frozen=True)
@@ -205,16 +234,14 @@ def read_metrics(path: Path) -> Metrics:
     whether or not the new attempt has come as far again, and wherever in the file it stands: the last lines of an attempt
     on a node that was cut off may come after the first ones of the next. Raises OSError where the file cannot be read.
     """
-    reader = _Reader()
+    reader = Reader()
     if path.exists():
-        with path.open("rb") as lines:
-            for line in lines:
-                reader.take(line)
+        reader.take(reader.follow(path))
     return reader.result()
 
 
-class _Reader:
-    """Collects events in file order."""
+class Reader:
+    """Collects events in file order. :meth:`follow` may be called again while the file grows."""
 
     def __init__(self) -> None:
         self.steps = Steps()
@@ -224,6 +251,20 @@ class _Reader:
         self.attempts: dict[int, dict[str, Any]] = {}
         self.startups: dict[int, StartupRecord] = {}
         self.unreadable = 0
+        self.latest: dict[str, Any] = {}
+        """The last step's event, with all that it holds."""
+        self._place = 0
+
+    def follow(self, path: Path) -> bytes:
+        """Take the whole lines that came since the call before; returns what follows them. Raises OSError."""
+        with path.open("rb") as lines:
+            lines.seek(self._place)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return line
+                self._place += len(line)
+                self.take(line)
+        return b""
 
     def take(self, line: bytes) -> None:
         if not line.strip():
@@ -255,7 +296,8 @@ class _Reader:
         start, number = _whole(event["step"]), _whole(event.get("attempt", 1))
         attempt = self._attempt(event)
         lost = self.steps.drop(start, number)
-        attempt.update(start_step=start, world_size=_maybe_whole(event.get("world_size")), repeated=lost)
+        world = _maybe_whole(event.get("world_size"))
+        attempt.update(start_step=start, world_size=world, repeated=lost, begun=_number(event.get("time")))
         for step in [step for step, record in self.evals.items() if step > start and record.attempt <= number]:
             del self.evals[step]
 
@@ -272,7 +314,7 @@ class _Reader:
         step, attempt = _whole(event["step"]), self._attempt(event)
         numbers = [_number(event.get(name)) for name in _NUMBERS]
         number = _whole(event.get("attempt", 1))
-        attempt["last_step"] = step
+        attempt["last_step"], self.latest = step, event
         if self._counts(step, number, self.steps.attempt_of(step)):
             self.steps.put(step, number, *numbers)
 
@@ -292,6 +334,7 @@ class _Reader:
                 path if isinstance(path, str) else None,
                 _number(event.get("bytes")),
                 _number(event.get("seconds")),
+                _number(event.get("time")),
             )
         )
 
@@ -316,7 +359,9 @@ class _Reader:
     def _on_stop(self, event: dict[str, Any]) -> None:
         reason = event.get("reason")
         self._attempt(event).update(
-            reason=reason if isinstance(reason, str) else None, exit_code=_maybe_whole(event.get("exit_code"))
+            reason=reason if isinstance(reason, str) else None,
+            exit_code=_maybe_whole(event.get("exit_code")),
+            ended=_number(event.get("time")),
         )
 
 

@@ -135,8 +135,7 @@ def _draw_training(metrics: Metrics, restarts: list[int]) -> list[dict[str, Any]
     at = [record.step for record in metrics.evals]
 
     def train(label: str, name: str, factor: float = 1.0) -> plots.Line:
-        values = metrics.steps.column(name)
-        return plots.Line(label, steps, values if factor == 1.0 else [v if v is None else v * factor for v in values])
+        return plots.Line(label, steps, metrics.steps.column(name, factor))
 
     def evaluated(name: str, factor: float = 1.0) -> plots.Line:
         values = [getattr(record, name) for record in metrics.evals]

@@ -57,16 +57,19 @@ class Line:
 
 
 def draw_lines(
-    name: str, lines: Sequence[Line], *, unit: str = "", zero: bool = False, restarts: Sequence[int] = (), wide: bool = False
-) -> str:
+    name: str, lines: Sequence[Line], *, unit: str = "", zero: bool = False, restarts: Sequence[int] = (), wide: bool = False,
+    band: tuple[float, float] | None = None,
+) -> str:  # fmt: skip
     """A plot over optimizer steps, or an empty string where no series has a finite value.
 
     ``zero`` starts the scale at 0; ``restarts`` are steps at which an attempt took over, drawn as dotted verticals.
-    ``wide`` is for a plot that has the page's whole width.
+    ``wide`` is for a plot that has the page's whole width; ``band``: what was planned, drawn behind the lines.
     """
     if not any(_finite(value) for line in lines for value in line.values):
         return ""
     with _figure((11.4, 3.0) if wide else (5.6, 2.5)) as (figure, axes):
+        if band is not None:
+            axes.axhspan(*band, color=SECOND, alpha=0.15, linewidth=0, label="planned")
         for line in lines:
             steps, values = _thinned(line)
             dots = line.marked or sum(map(math.isfinite, values)) <= 12
@@ -79,22 +82,24 @@ def draw_lines(
         axes.margins(x=0.02, y=0.12)
         if zero:
             axes.set_ylim(bottom=0)
-        if len(lines) > 1:
-            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(lines), borderaxespad=0, handlelength=1.2)
+        if len(lines) > 1 or band is not None:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(lines) + 1, borderaxespad=0, handlelength=1.2)
         return _to_svg(figure, name)
 
 
 def _thinned(line: Line) -> tuple[list[int], list[float]]:
     """Steps and values for matplotlib, gaps as NaN; of more than :data:`_POINTS` the least and the greatest of each stretch."""
-    values = [value if value is not None and math.isfinite(value) else math.nan for value in line.values]
-    if len(values) <= _POINTS:
-        return list(line.steps), values
-    width = -(-2 * len(values) // _POINTS)
-    found = []
-    for start in range(0, len(values), width):
-        part = [at for at in range(start, min(start + width, len(values))) if not math.isnan(values[at])]
-        found += sorted({min(part, key=values.__getitem__), max(part, key=values.__getitem__)}) if part else [start]
-    return [line.steps[at] for at in found], [values[at] for at in found]
+    width = -(-2 * len(line.values) // _POINTS) if len(line.values) > _POINTS else 1
+    steps: list[int] = []
+    found: list[float] = []
+    for start in range(0, len(line.values), width):
+        part_of = line.values[start : start + width]
+        values = [value if value is not None and math.isfinite(value) else math.nan for value in part_of]
+        part = [at for at in range(len(values)) if not math.isnan(values[at])]
+        for at in sorted({min(part, key=values.__getitem__), max(part, key=values.__getitem__)}) if part else [0]:
+            steps.append(line.steps[start + at])
+            found.append(values[at])
+    return steps, found
 
 
 _POINTS = 4_000

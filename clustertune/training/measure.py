@@ -20,9 +20,8 @@ from transformers import TrainerCallback
 from clustertune.process import process_age
 from clustertune.training import profiled
 from clustertune.training.bench_schedule import OURS, BenchSchedule, result_file
+from clustertune.training.figures import count_tokens
 
-IGNORED_LABEL = -100
-"""What a label is where no loss is taken."""
 _POLL_SECONDS = 0.005
 _LONGEST_TURN = 1800.0
 
@@ -96,16 +95,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 
     def count(self, inputs: Mapping[str, Any]) -> None:
         """The tokens of one micro batch: computed, of conversations, and those that the loss is taken of. Waits for nothing."""
-        ids = inputs["input_ids"]
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        real = (mask != 0).sum() if mask is not None and mask.dim() == 2 else ids.numel()
-        self._tokens.append(
-            (
-                ids.numel(),
-                real,
-                (labels != IGNORED_LABEL).sum() if labels is not None else ids.numel(),
-            )
-        )
+        self._tokens.append(count_tokens(inputs))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:  # noqa: ARG002
         """Start the clock at the first step, and the profiler behind the timed ones."""

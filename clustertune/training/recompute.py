@@ -106,7 +106,7 @@ def choose_layers(model: Any, ratio: float, save: Sequence[str] = ()) -> tuple[i
     The Trainer has switched it on for all of them by then; each layer reads its own flag in every forward pass
     (transformers/modeling_layers.py:93), whatever FSDP, DeepSpeed or DDP has wrapped around it. ``save``: what these keep.
     """
-    layers = _layers(model)
+    layers = layers_of(model)
     chosen = set(recomputed_layers(ratio, len(layers)))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
@@ -122,13 +122,14 @@ def _keep(layers: Sequence[Any], save: Sequence[str]) -> None:
             layer._gradient_checkpointing_func = functools.partial(recompute, context_fn=context_function(save))
 
 
-def _layers(model: Any) -> list[Any]:
+def layers_of(model: Any) -> list[Any]:
+    """The decoder layers of a model, whatever is wrapped around it."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def inspect(model: Any) -> Recomputed:
     """What is at work in a model that is ready to train."""
-    layers = _layers(model)
+    layers = layers_of(model)
     wrappers = _wrappers(model)
     within = {id(inner) for wrapper in wrappers for inner in wrapper._checkpoint_wrapped_module.modules()}
     outer = sum(id(wrapper) not in within for wrapper in wrappers)
@@ -160,7 +161,7 @@ def apply(model: Any, resolved: Resolved) -> Recomputed:
     if on and section is not None:
         choose_layers(model, section.ratio, save)
     elif on:
-        _keep(_layers(model), save)
+        _keep(layers_of(model), save)
     _draw_the_same_again(model)
     found = inspect(model)
     by_fsdp = resolved.distribution.recompute.by == "fsdp"

@@ -22,7 +22,7 @@ from clustertune.data.tokenizer import check_labels, load_tokenizer
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
 from clustertune.rundir import RunDir
-from clustertune.training import base_model, build, deepspeed, kernels, packing, recompute, sharding, tracker
+from clustertune.training import base_model, build, deepspeed, figures, kernels, packing, recompute, sharding, tracker
 from clustertune.training.collectives import Group, check_world
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.heartbeat import Heartbeat
@@ -52,11 +52,12 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
         if (engine := self.trainer.engine) is not None:
             self._session.facts["deepspeed"] = deepspeed.check(engine, resolved)
         self._session.facts["recomputed_layers"] = str(recompute.apply(self.trainer.model, resolved))
+        figures.attach(self.trainer, resolved, recompute.layers_of, self._session.facts["gpu0"])
         if self._session.group.rank == 0:
             self._session.open_console(self.trainer.state.max_steps)
             facts = {**found.as_dict(), **self._session.facts}
             facts["attention"] = found.attention or facts["attention"]  # what the model calls, before what was asked for
-            self._report({**facts, "notes": self._session.notes})
+            self._report({**facts, "steps": self.trainer.state.max_steps, "notes": self._session.notes})
         if self.trainer.is_at_end and self.trainer.eval_dataset is None:
             raise NothingLeft
         self._session.attempt.heartbeat("train", self.trainer.state.global_step)

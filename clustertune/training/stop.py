@@ -24,6 +24,10 @@ class StopFlag:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
+    def ask(self, why: str) -> None:
+        """Ask to stop without a signal; ``why`` stands in the place of its name."""
+        self.signal_name = self.signal_name or why
+
     @property
     def is_set(self) -> bool:
         return self.signal_name is not None

@@ -7,7 +7,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.deepspeed import Hashed
 from clustertune.training.evaluation import TokenMeanTrainer
+from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
 from clustertune.training.stop import StopFlag
@@ -267,8 +268,24 @@ class Trainer(ZeroTrainer):
         """Highest peak memory over ranks so far."""
         self.on_inputs: Callable[[Mapping[str, Any]], None] | None = None
         """Gets the inputs of every micro batch of training; a benchmark counts their tokens."""
+        self.clock = Clock()
+        self.figures: Figures | None = None
+        """Of all ranks, on rank 0."""
+        self.describe_steps: Callable[[], dict[str, Any]] | None = None
         self._bad_loss: float | None = None
         self._resumed: Mapping[str, Any] = {}
+
+    # -- what is measured ------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the wait for each batch is this rank's own, what it then counts over all ranks is not."""
+        return super().get_batch_samples(self.clock.batches(epoch_iterator), *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As TRL's, with the figures of the steps since the last line: for ``metrics.jsonl`` and every tracker."""
+        if "loss" in logs and self.describe_steps is not None:
+            logs |= self.describe_steps()
+        super().log(logs, *args, **kwargs)
 
     # -- the guard before the optimizer step ---------------------------------------------------------------------
 
@@ -276,7 +293,9 @@ class Trainer(ZeroTrainer):
         self.heartbeat("train", self.state.global_step)
         if self.on_inputs is not None:
             self.on_inputs(args[1])
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.clock.count(args[1])
+        with self.clock.part("forward_backward"):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._bad_loss is None and not torch.isfinite(loss):
             self._bad_loss = float(loss)
         return loss
@@ -314,8 +333,9 @@ class Trainer(ZeroTrainer):
 
     # -- the agreed stop ------------------------------------------------------------------------------------------
 
-    def agree(self, memory_bytes: int = 0) -> bool:
-        """At a step's end: do all ranks stop here? Also exchanges the peak memory, in the same collective.
+    def agree(self, memory_bytes: int = 0, mine: Sequence[float] = ()) -> bool:
+        """At a step's end: do all ranks stop here? Also exchanges, in the same collective, the peak memory and ``mine``:
+        figures of each rank (:data:`clustertune.training.figures.COLUMNS`).
 
         A save that all ranks have written by then becomes a checkpoint.
 
@@ -324,11 +344,15 @@ class Trainer(ZeroTrainer):
         superseded = self._find_superseded()
         saving = float(self._saving is not None and not self._saving.future.done())
         values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving]
-        wanted, memory, taken, saving = self.group.maximum(values)
+        table = [0.0] * (len(mine) * self.group.world_size)
+        table[len(mine) * self.group.rank : len(mine) * (self.group.rank + 1)] = mine
+        wanted, memory, taken, saving, *table = self.group.maximum([*values, *table])
         if taken:
             raise superseded or UserError(Problem("another attempt has taken over: this one ends here"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
         self.stopping = self.stopping or bool(wanted)
+        if mine and self.figures is not None:
+            self.figures.add([table[at : at + len(mine)] for at in range(0, len(table), len(mine))])
         if self._saving is not None and not saving:
             self._commit()
         return self.stopping

@@ -12,6 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from clustertune.training.events import EventLog, TrainingConsole
 from clustertune.training.trainer import Trainer
 
+MEASURED = ("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "padding", "imbalance")
+"""Of :meth:`clustertune.training.figures.Figures.take`, in ``metrics.jsonl``."""
+
 
 def peak_memory_bytes() -> int:
     """Peak memory of this rank: allocated on its GPU, else the resident set of the process."""
@@ -34,6 +37,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Tell the callback its trainer; it also sets where the token count starts after a resume."""
         self.trainer = trainer
         self._tokens = trainer._total_train_tokens
+        trainer.describe_steps = self._figures if self._log is not None else None
 
     def show_on(self, console: TrainingConsole) -> None:
         """Show steps and evaluations on rank 0's console from now on."""
@@ -41,6 +45,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         self._began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
+        assert self.trainer is not None
+        self._optimizer = self.trainer.clock.begin()
+
+    def on_optimizer_step(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002
+        assert self.trainer is not None
+        self.trainer.clock.add("optimizer", self._optimizer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Agree on a stop; on one, save here and leave out an evaluation that would outlast the warning time."""
@@ -50,7 +62,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         assert self.trainer is not None
         if state.global_step >= state.max_steps:
             control.should_save = True
-        if self.trainer.agree(peak_memory_bytes()):
+        if self.trainer.agree(peak_memory_bytes(), self.trainer.clock.take()):
             self.trainer.eval_skipped = bool(control.should_evaluate)
             control.should_evaluate = False
             control.should_save = True
@@ -86,12 +98,20 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                     f"eval at step {state.global_step}  loss {logs['eval_loss']:.4f}  token accuracy {accuracy or 0:.3f}"
                 )
 
+    def _figures(self) -> dict[str, Any]:
+        """What was measured of the steps since the last log line."""
+        trainer, seconds = self.trainer, self._seconds
+        assert trainer is not None
+        tokens = float(trainer._total_train_tokens) - self._tokens
+        found = trainer.figures.take(seconds) if trainer.figures is not None else {}
+        return {**found, "tokens_per_second": tokens / seconds if seconds else 0.0}
+
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         assert self._log is not None
         assert self.trainer is not None
         steps = max(self._steps, 1)
-        tokens = float(logs.get("num_tokens", 0.0))
-        rate = (tokens - self._tokens) / self._seconds if self._seconds else 0.0
+        tokens, rate = float(logs.get("num_tokens", 0.0)), float(logs.get("tokens_per_second", 0.0))
+        stragglers = self.trainer.figures.stragglers() if self.trainer.figures is not None else {}
         self._log.write(
             "step",
             step=state.global_step,
@@ -105,6 +125,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             seconds=round(self._seconds / steps, 6),
             tokens_per_second=round(rate, 3),
             memory_bytes=self.trainer.peak_memory_bytes,
+            **{name: logs[name] for name in MEASURED if name in logs},
+            **({"stragglers": stragglers} if stragglers else {}),
         )
         if self._console:
             self._console.step(

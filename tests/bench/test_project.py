@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clustertune.bench import ask, page, project
-from clustertune.bench.project import Work
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
+from clustertune.plan.predict import Work, work_of
 from clustertune.training.bench_schedule import BenchSchedule
 
 MEASURED: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_no_peak_is_no_utilisation(work: Work | None, device: str | None, word: 
 
 def test_the_work_of_a_token_is_the_planners() -> None:
     """LoRA on a frozen base: 4 FLOPs per weight and token, and more with recomputation."""
-    work = project.work_of(resolve("llama405b-oasst2", []))
+    work = work_of(resolve("llama405b-oasst2", []))
     assert work is not None and 1.6e12 < work.model < 1.75e12 and work.hardware > work.model * 1.3
 
 

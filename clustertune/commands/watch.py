@@ -1,0 +1,102 @@
+"""``clustertune watch`` and ``runs``: one run while it runs, and all runs with their state, score and cost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clustertune.arguments import AsJson, existing_folder, path_argument, path_given
+
+EVERY_SECONDS = 3.0
+
+
+def add(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(watch)
+    app.command()(runs)
+
+
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A run folder, or the id of a Slurm job of one.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Follow a run: step, speed against the plan, time and money left, every GPU, stragglers, alerts. Ends with the training.
+
+    With --json one document; what this machine cannot say is null.
+    """
+    from clustertune.console import emit_json, stderr
+    from clustertune.monitor import page
+    from clustertune.monitor.status import Watcher
+
+    watcher = Watcher(_find(run))
+    while True:
+        status = watcher.look()
+        if as_json:
+            emit_json(status.as_dict())
+            return
+        if stderr.is_terminal and not once:
+            stderr.clear()
+        stderr.print(page.text(status), markup=False, highlight=False, soft_wrap=True)
+        if once or status.state not in ("waiting", "training"):
+            return
+        time.sleep(EVERY_SECONDS)
+
+
+def _find(text: str) -> Path:
+    """The run folder that is named, or that a job works in. Raises UserError."""
+    from clustertune.errors import Problem, UserError
+    from clustertune.launch import places
+    from clustertune.launch.submit import read_jobs
+
+    if not text.isdigit() or Path(text).is_dir():
+        return existing_folder(path_argument(text), "a run folder")
+    below = places.runs(places.here())
+    for folder in _folders(below):
+        if any(str(entry.get("id")) == text for entry in read_jobs(folder)["jobs"]):
+            return folder
+    fix = "give the run folder: clustertune runs lists them"
+    raise UserError(Problem(f"no run below {below} has a job {text}", file="command line", key="RUN_OR_JOB", fix=fix))
+
+
+def _folders(below: Path) -> list[Path]:
+    """Run folders, those of a sweep's points too, the newest first."""
+    found = [path for pattern in ("*/*/run.json", "*/*/points/*/run.json") for path in below.glob(pattern)]
+    return [path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+
+
+def runs(
+    below: Annotated[Path | None, path_given("Where runs lie; without it the cluster's folder, or ./runs.", "FOLDER")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs: state, step, score, GPU-hours, US dollars and kWh, the newest first."""
+    from clustertune.console import emit_json, say, stderr
+    from clustertune.errors import UserError
+    from clustertune.launch import places
+    from clustertune.monitor.status import Watcher
+    from clustertune.report.format import number
+
+    where = below or places.runs(places.here())
+    found = []
+    for folder in _folders(where):
+        try:
+            found.append(Watcher(folder).look().summary(folder))
+        except UserError as error:
+            say(f"note: left out: {error.problems[0]}")
+    if as_json:
+        emit_json(found)
+        return
+    from rich.table import Table
+
+    table = Table("run", "state", "step", "score", "GPU-hours", "USD", "kWh", box=None, pad_edge=False)
+    for row in found:
+        steps = f"{number(row['step'])}/{number(row['steps'])}"
+        table.add_row(
+            str(row["run"]), row["state"], steps, *(number(row[key], 2) for key in ("score", "gpu_hours", "usd", "kwh"))
+        )
+    stderr.print(table, soft_wrap=True)
+    if not found:
+        say(f"no run below {where}")

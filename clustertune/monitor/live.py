@@ -1,0 +1,117 @@
+"""The program beside the first node's agent: keeps ``live.html`` and the metrics file, and passes alerts on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clustertune.monitor import store
+from clustertune.monitor.sampler import is_over, listen_to_parent
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Monitor
+    from clustertune.monitor.status import Alert, Status, Watcher
+
+FIRST_SECONDS = 10.0
+"""A training that ends sooner has its page from its launcher alone: what draws it takes seconds to load."""
+EVERY_SECONDS = 3.0
+PAUSE = 20.0
+"""Between two pages lie 20 times as long as the last one took: at most 5 % of one core."""
+ALERT_SECONDS = 20.0
+"""How long a site's command or address may take for one alert."""
+
+
+class Alerts:
+    """Each alert once, by its kind: into ``telemetry/alerts.jsonl``, the log of the first node, and to the site."""
+
+    def __init__(self, run: Path, site: Monitor) -> None:
+        self.run, self.site = run, site
+        self._told: set[str] = set()
+
+    def take(self, alerts: tuple[Alert, ...]) -> None:
+        """Pass on what is new; an alert that has ended and comes again is new. Raises OSError where the run's storage fails."""
+        for alert in alerts:
+            if alert.kind not in self._told:
+                self._pass_on(alert)
+        self._told = {alert.kind for alert in alerts}
+
+    def _pass_on(self, alert: Alert) -> None:
+        from clustertune.console import say
+
+        body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
+        text = json.dumps(body)
+        say(f"alert: {alert.kind}: {alert.text}")
+        (self.run / store.FOLDER).mkdir(exist_ok=True)
+        store.append(self.run / store.FOLDER / "alerts.jsonl", text + "\n")
+        try:
+            if self.site.command:
+                words = list(self.site.command)
+                subprocess.run(words, input=text.encode(), capture_output=True, timeout=ALERT_SECONDS, check=True)
+            if self.site.webhook:
+                kind = {"Content-Type": "application/json"}
+                request = urllib.request.Request(self.site.webhook, text.encode(), kind)  # noqa: S310 - http and https only
+                urllib.request.urlopen(request, timeout=ALERT_SECONDS).close()  # noqa: S310 - by the schema
+        except (OSError, subprocess.SubprocessError, ValueError) as error:  # its text may hold the address
+            say(f"note: the alert did not reach the site: {type(error).__name__}")
+
+
+def write(run: Path, status: Status, site: Monitor) -> None:
+    """Write the page, and the metrics file where the site wants one. Raises OSError."""
+    from clustertune.manifest import write_durably
+    from clustertune.monitor import openmetrics, page
+
+    write_durably(run / page.FILE, page.draw(status))
+    if site.openmetrics:
+        openmetrics.write(Path(site.openmetrics) / f"clustertune-{status.title}.prom", status)
+
+
+def refresh(run: Path) -> None:
+    """Write the page of a run once, as its launcher does behind an attempt. Raises OSError and UserError."""
+    from clustertune.monitor.status import Watcher
+
+    watcher = Watcher(run)
+    status = watcher.look()
+    site = site_of(watcher)
+    write(run, status, site)
+    if status.state != "trained":
+        Alerts(run, site).take(tuple(alert for alert in status.alerts if alert.kind in ("not_finite", "stalled")))
+
+
+def site_of(watcher: Watcher) -> Monitor:
+    """The ``monitor`` section of the cluster file that the run was submitted with."""
+    from clustertune.config.cluster_schema import Monitor
+    from clustertune.report.content import get
+
+    return Monitor.model_validate(get(watcher.run.read(), "cluster", "monitor") or {})
+
+
+def main(run: Path) -> None:
+    """Until the parent ends or sends SIGTERM."""
+    listen_to_parent()
+    if is_over(FIRST_SECONDS):
+        return
+    from clustertune.console import say
+    from clustertune.errors import UserError
+    from clustertune.monitor.status import Watcher
+
+    watcher = Watcher(run)
+    site = site_of(watcher)
+    alerts, pause = Alerts(run, site), 0.0
+    while not is_over(pause):
+        began = time.process_time()
+        try:
+            status = watcher.look()
+            write(run, status, site)
+            alerts.take(status.alerts)
+        except (OSError, UserError) as error:
+            say(f"note: the live page could not be written: {error}")
+        pause = max(EVERY_SECONDS, PAUSE * (time.process_time() - began))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""A run's figures in OpenMetrics' text format, for node_exporter's textfile collector.
+
+https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md. The collector reads the
+``*.prom`` of a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from clustertune.manifest import write_durably
+from clustertune.monitor.machine import COLUMNS as NODE_COLUMNS
+from clustertune.monitor.nvml import COLUMNS as GPU_COLUMNS
+from clustertune.monitor.status import Status
+
+PREFIX = "clustertune"
+_RUN = {
+    "step": "Optimizer steps taken.", "steps": "Optimizer steps of the whole training.",
+    "step_seconds": "Median seconds of the recent steps.", "planned_step_seconds": "Seconds of a step that the plan said.",
+    "tokens_per_second": "Tokens per second over all ranks.", "mfu": "Model FLOPs utilisation, 0 to 1.",
+    "loss": "Training loss, nats per token.", "grad_norm": "Gradient norm before clipping.",
+    "eta_seconds": "Seconds to the last step.",
+    "gpu_hours": "GPU-hours of all attempts.", "cost_usd": "US dollars of all attempts.", "energy_kwh": "kWh of all attempts.",
+    "budget_used": "Share of the budget, 0 to 1.", "alerts": "Alerts that hold now.", "training": "1 while ranks train.",
+}  # fmt: skip
+
+
+def _values(status: Status) -> Mapping[str, float | None]:
+    cost, latest = status.cost, status.latest
+    return {
+        "step": status.step, "steps": status.steps, "step_seconds": status.step_s,
+        "planned_step_seconds": status.planned_step_s, "tokens_per_second": status.tokens_per_s, "mfu": status.mfu,
+        "loss": latest.get("loss"), "grad_norm": latest.get("grad_norm"),
+        "eta_seconds": status.eta_s, "gpu_hours": cost.gpu_hours, "cost_usd": cost.usd, "energy_kwh": cost.kwh,
+        "budget_used": status.budget_used, "alerts": len(status.alerts), "training": float(status.state == "training"),
+    }  # fmt: skip
+
+
+def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    """Name, help, labels and value; those of one name stand together."""
+    run = {"recipe": status.recipe or "", "run": status.title}
+    values = _values(status)
+    for name, told in _RUN.items():
+        if (value := values[name]) is not None:
+            yield name, told, run, float(value)
+    measured = [(node.name, node.row) for node in status.nodes if node.row]
+    for column in NODE_COLUMNS:
+        for host, row in measured:
+            if (value := row.node.get(column)) is not None:
+                yield f"node_{column}", f"Telemetry of a node: {column}.", {**run, "node": host}, float(value)
+    for column in GPU_COLUMNS:
+        for host, row in measured:
+            for index, gpu in enumerate(row.gpus):
+                if (value := gpu.get(column)) is not None:
+                    labels = {**run, "node": host, "gpu": str(index)}
+                    yield f"gpu_{column}", f"Telemetry of a GPU: {column}.", labels, float(value)
+
+
+def render(status: Status) -> str:
+    """The whole file: gauges only, as each shows the present."""
+    lines, before = [], ""
+    for name, told, labels, value in _samples(status):
+        full = f"{PREFIX}_{name}"
+        if full != before:
+            lines += [f"# HELP {full} {told}", f"# TYPE {full} gauge"]
+            before = full
+        shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        lines.append(f"{full}{{{shown}}} {value:.10g}")
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def write(path: Path, status: Status) -> None:
+    """Write the file whole, readable for the collector's user. Raises OSError."""
+    write_durably(path, render(status))
+    path.chmod(0o644)

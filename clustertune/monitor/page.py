@@ -1,0 +1,188 @@
+"""``live.html``: the page of a run that trains. One file without scripts, which a browser reads again every few seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clustertune.errors import ExitCode
+from clustertune.monitor.cost import WARN_SHARE
+from clustertune.monitor.status import Node, Status
+from clustertune.report import plots
+from clustertune.report.format import UNKNOWN, duration, moment, number, percent, size
+from clustertune.report.page import style
+
+_TEMPLATE = Path(__file__).with_name("live.html.jinja")
+FILE = "live.html"
+RELOAD_SECONDS = 5
+TONES = {"trained": "good", "finished": "good", "training": "good", "failed": "warn", "stopped": "warn", "lost": "warn"}
+HOTTEST_C = 90.0
+"""Where the scale of temperatures ends: data-centre GPUs slow themselves down at about that (nvidia-smi -q -d TEMPERATURE)."""
+
+
+def draw(status: Status, now: float | None = None) -> str:
+    """The page. Plots are those of the report; what nothing was measured of is left out."""
+    from jinja2 import Environment, StrictUndefined
+
+    moment_ = time.time() if now is None else now
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    alerts = len(status.alerts)
+    text: str = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        style=style(),
+        reload=RELOAD_SECONDS if status.state in ("waiting", "training") else None,
+        title=f"{f'({alerts}!) ' if alerts else ''}{status.recipe or status.title}",
+        heading=status.recipe or status.title,
+        status=status,
+        tone=TONES.get(status.state, "plain"),
+        share=None if not status.step or not status.steps else min(1.0, status.step / status.steps),
+        tiles=list(tiles(status)),
+        plots=list(_plots(status)),
+        heat=list(_heat(status.nodes)),
+        line=_time_axis(status, moment_),
+        parts=list(_parts(status)),
+        written=moment(moment_),
+    )
+    return text + "\n"
+
+
+def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
+    """The figures that come first: name, value, and what it is held against."""
+    cost, budget = status.cost, status.budget
+    planned = status.planned_hours
+    yield (
+        "Step",
+        f"{number(status.step)} of {number(status.steps)}",
+        f"{duration(status.step_s)} a step" if status.step_s else "",
+    )
+    if status.planned_step_s and status.step_s:
+        yield (
+            "Against the plan",
+            f"{status.step_s / status.planned_step_s:.2f} x",
+            f"{duration(status.planned_step_s)} a step planned",
+        )
+    rate = f"{number(round(status.planned_tokens_per_s))} planned" if status.planned_tokens_per_s else ""
+    yield "Tokens/s", number(round(status.tokens_per_s) if status.tokens_per_s is not None else None), rate
+    if status.mfu is not None:
+        yield "MFU", percent(status.mfu), f"HFU {percent(status.latest.get('hfu'))}"
+    yield "To the last step", duration(status.eta_s), f"{duration(planned * 3600)} planned in all" if planned else ""
+    yield "GPU-hours", f"{cost.gpu_hours:.2f}", "of all ranks, lost work too"
+    if cost.usd is not None:
+        at_end = f"{status.usd_at_end:,.2f} at the end" if status.usd_at_end else ""
+        if planned and cost.price and cost.price.on_demand and cost.attempts:
+            at_end += f"; {planned * cost.attempts[-1].ranks * cost.price.on_demand:,.2f} planned"
+        yield "US dollars", f"{cost.usd:,.2f}", at_end
+    if cost.kwh is not None:
+        co2 = f", {cost.co2_kg:.2f} kg CO2" if cost.co2_kg is not None else ""
+        yield "kWh", f"{cost.kwh:.3f}", f"by {cost.energy_from}{co2}"
+    if budget and status.budget_used is not None:
+        limits = ", ".join(f"{value:g} {key.replace('_', ' ')}" for key, value in budget.model_dump().items() if value)
+        yield "Budget used", f"{status.budget_used:.0%}", f"of {limits}; warns at {WARN_SHARE:.0%}"
+
+
+def _plots(status: Status) -> Iterator[tuple[str, str]]:
+    steps = status.metrics.steps
+    restarts = [a.start_step for a in status.metrics.attempts[1:] if a.start_step is not None]
+    band = None
+    if status.planned_range and status.planned_tokens_per_s and status.planned_step_s:
+        low, high = (
+            status.planned_tokens_per_s * status.planned_step_s / seconds for seconds in reversed(status.planned_range)
+        )
+        band = (low, high)
+    shown = {
+        "Loss": ("loss", "nats per token", None), "Throughput": ("tokens_per_second", "tokens/s over all ranks", band),
+        "Learning rate": ("learning_rate", "", None), "Gradient norm": ("grad_norm", "before clipping", None),
+        "MFU": ("mfu", "share of the GPUs' peak", None),
+    }  # fmt: skip
+    for title, (column, unit, behind) in shown.items():
+        lines = [plots.Line("train", steps.numbers, steps.column(column))]
+        if column == "loss" and status.metrics.evals:
+            evals = status.metrics.evals
+            lines.append(plots.Line("eval", [e.step for e in evals], [e.eval_loss for e in evals], plots.SECOND, marked=True))
+        if svg := plots.draw_lines(
+            title, lines, unit=unit, zero=title in ("Throughput", "MFU"), restarts=restarts, band=behind
+        ):
+            yield title, svg
+
+
+def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
+    """A line of each node: its name, what its processors do, and a cell of each GPU, with a strength from 0 to 100 a map."""
+    largest = max((gpu.get("memory_gib") or 0.0 for node in nodes if node.row for gpu in node.row.gpus), default=0.0)
+    for node in nodes:
+        if node.row is None:
+            yield {"name": node.name, "slow": node.stragglers, "cells": [], "node": "not measured"}
+            continue
+        values = node.row.node
+        told = [f"{number((values.get('cpu') or 0) * 100, 0)} % of the CPUs", f"load {number(values.get('load'), 1)}"]
+        told.append(f"{number(values.get('memory_gib'), 1)} GiB RAM, {number(values.get('disk_free_gib'), 0)} GiB of disk free")
+        cells = []
+        for index, gpu in enumerate(node.row.gpus):
+            used, memory, heat = (gpu.get(name) for name in ("utilisation", "memory_gib", "temperature_c"))
+            text = f"GPU {index}: {number(used, 0)} %, {number(memory, 1)} GiB, {number(gpu.get('power_w'), 0)} W"
+            cells.append(
+                {
+                    "text": f"{text}, {number(heat, 0)} C, {number(gpu.get('sm_mhz'), 0)} MHz",
+                    "lost": used is None and memory is None,
+                    "used": round(used or 0.0),
+                    "memory": number(memory, 1),
+                    "full": round(100 * (memory or 0.0) / largest) if largest else 0,
+                    "hot": round(100 * min(1.0, (heat or 0.0) / HOTTEST_C)),
+                    "heat": number(heat, 0),
+                }
+            )
+        yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(told)}
+
+
+def _time_axis(status: Status, now: float) -> dict[str, Any] | None:
+    """Attempts as bars, saves as ticks and faults as marks, each by its place in per cent of the time since the first."""
+    attempts = status.cost.attempts
+    if not attempts:
+        return None
+    begun = attempts[0].begun
+    running = status.state == "training"
+    ended = now if running else max(attempt.ended or attempt.seen for attempt in attempts)
+    whole = max(1e-9, ended - begun)
+
+    def place(value: float) -> float:
+        return round(min(100.0, max(0.0, 100 * (value - begun) / whole)), 3)
+
+    bars, marks = [], []
+    for attempt in attempts:
+        last = attempt is attempts[-1]
+        end = now if last and running else attempt.ended or attempt.seen
+        bars.append((place(attempt.begun), max(0.3, round(place(end) - place(attempt.begun), 3)), f"attempt {attempt.attempt}"))
+        if not (last and running) and attempt.code != ExitCode.OK:
+            what = "no outcome" if attempt.code is None else f"exit code {attempt.code}"
+            marks.append((place(end), "fault", f"attempt {attempt.attempt} ended with {what}, {moment(end)}"))
+    saves = [record for record in status.metrics.checkpoints if record.status == "saved" and record.time]
+    for record in saves[-200:]:
+        assert record.time is not None
+        marks.append((place(record.time), "save", f"step {record.step} saved, {size(record.bytes)}, {moment(record.time)}"))
+    faults = [text for _, kind, text in marks if kind == "fault"]
+    return {"bars": bars, "marks": marks, "from": moment(begun), "to": moment(ended), "faults": faults, "saves": len(saves)}
+
+
+def _parts(status: Status) -> Iterator[tuple[str, str]]:
+    """Where the last logged step went, and how full the ranks were."""
+    names = {"data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer"}
+    for key, name in names.items():
+        if (seconds := status.latest.get(f"{key}_seconds")) is not None:
+            yield name, duration(seconds)
+    if "padding" in status.latest:
+        yield "padding", percent(status.latest["padding"])
+        yield "tokens of the fullest rank over the mean", number(status.latest.get("imbalance"))
+    if (peak := status.latest.get("memory_bytes")) is not None:
+        yield "peak memory, largest of all ranks", size(peak)
+
+
+def text(status: Status) -> str:
+    """The status for a terminal."""
+    lines = [f"{status.recipe or status.title}: {status.state}"]
+    lines += [f"  {name:<18} {value}{f'  ({note})' if note else ''}" for name, value, note in tiles(status) if value != UNKNOWN]
+    lines += [f"  {name:<18} {value}" for name, value in _parts(status)]
+    for line in _heat(status.nodes):
+        lines.append(f"  {line['name']}: {line['node']}")
+        lines += [f"    {cell['text']}{'  NOT READABLE' if cell['lost'] else ''}" for cell in line["cells"]]
+    lines += [f"  ! {alert.kind}: {alert.text}" for alert in status.alerts]
+    return "\n".join(lines)

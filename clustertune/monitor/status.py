@@ -1,0 +1,309 @@
+"""One status of a run, from its files alone: what the live page, ``watch``, ``runs``, the metrics file and the report show."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.schema import Budget
+from clustertune.errors import ExitCode, UserError
+from clustertune.evaluate import scores
+from clustertune.events import read_object
+from clustertune.launch.plan import OUTCOME, Plan, read_attempts
+from clustertune.monitor import cost, store
+from clustertune.monitor.nvml import SLOWED
+from clustertune.report.content import get
+from clustertune.report.metrics import Metrics, Reader
+from clustertune.rundir import RunDir
+
+SILENT_SECONDS = 120.0
+"""Without a sign of any rank for so long, an attempt that left no outcome counts as lost."""
+RECENT = 20
+"""Steps whose median is the present step time."""
+LEAST_FREE_GIB = 5.0
+SAVES_AHEAD = 2
+"""Of the largest checkpoint so far: room for fewer is an alert."""
+_STATES = {int(ExitCode.OK): "trained", int(ExitCode.AGAIN): "interrupted", int(ExitCode.STOP): "stopped"}
+
+_OF_GPUS = {"sm_mhz": ("clock", "MHz", 0.05), "temperature_c": ("temperature", "C", 0.15), "power_w": ("power", "W", 0.15)}
+_OF_NODES = {
+    "load": ("load", "", 0.5), "net_tx_mb_s": ("network", "MB/s sent", 0.3), "rdma_tx_mb_s": ("RDMA", "MB/s sent", 0.3),
+}  # fmt: skip
+"""What a slow rank is compared by: word, unit, and the share by which a value must differ from the median of all."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that a person should know now."""
+
+    kind: str
+    """``not_finite``, ``stalled``, ``straggler``, ``disk``, ``budget`` or ``gpu``."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the newest attempt."""
+
+    name: str
+    row: store.Row | None
+    """Its newest sample; None: nothing was measured."""
+    stragglers: tuple[int, ...]
+    """Ranks on it that the others wait for."""
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("utilisation", "memory_gib", "power_w", "temperature_c")
+        gpus = [{name: gpu.get(name) for name in names} for gpu in (self.row.gpus if self.row else ())]
+        return {"name": self.name, "gpus": gpus, "stragglers": list(self.stragglers)}
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment. None: this machine, or this moment, cannot say."""
+
+    title: str
+    recipe: str | None
+    state: str
+    """``waiting``, ``training``, ``trained``, ``finished``, ``interrupted``, ``stopped``, ``failed`` or ``lost``."""
+    step: int | None
+    steps: int | None
+    step_s: float | None
+    """Median of the recent steps."""
+    tokens_per_s: float | None
+    mfu: float | None
+    planned_step_s: float | None
+    planned_range: tuple[float, float] | None
+    """Seconds between which the plan expects four of five runs."""
+    planned_tokens_per_s: float | None
+    planned_hours: float | None
+    eta_s: float | None
+    """Seconds to the last step, at the pace of the recent ones with all that came between them."""
+    cost: cost.Cost
+    usd_at_end: float | None
+    budget: Budget | None
+    budget_used: float | None
+    score: float | None
+    nodes: tuple[Node, ...]
+    alerts: tuple[Alert, ...]
+    metrics: Metrics = field(repr=False)
+    latest: Mapping[str, Any] = field(repr=False)
+    """The last step's event."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document of ``watch --once --json``."""
+        return {
+            **{
+                key: getattr(self, key) for key in ("state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s")
+            },
+            "eta_s": self.eta_s,
+            "usd": self.cost.usd,
+            "kwh": self.cost.kwh,
+            "nodes": [node.as_dict() for node in self.nodes],
+            "alerts": [vars(alert) for alert in self.alerts],
+        }
+
+    def summary(self, path: Path) -> dict[str, Any]:
+        """One run of ``runs --json``."""
+        head = {"run": str(path), "recipe": self.recipe, "state": self.state, "step": self.step, "steps": self.steps}
+        return {**head, "score": self.score, "gpu_hours": self.cost.gpu_hours, "usd": self.cost.usd, "kwh": self.cost.kwh}
+
+
+class Watcher:
+    """Looks at one run again and again; each look reads only what was written since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path)
+        self._metrics, self._telemetry = Reader(), store.Reader(path / store.FOLDER)
+
+    def look(self, now: float | None = None) -> Status:
+        """The status now. Raises UserError where the folder is no run."""
+        moment = time.time() if now is None else now
+        document = self.run.read()
+        with contextlib.suppress(OSError):
+            self._metrics.follow(self.run.metrics)
+        metrics, telemetry = self._metrics.result(), self._telemetry.read()
+        return _Look(self.run, document, metrics, self._metrics.latest, telemetry, moment).status()
+
+
+@dataclass
+class _Look:
+    """What one look has found."""
+
+    run: RunDir
+    document: Mapping[str, Any]
+    metrics: Metrics
+    latest: Mapping[str, Any]
+    telemetry: Mapping[str, store.NodeTelemetry]
+    now: float
+
+    def __post_init__(self) -> None:
+        plans = read_attempts(self.run.path)
+        self.plan: Plan | None = plans[-1][1] if plans else None
+        self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
+        joules: dict[int, float] = {}
+        for node in self.telemetry.values():
+            for attempt, value in node.joules.items():
+                joules[attempt] = joules.get(attempt, 0.0) + value
+        heads = [node.about for node in self.telemetry.values()]
+        try:
+            found = cost.price_of(self.document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
+        except UserError:  # a price file with faults is for the commands that ask for prices
+            found = None
+        self.cost = cost.add_up(
+            cost.of_attempts(self.run.path, joules), found, now=self.now,
+            energy_from=next((str(head["energy"]) for head in heads if head.get("energy")), None),
+            co2=get(self.document, "cluster", "monitor", "co2_kg_per_kwh"),
+        )  # fmt: skip
+
+    def status(self) -> Status:
+        told = self.document.get("forecast")
+        steps, step = self._steps(), self.metrics.steps[-1].step if self.metrics.steps else None
+        recent = [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
+        state = self._state()
+        eta = self._eta(step, steps) if state == "training" else None
+        rate, reach = self.cost.price, get(told, "step_s_range")
+        ranks = self.plan.world_size if self.plan else None
+        budget = get(self.document, "recipe", "recipe", "budget")
+        limit = Budget.model_validate(budget) if budget else None
+        more = eta / 3600 * ranks * rate.on_demand if eta and ranks and rate and rate.on_demand else None
+        return Status(
+            title=self.run.path.resolve().name, recipe=get(self.document, "recipe", "name"), state=state, step=step,
+            steps=steps,
+            step_s=statistics.median(recent) if recent else None, tokens_per_s=self.latest.get("tokens_per_second"),
+            mfu=self.latest.get("mfu"), planned_step_s=get(told, "step_s"), planned_range=tuple(reach) if reach else None,
+            planned_tokens_per_s=get(told, "tokens_per_s"), planned_hours=get(told, "hours"), eta_s=eta, cost=self.cost,
+            usd_at_end=self.cost.usd + more if self.cost.usd is not None and more is not None else None,
+            budget=limit, budget_used=cost.used(limit, self.cost) if limit else None, score=self._score(),
+            nodes=tuple(self._nodes()), alerts=tuple(self._alerts(state, limit)), metrics=self.metrics, latest=self.latest,
+        )  # fmt: skip
+
+    def _steps(self) -> int | None:
+        """Steps of the whole training, as the first rank counted them, or as the recipe says."""
+        asked = get(self.document, "recipe", "train_args", "max_steps")
+        return get(self.document, "distributed", "steps") or (asked if isinstance(asked, int) and asked > 0 else None)
+
+    def _state(self) -> str:
+        stages = {record.stage: record.status for record in self.metrics.stages}
+        if stages.get("report") == "done":
+            return "finished"
+        if any(status == "failed" for stage, status in stages.items() if stage != "train"):
+            return "failed"
+        if self.plan is None:
+            return "failed" if stages.get("train") == "failed" else "waiting"
+        if not self.outcome:
+            seen = max((node.last.time for node in self.telemetry.values() if node.last), default=0.0)
+            return "lost" if min(self._silence, self.now - seen) > SILENT_SECONDS else "training"
+        return _STATES.get(int(self.outcome.get("code", ExitCode.FAILED)), "failed")
+
+    @property
+    def _silence(self) -> float:
+        """Seconds since any rank of the newest attempt gave a sign of life."""
+        return self.now - max((attempt.seen for attempt in self.cost.attempts[-1:]), default=0.0)
+
+    def _eta(self, step: int | None, steps: int | None) -> float | None:
+        part = self.metrics.steps[-3 * RECENT :]
+        if not part or step is None or steps is None:
+            return None
+        times = [(record.step, record.time) for record in part if record.time and record.attempt == part[-1].attempt]
+        if len(times) < 2:
+            return None
+        (first, began), (last, ended) = times[0], times[-1]
+        return (steps - step) * (ended - began) / (last - first) if last > first else None
+
+    def _score(self) -> float | None:
+        """The first score of the evaluation."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            for row in (get(scores.read_result(self.run.eval), "tasks") or {}).values():
+                return next((float(value) for _, value, _ in scores.metrics(row)), None)
+        return None
+
+    # -- nodes and who is slow -----------------------------------------------------------------------------------------
+
+    @property
+    def _slow(self) -> dict[int, float]:
+        found = self.latest.get("stragglers")
+        return {int(rank): float(times) for rank, times in found.items()} if isinstance(found, dict) else {}
+
+    def _nodes(self) -> Iterator[Node]:
+        if self.plan is None:
+            return
+        by_index = {node.about.get("node"): node for node in self.telemetry.values()}
+        for index, planned in enumerate(self.plan.nodes):
+            found = by_index.get(index)
+            name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name
+            mine = tuple(rank for rank in self._slow if rank in self.plan.ranks_of(index))
+            yield Node(name, found.last if found else None, mine)
+
+    def _differs(self, plan: Plan, nodes: list[Node], rank: int) -> str:
+        """What is different where a slow rank runs; empty where nothing is."""
+        node = nodes[rank // plan.ranks_per_node]
+        place, rows = rank % plan.ranks_per_node, [node.row for node in nodes if node.row]
+        told = []
+        if node.row and place < len(node.row.gpus):
+            mine, all_gpus = node.row.gpus[place], [gpu for row in rows for gpu in row.gpus]
+            for name, (word, unit, much) in _OF_GPUS.items():
+                told += _apart(word, mine.get(name), [gpu.get(name) for gpu in all_gpus], unit, much)
+            told += [word for bit, word in SLOWED.items() if int(mine.get("throttle") or 0) & bit]
+        for name, (word, unit, much) in _OF_NODES.items():
+            mine_here = node.row.node.get(name) if node.row else None
+            told += _apart(word, mine_here, [row.node.get(name) for row in rows], unit, much)
+        return ", ".join(told)
+
+    # -- alerts --------------------------------------------------------------------------------------------------------
+
+    def _alerts(self, state: str, limit: Budget | None) -> Iterator[Alert]:
+        reason = self.metrics.attempts[-1].reason if self.metrics.attempts else None
+        said = "; ".join(str(problem.get("message")) for problem in self.outcome.get("problems", []))
+        if state == "stopped" and "not finite" in f"{reason} {said}":
+            yield Alert("not_finite", said or str(reason))
+        if state == "lost":
+            yield Alert("stalled", f"no rank has written anything for {self._silence:.0f} s, and no outcome was left")
+        if "hangs" in said:
+            yield Alert("stalled", said)
+        if state == "training":
+            yield from self._of_now()
+        share = cost.used(limit, self.cost) if limit else None
+        if share is not None and share >= cost.WARN_SHARE:
+            yield Alert("budget", f"{share:.0%} of the budget is used; the run saves and ends at 100 %")
+
+    def _of_now(self) -> Iterator[Alert]:
+        """What is only true while it trains."""
+        quiet, recent = self._silence, [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
+        if recent and quiet > max(60.0, 10 * statistics.median(recent)):
+            yield Alert("stalled", f"no rank has written anything for {quiet:.0f} s")
+        nodes = list(self._nodes())
+        assert self.plan is not None
+        for rank, times in self._slow.items():
+            differs = self._differs(self.plan, nodes, rank)
+            where = f"rank {rank} on {nodes[rank // self.plan.ranks_per_node].name}"
+            yield Alert(
+                "straggler", f"{where} takes {times:g} times as long as the median rank{': ' if differs else ''}{differs}"
+            )
+        for node in nodes:
+            for key, text in node.row.problems.items() if node.row else ():
+                yield Alert("gpu", f"{node.name}: {'GPU ' if key.isdigit() else ''}{key}: {text}")
+            for index, gpu in enumerate(node.row.gpus if node.row else ()):
+                if gpu.get("xid"):
+                    yield Alert("gpu", f"{node.name}: GPU {index}: Xid {gpu['xid']:.0f}")
+        yield from self._disk(nodes)
+
+    def _disk(self, nodes: list[Node]) -> Iterator[Alert]:
+        sizes = [record.bytes for record in self.metrics.checkpoints if record.bytes]
+        needed = max(LEAST_FREE_GIB, SAVES_AHEAD * max(sizes, default=0.0) / 2**30)
+        free = [value for node in nodes if node.row and (value := node.row.node.get("disk_free_gib")) is not None]
+        if free and min(free) < needed:
+            yield Alert("disk", f"{min(free):.1f} GiB are free where the run lies, {needed:.1f} GiB are needed")
+
+
+def _apart(word: str, mine: float | None, values: list[float | None], unit: str, much: float) -> list[str]:
+    """A value and the median of all, where they differ by more than a share."""
+    known = [value for value in values if value is not None]
+    usual = statistics.median(known) if known else 0.0
+    if mine is None or len(known) < 2 or abs(mine - usual) <= much * abs(usual):
+        return []
+    return [f"{word} {mine:g} {unit}".rstrip() + f" (median {usual:g})"]

@@ -1,0 +1,233 @@
+"""``telemetry/`` of a run folder: what every node measured, in small append-only files that are thinned with age.
+
+``NODE.10s.jsonl`` holds every sample of at least the last half hour, ``NODE.60s.jsonl`` one row a minute of at least the last
+six hours, ``NODE.900s.jsonl`` one row a quarter of an hour of the whole run. The first line names the columns; a row is
+``[unix seconds, attempt, [node's values], [[values of each GPU], ...], problems]``, the last only where there are some. Joined
+rows keep the mean, the largest or the last value, as the column says. A file that is full becomes ``.old`` and takes the
+place of the one before: nothing is ever rewritten, and 64 nodes of 8 GPUs need about 150 MB in a month.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustertune.monitor import machine, nvml
+
+FOLDER = "telemetry"
+TIERS = ((10, 180), (60, 360), (900, None))
+"""Seconds of a row, and after how many rows a file is replaced (so that up to twice as many are kept)."""
+SCHEMA = "clustertune.telemetry/1"
+Values = Mapping[str, float | None]
+_JOIN: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+    "last": lambda values: values[-1],
+    "or": lambda values: functools.reduce(operator.or_, map(int, values)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one node measured at one time."""
+
+    time: float
+    """Unix seconds of its end."""
+    attempt: int
+    node: Values
+    gpus: tuple[Values, ...] = ()
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """By GPU, or by what could not be read."""
+
+    def line(self) -> str:
+        """The row as it stands in a file."""
+        parts = [round(self.time, 1), self.attempt, _rounded(self.node, machine.COLUMNS)]
+        parts.append([_rounded(gpu, nvml.COLUMNS) for gpu in self.gpus])
+        return json.dumps([*parts, dict(self.problems)] if self.problems else parts, separators=(",", ":")) + "\n"
+
+
+def _rounded(values: Values, columns: Mapping[str, tuple[str, int]]) -> list[float | None]:
+    found = []
+    for name, (_, digits) in columns.items():
+        value = values.get(name)
+        found.append(None if value is None else round(value, digits) if digits else round(value))
+    return found
+
+
+def join(rows: Sequence[Row]) -> Row:
+    """One row for several of one attempt, oldest first."""
+    last = rows[-1]
+    gpus = tuple(_joined([row.gpus[at] for row in rows if at < len(row.gpus)], nvml.COLUMNS) for at in range(len(last.gpus)))
+    problems = {key: text for row in rows for key, text in row.problems.items()}
+    return Row(last.time, last.attempt, _joined([row.node for row in rows], machine.COLUMNS), gpus, problems)
+
+
+def _joined(rows: Sequence[Values], columns: Mapping[str, tuple[str, int]]) -> Values:
+    found: dict[str, float | None] = {}
+    for name, (how, _) in columns.items():
+        known = [value for row in rows if (value := row.get(name)) is not None]
+        found[name] = _JOIN[how](known) if known else None
+    return found
+
+
+class Writer:
+    """Appends the rows of one node. ``about``: what the first line of its files says beside the columns. Raises OSError."""
+
+    def __init__(self, folder: Path, name: str, about: Mapping[str, Any]) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.name = folder, re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+        head = {"schema": SCHEMA, **about, "node_columns": list(machine.COLUMNS), "gpu_columns": list(nvml.COLUMNS)}
+        self.head = json.dumps(head, separators=(",", ":")) + "\n"
+        self._counts = dict.fromkeys((seconds for seconds, _ in TIERS), 0)
+        self._waiting: dict[int, list[Row]] = {seconds: [] for seconds, _ in TIERS[1:]}
+        for seconds, _ in TIERS:
+            self._counts[seconds] = self._begin(self._path(seconds))
+        self._take_up()
+
+    def _path(self, seconds: int) -> Path:
+        return self.folder / f"{self.name}.{seconds}s.jsonl"
+
+    def _begin(self, path: Path) -> int:
+        """Write the head, which each start repeats; return how many lines there were."""
+        try:
+            before = path.read_bytes()
+        except FileNotFoundError:
+            before = b""
+        append(path, ("\n" if before and not before.endswith(b"\n") else "") + self.head)
+        return before.count(b"\n")
+
+    def _take_up(self) -> None:
+        """What an earlier start had measured and not joined yet."""
+        # The coarsest first: what the finer ones then complete is added to it.
+        for (fine, _), (coarse, _) in reversed(list(itertools.pairwise(TIERS))):
+            done = max((row.time for row in read_rows([self._path(coarse)])), default=0.0)
+            for row in read_rows([_old(self._path(fine)), self._path(fine)]):
+                if row.time > done:
+                    self._join_later(coarse, row)
+
+    def add(self, row: Row) -> None:
+        """Take a row of the finest kind."""
+        self._write(TIERS[0][0], row)
+
+    def _write(self, seconds: int, row: Row) -> None:
+        path, limit = self._path(seconds), dict(TIERS)[seconds]
+        if limit is not None and self._counts[seconds] >= limit:
+            path.replace(_old(path))
+            append(path, self.head)
+            self._counts[seconds] = 0
+        append(path, row.line())
+        self._counts[seconds] += 1
+        coarser = next((tier for tier, _ in TIERS if tier > seconds), None)
+        if coarser is not None:
+            self._join_later(coarser, row)
+
+    def _join_later(self, seconds: int, row: Row) -> None:
+        waiting = self._waiting[seconds]
+        if waiting and (row.time // seconds != waiting[0].time // seconds or row.attempt != waiting[0].attempt):
+            done, self._waiting[seconds] = join(waiting), [row]
+            self._write(seconds, done)
+        else:
+            waiting.append(row)
+
+
+def _old(path: Path) -> Path:
+    return path.with_suffix(".old.jsonl")
+
+
+def append(path: Path, text: str) -> None:
+    """Add to a file, which is made where there is none; a link is not followed. Raises OSError."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class NodeTelemetry:
+    """What a reader keeps of one node."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    last: Row | None = None
+    joules: dict[int, float] = field(default_factory=dict)
+    """By attempt, of all GPUs together."""
+    peak_gib: float = 0.0
+    """Of a GPU, the largest."""
+    lowest_free_gib: float | None = None
+
+
+class Reader:
+    """Follows ``telemetry/``: each :meth:`read` takes what was appended since the one before, and keeps little of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: dict[str, NodeTelemetry] = {}
+        self._places: dict[Path, tuple[int, int]] = {}
+        """By file: inode and the byte that is read next."""
+
+    def read(self) -> dict[str, NodeTelemetry]:
+        """The nodes by the name of their files."""
+        for path in sorted(self.folder.glob("*.jsonl")) if self.folder.is_dir() else ():
+            with contextlib.suppress(OSError):
+                self._follow(path)
+        return self.nodes
+
+    def _follow(self, path: Path) -> None:
+        with path.open("rb") as lines:
+            found = os.fstat(lines.fileno())
+            inode, place = self._places.get(path, (0, 0))
+            if inode == found.st_ino and place >= found.st_size:
+                return
+            lines.seek(place if inode == found.st_ino else 0)
+            node = self.nodes.setdefault(_node_of(path), NodeTelemetry())
+            for row in _parse(lines, node.about):
+                self._take(node, row)
+            self._places[path] = (found.st_ino, lines.tell())
+
+    def _take(self, node: NodeTelemetry, row: Row) -> None:
+        if node.last is None or row.time >= node.last.time:
+            node.last = row
+        known = [joules for gpu in row.gpus if (joules := gpu.get("energy_j")) is not None]
+        if known:
+            node.joules[row.attempt] = max(node.joules.get(row.attempt, 0.0), sum(known))
+        node.peak_gib = max([node.peak_gib, *(gib for gpu in row.gpus if (gib := gpu.get("memory_gib")) is not None)])
+
+
+def _node_of(path: Path) -> str:
+    return re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name)
+
+
+def read_rows(paths: Sequence[Path]) -> Iterator[Row]:
+    """The rows of files, in their order; of a file that is not there none."""
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as lines:
+            yield from _parse(lines, {})
+
+
+def _parse(lines: Any, about: dict[str, Any]) -> Iterator[Row]:
+    """The rows of lines, each by the columns of the head before it; ``about`` takes the newest head."""
+    for line in iter(lines.readline, b""):
+        if not line.endswith(b"\n"):  # it is being written, or its writer was killed
+            lines.seek(-len(line), os.SEEK_CUR)
+            return
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            body = json.loads(line)
+            if isinstance(body, dict):
+                about.update(body)
+            elif len(body) >= 4:
+                columns = about["gpu_columns"]
+                gpus = tuple(dict(zip(columns, gpu, strict=False)) for gpu in body[3])
+                node = dict(zip(about["node_columns"], body[2], strict=False))
+                yield Row(float(body[0]), int(body[1]), node, gpus, body[4] if len(body) > 4 else {})

@@ -1,0 +1,94 @@
+"""Figures of steps from what every rank measured, worked out by hand; one slowed rank of two is named."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from clustertune.config.resolve import resolve
+from clustertune.training.figures import COLUMNS, RECENT, Clock, Figures
+
+
+def figures(device: str | None = None) -> Figures:
+    return Figures(resolve("llama8b-lima", [], tiny=False), device)
+
+
+def ranks(*rows: dict[str, float]) -> list[list[float]]:
+    usual = {"data": 0.1, "forward_backward": 1.0, "optimizer": 0.1, "layers": 0.4, "computed": 1000.0, "real": 900.0}
+    return [[{**usual, **row}[name] for name in COLUMNS] for row in rows]
+
+
+def test_padding_imbalance_and_parts_by_hand() -> None:
+    found = figures()
+    for _ in range(2):
+        found.add(ranks({"real": 600.0}, {"real": 1000.0, "data": 0.3}))
+    told = found.take(4.0)
+    assert told["padding"] == pytest.approx(1 - 1600 / 2000) and told["imbalance"] == pytest.approx(1000 / 800)
+    assert told["data_seconds"] == 0.1 and told["forward_backward_seconds"] == 1.0 and "mfu" not in told
+    assert found.take(1.0) == {}, "each step counts once"
+
+
+def test_mfu_is_the_planner_s_count_over_the_peak() -> None:
+    """The same work for a token as a benchmark counts, 989.4 TFLOP/s of each H100."""
+    from clustertune.plan.predict import work_of
+
+    resolved = resolve("llama8b-lima", [])
+    work, found = work_of(resolved), figures("NVIDIA H100 80GB HBM3")
+    assert work is not None
+    world = resolved.world_size
+    found.add(ranks(*[{}] * world))
+    told = found.take(0.5)
+    assert told["mfu"] == pytest.approx(work.model * 900 / 0.5 / 989.4e12, abs=1e-4)
+    assert told["hfu"] == pytest.approx(work.hardware * 1000 / 0.5 / 989.4e12, abs=1e-4) and told["hfu"] > told["mfu"]
+
+
+@pytest.mark.parametrize("slow", [{"layers": 0.8, "forward_backward": 2.0}, {"data": 1.2}, {"optimizer": 1.0}])
+def test_a_slow_rank_is_named_whatever_it_is_slow_at(slow: dict[str, float]) -> None:
+    """Behind it all ranks leave the pass together: the times from end to end are the same."""
+    found = figures()
+    for _ in range(RECENT):
+        pass_ = slow.get("forward_backward", 1.0) + slow.get("data", 0.1) - 0.1
+        found.add(ranks({"forward_backward": pass_}, {"forward_backward": pass_}, {"forward_backward": 1.0, **slow}))
+    assert list(found.stragglers()) == ["2"] and found.stragglers()["2"] > 1.5
+
+
+def test_noise_names_nobody_and_a_busy_moment_neither() -> None:
+    """Twenty draws: ranks that differ by a third from step to step, one of them three times as slow in a fifth of them."""
+    for seed in range(20):
+        draw, found = random.Random(seed), figures()
+        for step in range(RECENT):
+            rows = [{"layers": draw.uniform(0.3, 0.4)} for _ in range(4)]
+            if step % 5 == 0:
+                rows[1]["layers"] = 1.2
+            found.add(ranks(*rows))
+        assert found.stragglers() == {}
+
+
+def test_twenty_of_twenty_slowed_ranks_are_found_in_noise() -> None:
+    for seed in range(20):
+        draw, found = random.Random(seed), figures()
+        slow = draw.randrange(8)
+        for _ in range(RECENT):
+            rows = [{"layers": draw.uniform(0.34, 0.4) * (1.5 if rank == slow else 1)} for rank in range(8)]
+            found.add(ranks(*rows))
+        assert list(found.stragglers()) == [str(slow)]
+
+
+def test_a_clock_adds_up_what_a_rank_does_alone() -> None:
+    """Layers inside of the pass, the wait for batches, tokens without padding; each take begins anew."""
+    clock = Clock()
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
+    clock.watch(list(model))
+    batch: dict[str, Any] = {"input_ids": torch.ones(2, 5), "attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}
+    for inputs in clock.batches(iter([batch, batch])):
+        clock.count(inputs)
+        with clock.part("forward_backward"):
+            model(torch.ones(1, 4))
+    found = SimpleNamespace(**dict(zip(COLUMNS, clock.take(), strict=True)))
+    assert (found.computed, found.real) == (20, 14)
+    assert 0 < found.layers < found.forward_backward and found.data > 0 and found.optimizer == 0
+    assert clock.take() == [0.0] * len(COLUMNS)

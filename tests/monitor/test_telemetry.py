@@ -1,0 +1,235 @@
+"""What a node's sampler measures and keeps: by a library that answers as NVML does, a recorded /proc, and a simulated month."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clustertune.host.sight import Sight
+from clustertune.monitor import machine, nvml, store
+from clustertune.monitor.machine import Machine
+from clustertune.monitor.store import Row, Writer
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ``libnvidia-ml.so.1`` that was built from fake_nvml.c."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc here")
+    folder = tmp_path_factory.mktemp("nvml")
+    words = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1"), str(HERE / "fake_nvml.c")]
+    subprocess.run(words, check=True)
+    return folder
+
+
+class Sampler:
+    """The real program beside a fake driver."""
+
+    def __init__(self, run: Path, library: Path, **state: int) -> None:
+        self.run, self.file = run, run / "driver"
+        self.state = {
+            "count": 2, "util": 90, "memory": 1024, "power": 500_000, "temperature": 60, "mhz": 1980, "throttle": 0,
+            "energy": 1_000_000, "lost": -1, "xid": 0, "init": 0,
+        }  # fmt: skip
+        self.set(**state)
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(self.file)}
+        environment |= {"CLUSTERTUNE_SAMPLE_SECONDS": "0.1", "PYTHONPATH": str(HERE.parents[1])}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        words = [sys.executable, "-m", "clustertune.monitor.sampler", str(run), "3", "0"]
+        self.child = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def set(self, **state: int) -> None:
+        self.state |= state
+        part = self.file.with_suffix(".new")
+        part.write_text(" ".join(map(str, self.state.values())))
+        part.replace(self.file)
+
+    def rows(self) -> list[Row]:
+        files = list((self.run / "telemetry").glob("*.10s.jsonl"))
+        return list(store.read_rows(files))
+
+    def wait(self, more: int) -> Row:
+        """The newest row, once so many have been added."""
+        wanted, deadline = len(self.rows()) + more, time.monotonic() + 60
+        while len(self.rows()) < wanted:
+            assert time.monotonic() < deadline and self.child.poll() is None, self.child.communicate()
+            time.sleep(0.05)
+        return self.rows()[-1]
+
+    def end(self) -> None:
+        self.child.send_signal(signal.SIGTERM)
+        _, said = self.child.communicate(timeout=30)
+        assert (self.child.returncode, said) == (0, "")
+
+
+def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
+    """Values, counters as rates, an Xid, and energy by the counter: 3,000 J on each of two GPUs."""
+    sampler = Sampler(tmp_path, library)
+    row = sampler.wait(3)
+    assert row.attempt == 3 and len(row.gpus) == 2 and not row.problems
+    wanted = {"memory_gib": 1.0, "power_w": 500, "temperature_c": 60, "sm_mhz": 1980, "throttle": 0, "energy_j": 0, "ecc": None}
+    assert {key: row.gpus[0][key] for key in wanted} == wanted
+    assert [gpu["utilisation"] for gpu in row.gpus] == [90, 91] and row.gpus[1]["xid"] is None
+    sampler.set(energy=4_000_000, throttle=8, xid=79)
+    row = sampler.wait(2)
+    assert [gpu["energy_j"] for gpu in row.gpus] == [3000, 3000] and row.gpus[0]["throttle"] == 8
+    assert [gpu["xid"] for gpu in row.gpus] == [None, 79]
+    assert any((row.gpus[0]["nvlink_tx_mb_s"] or 0) > (row.gpus[0]["pcie_tx_mb_s"] or 0) > 0 for row in sampler.rows())
+    sampler.end()
+    (node,) = store.Reader(tmp_path / "telemetry").read().values()
+    assert node.about["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and node.about["energy"] == "counter"
+    assert node.joules == {3: 6000.0}
+
+
+def test_a_gpu_that_leaves_the_bus_is_named_and_the_other_is_measured(tmp_path: Path, library: Path) -> None:
+    sampler = Sampler(tmp_path, library)
+    sampler.wait(1)
+    sampler.set(lost=1)
+    row = sampler.wait(2)
+    assert row.problems == {"1": "GPU is lost"}
+    assert row.gpus[0]["utilisation"] == 90 and row.gpus[1]["utilisation"] is None
+    sampler.set(lost=-1)
+    assert sampler.wait(2).problems == {}
+    sampler.end()
+
+
+def test_without_a_counter_energy_is_the_power_samples(tmp_path: Path, library: Path) -> None:
+    sampler = Sampler(tmp_path, library, energy=-1)
+    rows = [sampler.wait(4), *sampler.rows()]
+    sampler.end()
+    (node,) = store.Reader(tmp_path / "telemetry").read().values()
+    assert node.about["energy"] == "power samples"
+    first, last = rows[1], sampler.rows()[-1]
+    seconds = last.time - first.time
+    grown = (last.gpus[0]["energy_j"] or 0) - (first.gpus[0]["energy_j"] or 0)
+    assert grown == pytest.approx(500 * seconds, rel=0.5)
+
+
+def test_a_driver_that_fails_leaves_the_rest(tmp_path: Path, library: Path) -> None:
+    """Error 9: the driver is not loaded. The node's own figures are there all the same."""
+    sampler = Sampler(tmp_path, library, init=9)
+    row = sampler.wait(1)
+    sampler.end()
+    assert row.gpus == () and row.problems == {"nvml": "Driver Not Loaded"} and row.node["memory_gib"]
+
+
+def test_a_signal_to_every_process_is_for_the_ranks(tmp_path: Path, library: Path) -> None:
+    """Slurm sends its warning to the sampler too: it measures while the ranks save, and its last row is written at its end."""
+    sampler = Sampler(tmp_path, library)
+    sampler.wait(1)
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        sampler.child.send_signal(number)
+    sampler.wait(2)
+    sampler.end()
+
+
+def recorded(root: Path, ticks: str, rx: int, sectors: int, words: int) -> Sight:
+    files = {
+        "proc/stat": f"cpu  {ticks} 0 0 0\ncpu0 1",
+        "proc/meminfo": "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\n",
+        "proc/loadavg": "1.5 1 1 1/1 1",
+        "proc/diskstats": f"8 0 sda 1 0 {sectors} 0 1 0 {2 * sectors} 0\n8 1 sda1 1 0 {sectors} 0 1 0 9 0\n",
+        "proc/net/dev": f"a\nb\n lo: {9 * rx} 0 0 0 0 0 0 0 {9 * rx} 0\n eth0: {rx} 0 0 0 0 0 0 0 {rx} 0\n",
+        "sys/class/net/eth0/device/x": "",
+        "sys/class/infiniband/mlx5_0/ports/1/counters/port_rcv_data": str(words),
+        "sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data": str(words),
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return Sight(root)
+
+
+def test_the_kernel_s_counters_by_hand(tmp_path: Path) -> None:
+    """In 2 s: 30 of 40 jiffies busy, 4 MB in, 1,000 sectors, 500,000 words of RDMA; loopback and partitions are left out."""
+    look = Machine(tmp_path, recorded(tmp_path, "10 0 10 60 20 0 0 0", 1_000_000, 1000, 10))
+    assert look.sample(0.0)["cpu"] is None
+    recorded(tmp_path, "30 0 20 65 25 0 0 0", 5_000_000, 2000, 500_010)
+    found = look.sample(2.0)
+    assert found["cpu"] == pytest.approx(0.75) and found["load"] == 1.5 and found["memory_gib"] == 1.0
+    assert found["net_rx_mb_s"] == 2.0 and found["disk_read_mb_s"] == 0.256 and found["disk_write_mb_s"] == 0.512
+    assert found["rdma_rx_mb_s"] == 1.0
+    recorded(tmp_path, "30 0 20 65 25 0 0 0", 1, 1, 1)
+    assert look.sample(2.0)["net_rx_mb_s"] is None, "a counter that began anew is no rate"
+
+
+def wide_row(at: float) -> Row:
+    """As long as rows of a busy node get."""
+    gpu = dict(
+        zip(nvml.COLUMNS, [100, 79.11, 1000, 88, 1980, 72, 0, 0, 1_234_567_890, 61234, 61234, 412345, 412345], strict=True)
+    )
+    node = dict(zip(machine.COLUMNS, [0.123, 123.4, 1234.56, 123456.7, *[12345.6] * 6, 12345.67], strict=True))
+    return Row(1.7e9 + at, 12, node, (gpu,) * 8)
+
+
+def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
+    """One node's month, sample by sample every ten minutes and in full for the last day; what a node may keep, times 64."""
+    writer = Writer(tmp_path, "node1", {"node": 0})
+    month = 30 * 86400
+    whole = Writer(tmp_path, "whole", {"node": 1})
+    for at in range(0, 3 * 86400, 10):
+        writer.add(wide_row(at))
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("node1*")}
+    row = len(wide_row(month).line())
+    assert sizes["node1.900s.jsonl"] == pytest.approx(3 * 96 * row, rel=0.02), "nothing of the whole time is thrown away"
+    assert sizes["node1.10s.jsonl"] + sizes["node1.10s.old.jsonl"] < 2.1 * 180 * row
+    assert sizes["node1.60s.jsonl"] + sizes["node1.60s.old.jsonl"] < 2.1 * 360 * row
+    assert 64 * (sum(sizes.values()) + 27 * 96 * row) < 200e6
+    assert whole.folder.is_dir()
+
+
+def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
+    """And a sampler that was killed goes on where it was: the quarter of an hour that it had begun is not lost."""
+    for start in (0, 450):
+        writer = Writer(tmp_path, "n", {"node": 0})
+        for at in range(start, start + 450, 10):
+            row = wide_row(at + 100)  # 1.7e9 + 100 is a multiple of 900
+            gpus = ({**row.gpus[0], "power_w": 100 + at, "temperature_c": at / 10, "energy_j": 5.0 * at},)
+            writer.add(Row(row.time, 1, {"cpu": 0.5}, gpus))
+    for at in (2000, 2100):
+        writer.add(wide_row(at))
+    (joined,) = [row for row in store.read_rows([tmp_path / "n.900s.jsonl"]) if row.attempt == 1]
+    (gpu,) = joined.gpus
+    assert gpu["power_w"] == pytest.approx(100 + 445, abs=31) and gpu["temperature_c"] == 89 and gpu["energy_j"] == 4450
+    assert joined.node["cpu"] == 0.5 and joined.node["load"] is None
+
+
+def test_a_reader_follows_files_that_grow_tear_and_are_replaced(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "n", {"node": 0})
+    reader = store.Reader(tmp_path)
+    writer.add(wide_row(0))
+    assert reader.read()["n"].last == wide_row(0)
+    with (tmp_path / "n.10s.jsonl").open("a") as out:
+        out.write("[1700000500.0,12,[")
+    assert reader.read()["n"].last == wide_row(0), "a line that is being written is read when it is whole"
+    for at in range(1, 400):
+        Writer(tmp_path, "n", {"node": 0}).add(wide_row(at)) if at == 1 else writer.add(wide_row(at))
+    assert reader.read()["n"].last == wide_row(399)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    """Else who may write to the folder has the user's sampler write to any file of the user."""
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "n.10s.jsonl").symlink_to(other)
+    with pytest.raises(OSError):
+        Writer(tmp_path / "t", "n", {}).add(wide_row(0))
+    assert other.read_text() == "kept"
+
+
+def test_heads_name_the_columns(tmp_path: Path) -> None:
+    """A reader of a later release knows what a row of this one holds."""
+    Writer(tmp_path, "n/../x", {"node": 0})
+    head = json.loads((tmp_path / "n-..-x.900s.jsonl").read_text())
+    assert head["schema"] == store.SCHEMA and head["gpu_columns"] == list(nvml.COLUMNS)
