@@ -53,6 +53,8 @@ ON_THE_COMMAND_LINE = {
     "megatron.expert_model_parallel_size": "a model with experts under Megatron: megatron.expert_model_parallel_size=8",
     "megatron.expert_tensor_parallel_size": "the same, where experts are split otherwise than the other layers",
     "megatron.fp8": "a trial of FP8 on the same job",
+    "budget.usd": "what this run may cost: budget.usd=500",
+    "budget.gpu_hours": "the same by an allocation of hours: budget.gpu_hours=100",
     "megatron.use_distributed_optimizer": "a comparison: Megatron's optimizer is split over the replicas unless this is false",
 }
 """Fields that no recipe of the tree sets, each with the reason why it is there all the same."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from clustertune.arguments import AsJson, existing_folder, path_argument, path_given
+from clustertune.arguments import AsJson, existing_folder, path_argument, path_given, path_option
 
 EVERY_SECONDS = 3.0
 
@@ -22,6 +22,9 @@ def add(app: typer.Typer) -> None:
 def watch(
     run: Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A run folder, or the id of a Slurm job of one.")],
     once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    metrics: Annotated[
+        Path | None, path_option("Also write the figures in OpenMetrics' format.", "--openmetrics", metavar="FILE")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Follow a run: step, speed against the plan, time and money left, every GPU, stragglers, alerts. Ends with the training.
@@ -29,12 +32,18 @@ def watch(
     With --json one document; what this machine cannot say is null.
     """
     from clustertune.console import emit_json, stderr
-    from clustertune.monitor import page
+    from clustertune.errors import storage_error
+    from clustertune.monitor import openmetrics, page
     from clustertune.monitor.status import Watcher
 
     watcher = Watcher(_find(run))
     while True:
         status = watcher.look()
+        if metrics is not None:
+            try:
+                openmetrics.write(metrics, status)
+            except OSError as error:
+                raise storage_error(error, "cannot be written", metrics) from None
         if as_json:
             emit_json(status.as_dict())
             return

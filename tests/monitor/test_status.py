@@ -165,6 +165,17 @@ def test_the_metrics_file_is_openmetrics(folder: Path) -> None:
     assert f'clustertune_gpu_power_w{{{labels},node="node1",gpu="7"}} 662' in lines
 
 
+def test_the_dashboard_asks_for_what_the_file_has(folder: Path, repo: Path) -> None:
+    """By the option that writes the file; a panel of a figure that nothing writes would stay empty without a message."""
+    simulated.make(folder, time.time(), overrides=("budget.usd=100",))
+    file = folder.parent / "x.prom"
+    assert run("watch", folder, "--once", "--json", "--openmetrics", file).code == 0
+    asked = set(re.findall(r"clustertune_[a-z_]+", (repo / "ops" / "monitoring" / "grafana.json").read_text()))
+    written = {line.split()[2] for line in file.read_text().splitlines() if line.startswith("# TYPE")}
+    assert len(asked) > 15 and asked <= written
+    assert run("watch", folder, "--once", "--openmetrics", folder / "none" / "x").code == 2
+
+
 def test_an_alert_reaches_the_log_the_command_and_the_webhook_once(tmp_path: Path) -> None:
     got: list[bytes] = []
 
