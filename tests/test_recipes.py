@@ -34,6 +34,11 @@ line (which base, model, dataset) in recipes of seven lines, and accelerate's ke
 ON_THE_COMMAND_LINE = {
     "reduce_dtype": "doubles the traffic of gradients: a choice of who trains, shown by docs/strategies.md",
     "model.path": "weights that lie on this site's storage: model.path=DIR",
+    "data.config": "a dataset of the Hub with several configurations",
+    "data.split": "a dataset whose splits have names of their own: data.split=train_sft",
+    "data.columns": "data of one's own: data.columns={prompt: question}",
+    "data.sources": "a mixture; docs/data.md has one",
+    "data.max_rejected": "an input of which more than a fifth is known to be bad",
     "slurm.stall_seconds": "a site whose storage is silent for longer than five steps",
     "slurm.staging": "a site whose nodes read the shared storage as fast as their own disks, or a source that no rule knows",
     "staged": "a machine without network: staged=DIR",
