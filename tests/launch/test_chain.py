@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clustertune import chain, manifest
+from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
 
@@ -74,3 +75,19 @@ def test_an_attempt_number_never_comes_back(tmp_path: Path) -> None:
     for folder in (run.path / "attempts").iterdir():
         folder.rmdir()
     assert run.new_attempt() == 6
+
+
+def test_the_run_of_a_former_release_is_found_and_goes_on_on_other_ranks(tmp_path: Path) -> None:
+    """Its folder and its record have the fingerprint that counted the ranks in."""
+    two, four = (resolve("tiny-oasst2", ranks=ranks) for ranks in (2, 4))
+    folder = tmp_path / two.name / two.identities[1][:12]
+    run = chain.open_run(two, folder, ["clustertune"])
+    run.update(fingerprint=two.identities[1])
+    assert chain.default_run_dir(two, tmp_path) == folder and chain.default_run_dir(four, tmp_path) != folder
+    assert chain.open_run(two, folder, ["clustertune"]).read()["fingerprint"] == two.identities[1]
+    chain.open_run(four, folder, ["clustertune"], take=False)
+    assert run.resolved().world_size == 2, "jobs of it may be at work"
+    chain.open_run(four, folder, ["clustertune"])
+    assert run.resolved().world_size == 4 and run.read()["earlier"][0]["recipe"]["world_size"] == 2
+    with pytest.raises(UserError, match="another --run-dir"):
+        chain.open_run(resolve("tiny-oasst2", ["lora.r=8"]), folder, ["clustertune"])

@@ -206,7 +206,7 @@ def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.Mo
     parts = state_parts(trainer.model, trainer.optimizer)
     # None: saved before digests were kept; SHA-256: by a former release.
     for saved in (None, digest(parts, manifest.SHA256), digest(parts)):
-        trainer._expected_digest = saved
+        trainer._resumed = {"state_digests": [saved] * trainer.group.world_size} if saved else {}
         trainer._load_optimizer_and_scheduler("step-000002")
     torch.nn.init.ones_(trainer.model.weight)
     with pytest.raises(UserError, match="not those that were saved") as caught:
