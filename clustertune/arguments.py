@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -27,6 +28,24 @@ ClusterOption = Annotated[
     str | None, typer.Option(metavar="NAME|FILE", help="A file of ops/clusters, a path, or local.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+T = TypeVar("T")
+
+
+def takes(options: Callable[..., T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Makes a command of a function whose one argument is a dataclass: the dataclass's fields are the command's arguments."""
+
+    def decorate(program: Callable[[T], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            program(options(**given))
+
+        command.__name__, command.__doc__ = program.__name__, program.__doc__
+        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        command.__annotations__ = {}  # typer reads both
+        return command
+
+    return decorate
+
 
 _MAX_NAME = 255
 """Bytes of one name and of a whole path below: what Linux takes (limits.h)."""

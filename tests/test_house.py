@@ -134,19 +134,22 @@ KEYS = re.compile(
     r"(?<![\w/])(fsdp_(?!plugin)\w+|zero_(optimization|stage)|deepspeed_config\w*|parallelism_config\w*|dynamo_\w+|distributed_type)"
 )
 """Keys of accelerate's and DeepSpeed's files."""
+READERS = {"fsdp_version": "accelerate_file.py"}
+"""Of keys that one module reads: no other one of ``config`` spells them either."""
 ITS_OWN_STATE = {"clustertune/training/cpu_fsdp.py": "distributed_type"}
 """What accelerate calls a field of its state in memory, which no file holds."""
 
 
 def key_faults(path: str, source: str) -> list[str]:
-    """Strings outside of ``config`` that hold such a key; docstrings may speak of them."""
+    """Strings outside of ``config``, or of a key's one reader, that hold such a key; docstrings may speak of them."""
     nodes = list(ast.walk(ast.parse(source)))
     spoken = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in spoken
     ]
     found = [(node.lineno, key[1]) for node in texts for key in KEYS.finditer(node.value) if key[1] != ITS_OWN_STATE.get(path)]
-    return [f"{path}:{line}: {key}" for line, key in found if not path.startswith("clustertune/config/")]
+    home = "clustertune/config/"
+    return [f"{path}:{line}: {key}" for line, key in found if not path.startswith(home + READERS.get(key, ""))]
 
 
 def test_one_package_knows_the_ecosystem_s_keys() -> None:
@@ -155,9 +158,12 @@ def test_one_package_knows_the_ecosystem_s_keys() -> None:
 
 
 def test_a_planted_key_is_found() -> None:
-    for text in ('config.get("fsdp_version", 1)', 'f"{zero}.zero_optimization.stage"', 'x["parallelism_config_tp_size"]'):
+    for text in ('config.get("fsdp_offload_params")', 'f"{zero}.zero_optimization.stage"', 'x["parallelism_config_tp_size"]'):
         assert key_faults("clustertune/plan/x.py", text) and not key_faults("clustertune/config/x.py", text)
     assert key_faults("clustertune/plan/x.py", '"pytorch_model_fsdp_0"') == []
+    version = 'section.get("fsdp_version")'
+    assert key_faults("clustertune/config/strategy.py", version)
+    assert not key_faults("clustertune/config/accelerate_file.py", version)
 
 
 # --- calls that are not made ---------------------------------------------------------------------------------------------

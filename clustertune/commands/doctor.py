@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+import shlex
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument
+from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_argument, takes
+from clustertune.check import report as reports
+from clustertune.check.machine import LOGIN, PLACES, Expects, Machine
+from clustertune.check.rule import Finding, as_json, exit_code, worst
 from clustertune.console import emit_json, escape, say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.host.facts import HostFacts
+from clustertune.tree import ROOT
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+    from clustertune.config.resolved import Resolved
+    from clustertune.launch.allocation import Allocation
+
+COMMAND_LINE = "command line"
+Looked = tuple[list[Finding], HostFacts | None, list[str]]
+"""What was found, the facts of one machine if any answered, and the machines looked at."""
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """The command line of ``doctor check``."""
+
+    recipe: OptionalRecipe = None
+    overrides: Overrides = None
+    cluster: ClusterOption = None
+    tiny: Tiny = False
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=path_argument, help="The run; without it runs/<recipe>/<fingerprint>."),
+    ] = None
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Leave a rule out; repeatable.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Show also what is as it should be.")] = False
+    place: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step; without it, as found.")
+    ] = None
+    here: Annotated[bool, typer.Option("--here", help="In a Slurm job: this machine alone.")] = False
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long a machine may be looked at.")] = 30
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="The ranks' Python; without it this one.")
+    ] = None
+    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: how many; without it all.")] = None
+    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
+    listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write the documents' page.")
+    ] = None
+    as_json: AsJson = False
 
 
 class WithDefault(TyperGroup):
@@ -43,44 +96,13 @@ def _group() -> None:
 
 
 @doctor_app.command()
-def check(
-    recipe: OptionalRecipe = None,
-    overrides: Overrides = None,
-    cluster: ClusterOption = None,
-    tiny: Tiny = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=path_argument, help="The run; without it runs/<recipe>/<fingerprint>."),
-    ] = None,
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", metavar="RULE", help="Leave a rule out; repeatable.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show also what is as it should be.")] = False,
-    place: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="login, here, step, container or container+step; without it, as found.")
-    ] = None,
-    here: Annotated[bool, typer.Option("--here", help="In a Slurm job: this machine alone.")] = False,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long a machine may be looked at.")] = 30,
-    python: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path_argument, help="The ranks' Python; without it this one.")
-    ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit: how many; without it all.")] = None,
-    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Print the rules.")] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", parser=path_argument, help="With --list: write the documents' page."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(DoctorArguments)
+def check(args: DoctorArguments) -> None:
     """Look at this machine, or every node of this Slurm job, and at a recipe.
 
     Exit 0: nothing found; 1: warnings; 2: what would stop or spoil a job. python3 -m clustertune.doctor needs no installation.
     """
-    given = dict(locals())  # the options by their names, which are those of Asked
-    from clustertune.commands import doctoring
-
-    raise typer.Exit(doctoring.answer(doctoring.Asked(**given)))
+    raise typer.Exit(answer(args))
 
 
 @doctor_app.command()
@@ -115,3 +137,230 @@ def sbatch(
     say(f"{len(found)} files, {count} findings" if len(found) > 1 else f"{count} findings")
     if count:
         raise typer.Exit(int(ExitCode.FAILED))
+
+
+# --- check -------------------------------------------------------------------------------------------------------------
+
+
+def show_rules(out: Path | None, as_document: bool) -> int:
+    """The rules, as a list, as JSON, or as the page of the documents."""
+    from clustertune.doctor.recipe_findings import all_rules
+
+    if out is not None:
+        from clustertune.doctor import page
+
+        try:
+            page.write(out)
+        except OSError as error:
+            raise storage_error(error, "cannot be written", out) from None
+        say(f"wrote {out}")
+    elif as_document:
+        keys = ("id", "title", "why", "link")
+        emit_json({"rules": [{key: getattr(rule, key) for key in keys} for rule in all_rules()]})
+    else:
+        rules = all_rules()
+        width = max(len(rule.id) for rule in rules)
+        sys.stdout.write("".join(f"{rule.id.ljust(width)}  {rule.title}\n" for rule in rules))
+    return 0
+
+
+def answer(args: DoctorArguments) -> int:
+    """Look, tell, and return the exit code. Raises UserError."""
+    from clustertune.config.cluster import load_cluster
+    from clustertune.doctor import preflight
+
+    if args.listing:
+        return show_rules(args.out, args.as_json)
+    if problems := list(_contradictions(args)):
+        raise UserError(problems)
+    ignore = args.ignore or []
+    preflight.check_rules(ignore, COMMAND_LINE, "--ignore")
+    cluster = load_cluster(args.cluster)
+    left_out = (*preflight.ignored(cluster), *ignore)
+    if args.submit:
+        return _submit(args, cluster)
+    allocation = _allocation(args)
+    if allocation is not None and allocation.nodes:
+        if args.dry_run:
+            return _show_step(args, cluster, allocation)
+        found, facts, hosts = _on_nodes(args, cluster, allocation)
+    elif args.dry_run:
+        raise UserError(
+            Problem("there is nothing to run but here", file=COMMAND_LINE, key="--dry-run", fix="--submit --dry-run")
+        )
+    else:
+        found, facts, hosts = _here(args, cluster)
+    found = reports.once(found, _of_recipe(args, cluster, facts))
+    return _tell(args, cluster, reports.Report(found, left_out), facts, hosts)
+
+
+def _contradictions(args: DoctorArguments) -> Iterator[Problem]:
+    def problem(key: str, message: str, fix: str) -> Problem:
+        return Problem(message, file=COMMAND_LINE, key=key, fix=fix)
+
+    if args.place is not None and args.place not in PLACES:
+        yield problem("--place", f"{args.place!r} is no place", f"one of {', '.join(PLACES)}")
+    if args.submit and (args.here or args.place):
+        yield problem("--submit", "a job looks at its own nodes", "leave --here and --place out")
+    for key, value in (("--nodes", args.nodes), ("--time", args.time)):
+        if value is not None and not args.submit:
+            yield problem(key, "is read only with --submit", "inside of a job all its nodes are looked at")
+    if args.recipe is None and (args.tiny or args.run_dir):
+        yield problem("RECIPE", "a recipe is missing", "clustertune doctor RECIPE ...")
+
+
+def _allocation(args: DoctorArguments) -> Allocation | None:
+    """The Slurm job in which this is called, whose nodes are looked at; None outside of one, and inside of a step."""
+    if args.here or args.place or not os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_STEP_ID", "").isdigit():
+        return None
+    from clustertune.launch import allocation
+
+    return allocation.read()
+
+
+# --- looking -----------------------------------------------------------------------------------------------------------
+
+
+def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
+    from clustertune.doctor import nodes
+    from clustertune.host.collect import collect
+
+    names = [host.name for host in cluster.nodes] if len(cluster.nodes) <= 64 else []
+    storage = cluster.storage
+    folders = [storage.shared, storage.scratch, storage.pool.mount if storage.pool else None]
+    with _waiting(args.seconds, "looking at this machine"):
+        facts = collect(
+            args.place or _place(cluster),
+            args.seconds,
+            names=names if len(names) > 1 else (),
+            folders=[folder for folder in folders if folder],
+            python=str(args.python) if args.python else None,
+        )
+    plain = nodes.as_plain(cluster) if cluster.name != "local" else {}
+    gpus = cluster.compute.gpus if plain and facts.place != LOGIN and cluster.host(facts.hostname) else None
+    machine = Machine(facts, plain, Expects(gpus=gpus or None, launched=bool(args.recipe)))
+    return reports.machine_findings(machine), facts, [facts.hostname]
+
+
+def _place(cluster: Cluster) -> str | None:
+    """``login`` for a machine that the cluster file has submit jobs and not run them; else it is found by looking."""
+    host = cluster.host(platform.node())
+    if host is None or os.environ.get("SLURM_JOB_ID") or Path("/.singularity.d").exists():
+        return None
+    return LOGIN if "compute" not in host.roles else "here"
+
+
+def _on_nodes(
+    args: DoctorArguments, cluster: Cluster, allocation: Allocation
+) -> tuple[list[Finding], HostFacts | None, list[str]]:
+    from clustertune.doctor import nodes
+
+    gpus = allocation.gpus_per_node or None
+    expects = Expects(gpus=gpus, cpus=allocation.cpus_per_node, nodes=len(allocation.nodes), launched=True)
+    binds = [str(path.resolve()) for path in [args.run_dir] if path is not None and path.exists()]
+    with _waiting(args.seconds, f"looking at {len(allocation.nodes)} nodes"):
+        looked = nodes.look(cluster, allocation, binds=binds, seconds=args.seconds)
+    found = nodes.findings(looked, cluster, allocation.nodes, expects)
+    return found, next(iter(looked.facts.values()), None), list(allocation.nodes)
+
+
+def _waiting(seconds: float, words: str) -> contextlib.AbstractContextManager[Any]:
+    """A sign of life on a terminal, for as long as it takes."""
+    from clustertune import console
+
+    return console.stderr.status(f"{words} (up to {seconds:.0f} s)") if console.stderr.is_terminal else contextlib.nullcontext()
+
+
+def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None) -> list[Finding]:
+    """What the rules of recipe, stack and folders find; one that cannot be resolved is a finding for each of its problems."""
+    if args.recipe is None:
+        return []
+    from clustertune import chain
+    from clustertune.doctor.recipe_findings import recipe_findings
+    from clustertune.doctor.recipe_refused import refused
+    from clustertune.launch import places
+
+    try:
+        resolved = _resolve(args, cluster)
+    except UserError as error:
+        return list(refused(error))
+    run_dir = args.run_dir or chain.default_run_dir(resolved, places.runs(cluster))  # as submit takes it
+    environment = {**os.environ, **{setting.name: setting.value for setting in places.settings(cluster)}}  # as its jobs have it
+    return recipe_findings(resolved, cluster, facts, run_dir=run_dir, environment=environment)
+
+
+def _resolve(args: DoctorArguments, cluster: Cluster) -> Resolved:
+    from clustertune.launch import shape
+
+    assert args.recipe is not None
+    return shape.resolve_on(args.recipe, args.overrides or [], cluster, tiny=args.tiny)[0]
+
+
+# --- telling -----------------------------------------------------------------------------------------------------------
+
+
+def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts: HostFacts | None, hosts: list[str]) -> int:
+    place = facts.place if facts else None
+    if args.as_json:
+        document = {"place": place, "hosts": hosts, "cluster": cluster.name, "recipe": args.recipe}
+        document["verdict"] = worst(report.counted)
+        document["ignored"] = sorted(set(report.ignored))
+        emit_json({**document, "findings": as_json(report.counted)})
+        return exit_code(report.counted)
+    for line in report.lines(everything=args.everything):
+        sys.stdout.write(escape(line) + "\n")
+    where = f"{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
+    sys.stdout.write(escape(f"{where} ({place or 'no node answered'}): {report.summary()}") + "\n")
+    return exit_code(report.counted)
+
+
+# --- as a job ----------------------------------------------------------------------------------------------------------
+
+
+def _show_step(args: DoctorArguments, cluster: Cluster, allocation: Allocation) -> int:
+    from clustertune.doctor import nodes
+
+    command = nodes.step_command(cluster, allocation, [], args.seconds)
+    if args.as_json:
+        emit_json({"command": command})
+    else:
+        sys.stdout.write(f"$ {shlex.join(command)}\n")
+    return 0
+
+
+def _submit(args: DoctorArguments, cluster: Cluster) -> int:
+    """A job of whole nodes over the body of ops/doctor/doctor.sbatch, which looks at each of them."""
+    from clustertune.doctor import nodes
+    from clustertune.launch import batch, places
+    from clustertune.nccl_check.batch import shape
+
+    wanted = shape(cluster, args.nodes, args.time, args.seconds + nodes.START_SECONDS)
+    note = "Derived by clustertune doctor --submit from the cluster file."
+    job = batch.BatchJob(
+        shape=wanted,
+        script=batch.render("doctor", wanted, note, (ROOT / "ops/doctor/doctor.sbatch").read_text(), alone=False),
+        folder=(places.runs(cluster) / "doctor" / cluster.name).absolute(),
+        arguments=tuple(_arguments(args, cluster)),
+        file="doctor.sbatch",
+    )
+    if args.dry_run:
+        job.show(args.as_json)
+        return 0
+    number = job.submit(cluster, args.as_json)
+    say(f"what it finds: {job.folder}/doctor-{number}.log")
+    return 0
+
+
+def _arguments(args: DoctorArguments, cluster: Cluster) -> list[str]:
+    """The command line of the job, with paths that another folder understands."""
+    from clustertune.config.cluster import argument
+
+    word = argument(args.cluster or cluster.name)
+    recipe = args.recipe
+    if recipe is not None and Path(recipe).exists():
+        recipe = str(Path(recipe).absolute())
+    words = [*([recipe] if recipe else []), *(args.overrides or []), "--cluster", word, f"--seconds={args.seconds:g}"]
+    words += ["--tiny"] if args.tiny else []
+    words += ["--all"] if args.everything else []
+    words += [f"--run-dir={args.run_dir.absolute()}"] if args.run_dir else []
+    return words + [f"--ignore={rule}" for rule in args.ignore or []]

@@ -2,12 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import os
+import platform
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption, path_argument
+from clustertune import console
+from clustertune.arguments import AsJson, ClusterOption, path_argument, takes
+from clustertune.check.rule import EXIT
+from clustertune.console import emit_json, say
+from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.process import Stopped
+
+if TYPE_CHECKING:
+    from clustertune.config.cluster_schema import Cluster
+    from clustertune.nccl_check.check import Options
+    from clustertune.nccl_check.place import Place
+
+LARGEST_LOG = 256 << 20
+GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
+JOIN_SECONDS = 900.0
+"""How long a node that was started by hand waits for the first one."""
+
+
+@dataclass(frozen=True)
+class NcclCheckArguments:
+    """The command line."""
+
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE", help="With --logs: recorded logs of NCCL.", show_default=False)
+    ] = None
+    logs: Annotated[bool, typer.Option("--logs", help="Judge recorded logs only; nothing is measured.")] = False
+    cluster: ClusterOption = None
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=10, max=86_400, help="Time to measure; without it 300, on CPUs 60. All is over 60 s later.", show_default=False
+        ),
+    ] = None
+    smallest: Annotated[str, typer.Option("--min", metavar="SIZE", help="Smallest size.")] = "1K"
+    largest: Annotated[
+        str | None, typer.Option("--max", metavar="SIZE", help="Largest; without it 1G, on CPUs 64M or less.")
+    ] = None
+    factor: Annotated[int, typer.Option(min=2, max=1024, help="From one size to the next.")] = 4
+    iterations: Annotated[int, typer.Option(min=3, max=10_000, help="Of each size.")] = 20
+    warmup: Annotated[int, typer.Option(min=1, max=1000, help="Before them.")] = 5
+    collectives: Annotated[str | None, typer.Option(metavar="A,B", help="Only these.", show_default=False)] = None
+    scopes: Annotated[str | None, typer.Option(metavar="A,B", help="Of world,intra,inter,pair.", show_default=False)] = None
+    backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: NCCL where there are GPUs.")] = "auto"
+    ranks: Annotated[int | None, typer.Option(min=1, max=256, help="On each node; without it one per GPU.")] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit or --node-rank: how many.")] = None
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", min=0, help="Without Slurm: the same call on each node, with its number.")
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="Folder for logs and result.")
+    ] = None
+    save: Annotated[bool, typer.Option("--save", help="Keep the result beside the cluster file, for plan.")] = False
+    tune: Annotated[bool, typer.Option("--tune", help="Try variables that may make it faster.")] = False
+    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False
+    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
+    as_json: AsJson = False
 
 
 def add(app: typer.Typer) -> None:
@@ -15,50 +80,400 @@ def add(app: typer.Typer) -> None:
     app.command("nccl-check")(nccl_check)
 
 
-def nccl_check(
-    files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="With --logs: recorded logs of NCCL.", show_default=False)
-    ] = None,
-    logs: Annotated[bool, typer.Option("--logs", help="Judge recorded logs only; nothing is measured.")] = False,
-    cluster: ClusterOption = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=10, max=86_400, help="Time to measure; without it 300, on CPUs 60. All is over 60 s later.", show_default=False
-        ),
-    ] = None,
-    smallest: Annotated[str, typer.Option("--min", metavar="SIZE", help="Smallest size.")] = "1K",
-    largest: Annotated[
-        str | None, typer.Option("--max", metavar="SIZE", help="Largest; without it 1G, on CPUs 64M or less.")
-    ] = None,
-    factor: Annotated[int, typer.Option(min=2, max=1024, help="From one size to the next.")] = 4,
-    iterations: Annotated[int, typer.Option(min=3, max=10_000, help="Of each size.")] = 20,
-    warmup: Annotated[int, typer.Option(min=1, max=1000, help="Before them.")] = 5,
-    collectives: Annotated[str | None, typer.Option(metavar="A,B", help="Only these.", show_default=False)] = None,
-    scopes: Annotated[str | None, typer.Option(metavar="A,B", help="Of world,intra,inter,pair.", show_default=False)] = None,
-    backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: NCCL where there are GPUs.")] = "auto",
-    ranks: Annotated[int | None, typer.Option(min=1, max=256, help="On each node; without it one per GPU.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --submit or --node-rank: how many.")] = None,
-    node_rank: Annotated[
-        int | None, typer.Option("--node-rank", min=0, help="Without Slurm: the same call on each node, with its number.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", parser=path_argument, help="Folder for logs and result.")
-    ] = None,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result beside the cluster file, for plan.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Try variables that may make it faster.")] = False,
-    submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False,
-    time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False,
-    as_json: AsJson = False,
-) -> None:
+@takes(NcclCheckArguments)
+def nccl_check(args: NcclCheckArguments) -> None:
     """Measure what the links carry, and judge it.
 
     On this machine, or on the nodes of the Slurm job that it is called in; --submit makes such a job. NCCL between GPUs, gloo
     between CPUs. Exit 0: nothing to fix; 1: warnings, or the verdict is unknown; 2: what would stop or spoil a job.
     """
-    given = dict(locals())  # the options by their names, which are those of Asked
-    from clustertune.commands import nccl_checking
+    raise typer.Exit(submit(args) if args.submit else answer(args))
 
-    asked = nccl_checking.Asked(**given)
-    raise typer.Exit(nccl_checking.submit(asked) if submit else nccl_checking.answer(asked))
+
+def answer(args: NcclCheckArguments) -> int:
+    """Do what was args. Returns the exit code. Raises UserError."""
+    from clustertune.config.cluster import load_cluster
+
+    check_usage(args)
+    if args.logs:
+        return _judge_logs(args)
+    cluster = load_cluster(args.cluster)
+    if args.node_rank:
+        return _join(args, cluster)
+    place, options = _place(args, cluster)
+    if args.dry_run:
+        _show(place, options, args)
+        return 0
+    return _check(args, cluster, place, options)
+
+
+def check_usage(args: NcclCheckArguments) -> None:
+    """Raise UserError with everything that is wrong with the command line."""
+    if problems := list(_usage(args)):
+        raise UserError(problems)
+
+
+def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
+    from clustertune.config.load import did_you_mean
+    from clustertune.nccl_check.result import COLLECTIVES, SCOPES
+    from clustertune.nccl_check.sizes import parse_size
+
+    def wrong(key: str, text: str, fix: str) -> Problem:
+        return Problem(text, file="command line", key=key, fix=fix)
+
+    if args.logs and not args.files:
+        yield wrong("--logs", "no file was given", "clustertune nccl-check --logs FILE...")
+    if args.files and not args.logs:
+        yield wrong("FILE", f"{args.files[0]}: files are read only with --logs", "clustertune nccl-check --logs FILE...")
+    for key, text, known in (("--collectives", args.collectives, COLLECTIVES), ("--scopes", args.scopes, SCOPES)):
+        for word in text.split(",") if text is not None else []:
+            if word not in known:
+                yield wrong(key, f"{word!r} is none of {', '.join(known)}", did_you_mean(word, known) or "name some of them")
+    if args.backend not in ("auto", "nccl", "gloo"):
+        yield wrong("--backend", f"{args.backend!r} is no backend", "auto, nccl or gloo")
+    sizes = {}
+    for key, text in (("--min", args.smallest), ("--max", args.largest)):
+        try:
+            sizes[key] = parse_size(text) if text is not None else None
+        except ValueError as error:
+            yield wrong(key, str(error), "write 1K, 64M or 1G")
+    if (sizes.get("--max") or 1 << 60) < (sizes.get("--min") or 0):
+        yield wrong("--min", f"{args.smallest} is more than --max {args.largest}", "the smallest comes first")
+    yield from (wrong(*words) for words in _lonely(args))
+
+
+def _lonely(args: NcclCheckArguments) -> Iterator[tuple[str, str, str]]:
+    """Options that mean nothing without another, or beside it: key, what is wrong, what to do."""
+    if args.node_rank is not None and args.out is None:
+        yield "--out", "the nodes meet in a folder that all see", "give the same new --out DIR to all"
+    if args.submit and args.node_rank is not None:
+        yield "--submit", "a job knows its nodes", "leave --node-rank out"
+    if args.time is not None and not args.submit:
+        yield "--time", "is read only with --submit", "--seconds limits the check itself"
+    if args.nodes is not None and not args.submit and args.node_rank is None:
+        yield "--nodes", "is read only with --submit or --node-rank", "inside a job all its nodes are measured"
+
+
+# --- recorded logs -----------------------------------------------------------------------------------------------------
+
+
+def _judge_logs(args: NcclCheckArguments) -> int:
+    from clustertune.nccl_check import check
+    from clustertune.nccl_check.result import SCHEMA
+    from clustertune.nccl_check.table import verdict
+
+    texts, problems = {}, []
+    for file in args.files or []:
+        try:
+            path = path_argument(file)
+            with path.open("rb") as source:
+                texts[file] = source.read(LARGEST_LOG).decode(errors="replace")
+        except UserError as error:
+            problems += error.problems
+        except OSError as error:
+            problems += storage_error(error, "cannot be read", file).problems
+    if problems:
+        raise UserError(problems)
+    document: dict[str, Any] = {"schema": SCHEMA}
+    if args.cluster is not None:
+        from clustertune.config.cluster import load_cluster
+        from clustertune.nccl_check.expected import expected
+
+        document["expected"] = expected(load_cluster(args.cluster))
+    _, told = check.verdict(document, texts)
+    if args.as_json:
+        emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": told})
+    else:
+        verdict(told, console.stderr)
+    return EXIT[told["status"]]
+
+
+# --- where and what ----------------------------------------------------------------------------------------------------
+
+
+def _place(args: NcclCheckArguments, cluster: Cluster) -> tuple[Place, Options]:
+    """Where it runs and what it measures. Raises UserError."""
+    from clustertune.chain import visible_gpus
+    from clustertune.launch import allocation
+    from clustertune.nccl_check.place import Here, Nodes
+
+    if args.node_rank is not None:
+        hosts = cluster.compute_nodes[: args.nodes]
+        if args.nodes is not None and args.nodes > len(hosts):
+            text = f"{args.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
+            raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
+        here = Here(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
+        return here, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
+    if os.environ.get("SLURM_JOB_ID"):
+        from clustertune.job import has_gpus
+        from clustertune.launch.first_node import find_problems
+
+        given = allocation.read()
+        if problems := find_problems(cluster, nodes=len(given.nodes), trains=True):
+            raise UserError(problems)
+        gpus = given.gpus_per_node if has_gpus() else 0
+        cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
+        nodes = Nodes(given, cluster, bool(given.gpus_per_node), os.environ)
+        where = "step" if cluster.container.runtime == "none" else "container+step"
+        return nodes, _options(args, gpus, cpus, len(given.nodes), where)
+    name = platform.node() or "here"
+    if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
+        say(f"warning: {name} is no node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
+    options = _options(args, visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
+    return Here((name,), ("127.0.0.1",), cluster), options
+
+
+def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> Options:
+    """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
+    from clustertune.nccl_check import check
+    from clustertune.nccl_check.result import COLLECTIVES, SCOPES
+    from clustertune.nccl_check.sizes import parse_size
+
+    backend, why, ranks = _backend(args, gpus, nodes)
+    options = check.Options(
+        backend=backend,
+        backend_why=why,
+        ranks_per_node=ranks,
+        cpus_per_node=cpus,
+        seconds=args.seconds or (GPU_SECONDS if backend == "nccl" else CPU_SECONDS),
+        smallest=parse_size(args.smallest),
+        largest=parse_size(args.largest) if args.largest else check.largest_for(backend, nodes),
+        factor=args.factor,
+        iterations=args.iterations,
+        warmup=args.warmup,
+        # In their own order, which is that of importance.
+        collectives=tuple(name for name in COLLECTIVES if args.collectives is None or name in args.collectives.split(",")),
+        scopes=tuple(name for name in SCOPES if args.scopes is None or name in args.scopes.split(",")),
+        place=where,
+    )
+    if options.largest < options.smallest:
+        text = f"{args.smallest} is more than the {options.largest} bytes that are the largest of {backend} here"
+        raise UserError(Problem(text, file="command line", key="--min", fix="give --max, too"))
+    return options
+
+
+def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str, int]:
+    """Backend, the reason for it, and the ranks of a node."""
+    world = (args.ranks or gpus) * nodes
+    if args.backend == "nccl" or (args.backend == "auto" and gpus and world > 1):
+        each = args.ranks or gpus
+        problem = None
+        if not gpus:
+            text = "this machine has no GPU that NCCL could use"
+            problem = Problem(text, file="command line", key="--backend", fix="--backend gloo")
+        elif each > gpus:
+            problem = Problem(f"{each} ranks for {gpus} GPUs", file="command line", key="--ranks", fix=f"at most {gpus}")
+        elif each * nodes < 2:
+            fix = "--backend gloo measures CPUs; several nodes, or a node of several GPUs, have links"
+            problem = Problem("one GPU has no peer: there is no link to measure", file="command line", key="--backend", fix=fix)
+        if problem:
+            raise UserError(problem)
+        return "nccl", f"{each} of {gpus} GPUs" if each != gpus else f"{gpus} GPUs", each
+    each = args.ranks or (1 if nodes > 1 else 2)
+    if each * nodes < 2:
+        raise UserError(Problem("one rank has no peer", file="command line", key="--ranks", fix="--ranks 2"))
+    if args.backend == "gloo":
+        return "gloo", "asked for", each  # check.ASKED
+    return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
+
+
+def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, measured: Place | None = None) -> Path:
+    """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
+
+    ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
+    """
+    from clustertune.launch import places
+    from clustertune.nccl_check.check import RESULT
+    from clustertune.nccl_check.place import Here, round_folder
+
+    if args.out is None:
+        new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        outside = isinstance(measured, Here) and cluster.host(measured.hosts[0]) is None
+        return (places.runs(places.here() if outside else cluster) / "nccl-check" / (name or new)).absolute()
+    path = args.out.absolute()
+    if path.exists() and not path.is_dir():
+        raise UserError(Problem("is a file", file=str(path), key="--out", fix="give a new folder"))
+    if (path / RESULT).exists() or round_folder(path, 1).exists():
+        raise UserError(Problem("holds a check already", file=str(path), key="--out", fix="give a new folder"))
+    return path
+
+
+# --- as a job ----------------------------------------------------------------------------------------------------------
+
+
+def submit(args: NcclCheckArguments) -> int:
+    """Submit the job, or show it. Returns the exit code. Raises UserError."""
+    from clustertune.config.cluster import load_cluster
+    from clustertune.nccl_check import batch
+
+    check_usage(args)
+    cluster = load_cluster(args.cluster)
+    folder = new_folder(args, cluster, "NEW" if args.dry_run else None)
+    seconds = args.seconds or (GPU_SECONDS if cluster.compute.gpus else CPU_SECONDS)
+    wanted = batch.shape(cluster, args.nodes, args.time, seconds * (2 if args.tune else 1))
+    job = batch.make(wanted, folder, arguments(args, cluster))
+    if args.dry_run:
+        job.show(args.as_json)
+        return 0
+    job.submit(cluster, args.as_json, (("the folder", folder),))
+    say(f"its log and result.json: {folder}")
+    return 0
+
+
+def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
+    """The command line of the job: what was given here, and the cluster in a form that another folder understands."""
+    from clustertune.config.cluster import argument, named
+
+    word = argument(args.cluster or named(cluster))
+    given: list[tuple[str, Any, Any]] = [
+        ("--seconds", args.seconds, None),
+        ("--min", args.smallest, "1K"),
+        ("--max", args.largest, None),
+        ("--factor", args.factor, 4),
+        ("--iterations", args.iterations, 20),
+        ("--warmup", args.warmup, 5),
+        ("--collectives", args.collectives, None),
+        ("--scopes", args.scopes, None),
+        ("--backend", args.backend, "auto"),
+        ("--ranks", args.ranks, None),
+    ]
+    words = ["--cluster", word]
+    for key, value, default in given:
+        if value != default:
+            words += [key, f"{value:g}" if isinstance(value, float) else str(value)]
+    return [*words, *(["--save"] if args.save else []), *(["--tune"] if args.tune else [])]
+
+
+# --- what is done ------------------------------------------------------------------------------------------------------
+
+
+def _check(args: NcclCheckArguments, cluster: Cluster, place: Place, options: Options) -> int:
+    from clustertune.nccl_check import check, gather, table, tune
+    from clustertune.nccl_check.place import finish
+    from clustertune.plan.measured import beside
+
+    folder, began = new_folder(args, cluster, measured=place), time.monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        said = f"{options.backend} on {', '.join(place.hosts[:4])}{' ...' if len(place.hosts) > 4 else ''}"
+        say(
+            f"{said}: {options.seconds:g} s of measuring, over after {options.seconds + check.MARGIN_SECONDS:g} s at the latest"
+        )
+        with _progress(options.seconds) as tick:
+            rounds = check.measure(place, options, folder, say, tick)
+        found = check.document(place, options, rounds, time.monotonic() - began)
+        if args.tune:
+            with _progress(options.seconds) as tick:
+                first = len(rounds) + 1
+                found["tune"] = tune.tune(place, options, found, folder, first, options.seconds, say, tick)
+        check.judge(found, cluster, gather.logs(rounds[0]))
+        check.write(found, folder / check.RESULT)
+    except OSError as error:
+        raise storage_error(error, "cannot hold the check", error.filename or folder) from None
+    except Stopped as stopped:
+        fix = "what was measured lies there; run it again, where --out was given with another one"
+        raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
+    finally:
+        with contextlib.suppress(OSError):
+            finish(place, folder)
+    if args.as_json:
+        emit_json(found)
+    else:
+        table.render(found, console.stderr)
+    file = cluster.source if beside(cluster) else None
+    for line in tune.lines(found["tune"], cluster, file) if args.tune else []:
+        say(line)
+    say(f"result: {folder / check.RESULT}")
+    _keep(args, cluster, found)
+    return EXIT[found["verdict"]["status"]]
+
+
+def _keep(args: NcclCheckArguments, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Keep the result for plans: where that was asked for, or where it is one of the cluster that was named."""
+    from clustertune.nccl_check import check
+
+    if not args.save and (args.cluster is None or check.not_kept(found, cluster)):
+        return
+    try:
+        say(f"kept for plan: {check.keep(found, cluster)}")
+    except OSError as error:
+        known = storage_error(error, "the result could not be kept", error.filename or cluster.source)
+        if args.save:
+            raise known from None
+        say(f"note: {known.problems[0]}")
+
+
+@contextmanager
+def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
+    """A bar over the time limit, with what is measured now; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from clustertune.nccl_check.gather import progress
+
+    if not console.stderr.is_terminal:
+        yield lambda _folder: None
+        return
+    began = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("of {task.total:.0f} s at most"))
+    with Progress(*columns, console=console.stderr, transient=True) as bar:
+        task = bar.add_task("start", total=seconds)
+
+        def tick(folder: Path) -> None:
+            count, now = progress(folder)
+            bar.update(task, description=f"{now}, {count} measured", completed=min(seconds, time.monotonic() - began))
+
+        yield tick
+
+
+def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
+    """Another node than the first: it measures, the first one judges."""
+    from clustertune.nccl_check.check import RESULT
+    from clustertune.nccl_check.place import join
+    from clustertune.nccl_check.setup import END
+
+    assert args.node_rank is not None
+    assert args.out is not None
+    hosts, folder = cluster.compute_nodes[: args.nodes], args.out.absolute()
+    if args.node_rank >= len(hosts):
+        text = f"there is no node {args.node_rank} of {len(hosts)}: they are counted from 0"
+        raise UserError(Problem(text, file="command line", key="--node-rank"))
+    if (folder / END).exists() or (folder / RESULT).exists():
+        raise UserError(Problem("holds a check that is over", file=str(folder), key="--out", fix="give a new folder to all"))
+    try:
+        rounds = join(folder, args.node_rank, JOIN_SECONDS)
+    except TimeoutError as error:
+        fix = "is --out a folder that all nodes see, and the call with --node-rank 0 alive?"
+        raise UserError(Problem(str(error), file=str(folder), fix=fix), ExitCode.AGAIN) from None
+    except OSError as error:
+        raise storage_error(error, "cannot hold the check", error.filename or folder) from None
+    if args.as_json:
+        emit_json({"node": args.node_rank, "rounds": rounds})
+    say(f"node {args.node_rank}: over after {rounds} round(s); node 0 has the result")
+    return 0
+
+
+def _show(place: Place, options: Options, args: NcclCheckArguments) -> None:
+    """What would be run: hosts, environment, command, sizes."""
+    from clustertune.nccl_check import check
+    from clustertune.nccl_check.node import DEBUG
+    from clustertune.nccl_check.place import round_folder
+    from clustertune.nccl_check.schedule import shapes
+
+    setup = check.make_setup(place, options)
+    command = place.command(round_folder(new_folder(args, place.cluster, "NEW", place), 1))
+    debug = DEBUG if options.backend == "nccl" else {}
+    if args.as_json:
+        emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
+        return
+    lines = [
+        f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(place.hosts)}",
+        f"scopes {', '.join(shapes(setup))}; collectives {', '.join(setup.collectives)}",
+        f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
+        f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "
+        f"{setup.seconds:g} s of measuring, over after {setup.seconds + check.MARGIN_SECONDS:g} s at the latest",
+        "# environment of every rank",
+        *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
+        f"$ {shlex.join(command)}",
+    ]
+    for line in lines:
+        typer.echo(line)

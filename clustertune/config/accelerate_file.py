@@ -86,6 +86,10 @@ def parallel_sizes(body: Mapping[str, Any]) -> dict[str, int]:
 
 # --- what a checked file says: read by distribution.py alone --------------------------------------------------------------
 
+VERSION = "fsdp_version"
+"""Of FSDP: a key of ``fsdp_config``, and a field of ``distributed`` in run.json and in results of ``bench``."""
+FSDP2 = f"{VERSION}: 2"
+"""As messages write it."""
 TYPE, MESH, DYNAMIC = "distributed_type", "parallelism_config", "dynamo_config.dynamo_use_dynamic"
 """Key paths as errors name them: what distributes, the sizes of the mesh, and how the compiler takes lengths."""
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -117,7 +121,7 @@ def fsdp_version(body: Mapping[str, Any]) -> int | None:
     """1 or 2, accelerate's own being 1; None without FSDP."""
     if body.get("distributed_type") != "FSDP":
         return None
-    return 2 if str(section(body, "fsdp_config").get("fsdp_version")) == "2" else 1
+    return 2 if str(section(body, "fsdp_config").get(VERSION)) == "2" else 1
 
 
 def recomputes(body: Mapping[str, Any]) -> bool:
@@ -253,14 +257,14 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], kind: st
         values[full] = (key, value)
         if key != full:  # accelerate launch adds the prefix; all others that read the file do not
             yield ("fsdp_config", key), "is only known with its prefix", f"write {full}"
-    version = str(values.get("fsdp_version", ("", ""))[1])
+    version = str(values.get(VERSION, ("", ""))[1])
     if version not in {"1", "2"}:
         text = f"{show_value(version)} is not 1 or 2" if version else "missing; accelerate would take 1"
-        yield ("fsdp_config", "fsdp_version"), text, "write fsdp_version: 2"
+        yield ("fsdp_config", VERSION), text, f"write {FSDP2}"
     for full, (key, value) in values.items():
         path = ("fsdp_config", key)
         if version == "2" and full in _FSDP1_ONLY:
-            yield path, "has no meaning under fsdp_version: 2", _FSDP1_ONLY[full]
+            yield path, f"has no meaning under {FSDP2}", _FSDP1_ONLY[full]
         elif full in _BOOLEANS or (full == "fsdp_reshard_after_forward" and version == "2"):
             if str(value).lower() not in {"true", "false"}:
                 yield path, f"{show_value(value)} is not true or false", None
@@ -282,9 +286,9 @@ def _check_fsdp_choices(values: Mapping[str, Any], version: str, parallel: Mappi
     if str(kind).upper() in {"FULL_STATE_DICT", "LOCAL_STATE_DICT"}:
         yield ("fsdp_config", "fsdp_state_dict_type"), f"{kind}: checkpoints are written sharded", "write SHARDED_STATE_DICT"
     if version == "1" and parallel:
-        yield ("parallelism_config",), "accelerate takes it only with fsdp_version: 2", None
+        yield ("parallelism_config",), f"accelerate takes it only with {FSDP2}", None
     if flag(values, "activation_checkpointing_offload") and not (version == "2" and flag(values, "activation_checkpointing")):
-        text = "needs fsdp_version: 2 and fsdp_activation_checkpointing: true"
+        text = f"needs {FSDP2} and fsdp_activation_checkpointing: true"
         yield ("fsdp_config", "fsdp_activation_checkpointing_offload"), text, None
     states = values.get("fsdp_sync_module_states")
     loading = flag(values, "cpu_ram_efficient_loading")

@@ -16,8 +16,6 @@ from clustertune.config import quantization
 from clustertune.config.schema import Megatron, Recipe
 
 _HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-VERSION = "fsdp_version"
-"""Of FSDP: a field of ``distributed`` in run.json and in results of ``bench``."""
 IN_FLIGHT = 5
 """Parts of weights that a rank holds in host memory at once while it reads: four reads, and the one that is placed."""
 
@@ -162,7 +160,7 @@ def words(told: Any) -> str | None:
     """
     if not isinstance(told, Mapping) or told.get("type") is None:
         return None
-    version, mesh = told.get(VERSION), told.get("mesh")
+    version, mesh = told.get(acc.VERSION), told.get("mesh")
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, Mapping) else ""
     return f"{told['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
 
@@ -372,5 +370,6 @@ def how_to_load(found: Distribution) -> tuple[str, str]:
     if found.is_deepspeed:
         fix = "stage 3 without zero_hpz_partition_size and without a quantised base: each rank reads its part; or fewer ranks"
         return f"deepspeed_config (ZeRO stage {found.zero_stage})", f"{fix}; offload less; more nodes"
-    fix = "fsdp_version: 2 with fsdp_cpu_ram_efficient_loading: true: each rank reads its rows; offload less; more nodes"
+    efficient = acc.key_of("cpu_ram_efficient_loading").rpartition(".")[2]
+    fix = f"{acc.FSDP2} with {efficient}: true: each rank reads its rows; offload less; more nodes"
     return "fsdp_config", fix

@@ -21,7 +21,7 @@ COMMAND_LINE = "command line"
 DESCRIPTION = "model.json"
 """A model's architecture, beside the recipe (config/architecture.py)."""
 BESIDE = ("accelerate", "deepspeed")
-"""Prefixes of overrides that go over a file beside the recipe: ``accelerate.fsdp_config.fsdp_version=1``."""
+"""Prefixes of overrides that go over a file beside the recipe: ``accelerate.mixed_precision=fp16``."""
 
 
 @dataclass(frozen=True)

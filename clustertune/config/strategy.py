@@ -46,7 +46,7 @@ def find_problems(
     for axis in ("dp_shard", "tp", "cp"):
         if kind in ("MULTI_GPU", "NO", "DEEPSPEED") and axis in sizes:
             text = f"{sizes[axis]}, with distributed_type: {kind}: only FSDP2 is combined with it here"
-            yield _mesh(axis), text, "write distributed_type: FSDP with fsdp_version: 2"
+            yield _mesh(axis), text, f"write distributed_type: FSDP with {acc.FSDP2}"
     config = quantization.of(train)
     if kind in ("FSDP", "DEEPSPEED") and config is not None:
         yield from _quantized(config, train, accelerate, zero)

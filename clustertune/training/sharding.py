@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import distribution as distributions
 from clustertune.config.distribution import Distribution
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.training import deepspeed
@@ -53,7 +52,7 @@ class Found:
     def as_dict(self) -> dict[str, Any]:
         """``distributed`` of run.json, beside what else the first rank tells."""
         body = asdict(self)
-        return {distributions.VERSION if key == "version" else key: value for key, value in body.items()}
+        return {acc.VERSION if key == "version" else key: value for key, value in body.items()}
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 
 from clustertune.bench import ask, batch, published
 from clustertune.bench.ask import Asked
-from clustertune.commands import benching
+from clustertune.commands import bench as benching
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
 from clustertune.training.bench_schedule import BenchSchedule
@@ -83,11 +83,8 @@ def test_a_name_holds_no_place_and_no_strange_character() -> None:
 
 
 @pytest.fixture
-def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> benching.Wanted:
-    """The command of a small recipe on CPUs."""
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    made = asked(tmp_path / "run")
-    return benching.Wanted(made, None, tmp_path / "out", False, None, False, False, False)
 
 
 def body(seconds: float, overrides: list[str]) -> dict[str, Any]:
@@ -96,37 +93,41 @@ def body(seconds: float, overrides: list[str]) -> dict[str, Any]:
     return found
 
 
-def keep(wanted: benching.Wanted, seconds: float, *overrides: str, again: bool = False) -> None:
-    given = replace(wanted.asked, overrides=overrides, replace=again)
-    benching._keep(ask.make(given), replace(wanted, asked=given), body(seconds, list(overrides)))
+def keep(folder: Path, seconds: float, *overrides: str, again: bool = False) -> Path:
+    """The result of a small recipe on CPUs, as the command keeps it. Returns the folder of results."""
+    given = replace(asked(folder / "run"), overrides=overrides, replace=again)
+    benching._keep(ask.make(given), folder / "out", body(seconds, list(overrides)))
+    return folder / "out"
 
 
-def test_a_padded_baseline_lies_beside_the_recipe(wanted: benching.Wanted, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("on_cpus")
+def test_a_padded_baseline_lies_beside_the_recipe(tmp_path: Path) -> None:
     """Both are kept, and compare puts them side by side and says by what they differ."""
-    keep(wanted, 0.5)
-    keep(wanted, 1.0, "train.packing=false")
-    files = [wanted.out / f"{name}.json" for name in ("tiny-oasst2-cpu-x2", "tiny-oasst2-cpu-x2-packing-false-a9ee3c")]
-    assert len(list(wanted.out.iterdir())) == 6
+    keep(tmp_path, 0.5)
+    out = keep(tmp_path, 1.0, "train.packing=false")
+    files = [out / f"{name}.json" for name in ("tiny-oasst2-cpu-x2", "tiny-oasst2-cpu-x2-packing-false-a9ee3c")]
+    assert len(list(out.iterdir())) == 6
     done = run("compare", *files, "--json")
     assert done.code == 0 and [entry["name"] for entry in done.json["runs"]] == [path.stem for path in files]
     assert [entry["overrides"] for entry in done.json["runs"]] == ["none", "train.packing=false"]
     assert any(note.startswith("Overrides differs (none in ") for note in done.json["notes"])
 
 
-def test_another_result_is_not_written_over(wanted: benching.Wanted, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("on_cpus")
+def test_another_result_is_not_written_over(tmp_path: Path) -> None:
     """Not one byte of it; the new figures lie in the run folder, and --replace is the word."""
-    keep(wanted, 0.5)
-    before = {path.name: path.read_bytes() for path in wanted.out.iterdir()}
-    keep(wanted, 0.5)  # the same again is no other
+    out = keep(tmp_path, 0.5)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    keep(tmp_path, 0.5)  # the same again is no other
     with pytest.raises(UserError) as caught:
-        keep(wanted, 1.0)
+        keep(tmp_path, 1.0)
     (told,) = caught.value.problems
     assert told.key == "--out" and "--replace" in str(told.fix) and "is another result" in told.message
-    assert {path.name: path.read_bytes() for path in wanted.out.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     kept = json.loads((tmp_path / "run" / "tiny-oasst2-cpu-x2.json").read_text())
     assert kept["ours"]["step_s"]["median"] == 1.0
-    keep(wanted, 1.0, again=True)
-    assert json.loads((wanted.out / "tiny-oasst2-cpu-x2.json").read_text()) == kept
+    keep(tmp_path, 1.0, again=True)
+    assert json.loads((out / "tiny-oasst2-cpu-x2.json").read_text()) == kept
 
 
 def test_it_is_refused_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +188,9 @@ def test_a_dry_run_in_a_used_folder_is_refused(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "iterdir", closed)
-    wanted = benching.Wanted(asked(tmp_path / "run"), None, tmp_path / "out", False, None, False, True, False)
+    args = benching.BenchArguments("tiny-oasst2", run_dir=tmp_path / "run", out=tmp_path / "out", dry_run=True)
     with pytest.raises(UserError) as caught:
-        benching._folder_problems(wanted)
+        benching._folder_problems(args)
     assert "--run-dir cannot be read: Permission denied" in str(caught.value.problems[0])
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from clustertune.cli import app
-from clustertune.commands import doctoring
 from clustertune.doctor.recipe_findings import all_rules
 from clustertune.host.facts import HostFacts, from_dict
 from tests.command import REPO, run
@@ -24,7 +23,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> HostFacts:
         facts.place = place or facts.place
         return facts
 
-    monkeypatch.setattr(doctoring, "collect", collect)
+    monkeypatch.setattr("clustertune.host.collect.collect", collect)
     return facts
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster.cluster import Cluster
-from clustertune.commands import nccl_checking
+from clustertune.commands import nccl_check
 from clustertune.errors import UserError
 from clustertune.nccl_check import batch
 from tests.command import REPO, run
@@ -67,7 +67,7 @@ def test_the_job_gets_what_was_given() -> None:
     """Another check than the one that was asked for would be worse than none."""
     cluster = machine()
     words = asked(cluster="a/b.yaml", seconds=77.0, largest="8M", collectives="p2p", tune=True, save=True)
-    found = nccl_checking.arguments(words, cluster)
+    found = nccl_check.arguments(words, cluster)
     assert found[:2] == ["--cluster", str(Path("a/b.yaml").absolute())]
     assert " ".join(found[2:]) == "--seconds 77 --max 8M --collectives p2p --save --tune"
 
