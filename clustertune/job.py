@@ -24,7 +24,7 @@ from clustertune.containers import pins
 from clustertune.doctor import preflight
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, Job, note_end
-from clustertune.launch import container, image, lease, megatron, progress, serving, slurm, srun, stack, step
+from clustertune.launch import container, image, megatron, progress, serving, slurm, stack, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
@@ -103,7 +103,7 @@ class JobChain(chain.Chain):
 
     def still_mine(self) -> bool:
         """Whether no later start of this job works in the run folder."""
-        return lease.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
+        return progress.still_mine(self.run.path, self.allocation.job_id, self.allocation.restart)
 
     def run_stage(self, stage: str) -> None:
         """In the cluster's container where it has one; the training starts one on every node by itself."""
@@ -173,14 +173,14 @@ class JobChain(chain.Chain):
             environ=os.environ,
             options=[f"--nodelist={','.join(nodes)}"],
         )
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=srun.in_srun)  # noqa: PLW1509 - libc only
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=step.in_srun)  # noqa: PLW1509 - libc only
         threading.Thread(target=note_end, args=(child, folder), daemon=True).start()
         try:
             yield folder
         finally:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(srun.END_SECONDS)
+                child.wait(step.END_SECONDS)
             child.kill()
 
     def make_plan(self, attempt: int, from_step: int) -> Plan:
@@ -212,7 +212,7 @@ class JobChain(chain.Chain):
         say(f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(node.name for node in plan.nodes)}")
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = asked_file(folder).touch if contained else None
-        srun.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
+        step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
         self.outcome = judge(folder, plan, asked=bool(self.signals))
         with contextlib.suppress(OSError):  # a full disk is what it may have to tell
             self.outcome.write(folder)
@@ -316,7 +316,7 @@ def run(
     keep_private(cluster)
     with contextlib.ExitStack() as stack:  # the run folder stays this job's until it is back in the queue
         try:
-            stack.enter_context(lease.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
+            stack.enter_context(progress.taken_over(RunDir(path), allocation.job_id, allocation.restart, slurm.is_running))
             began = True
             opened = chain.open_run(resolved, path, command)
             opened.describe(resolved, cluster)
@@ -343,7 +343,7 @@ def _requeue(allocation: Allocation, path: Path, signals: Sequence[int]) -> None
     for number in STOP_SIGNALS:  # Slurm ends what it requeues, and may end it meanwhile; what is left to do is here
         signal.signal(number, signal.SIG_IGN)
     job = allocation.handle
-    if not lease.still_mine(path, allocation.job_id, allocation.restart):
+    if not progress.still_mine(path, allocation.job_id, allocation.restart):
         return
     if any(number != signal.SIGUSR1 for number in signals) and not _ended_by_nobody(job):
         return

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from clustertune.cluster import inside
-from clustertune.cluster.cluster import Cluster, Failed
-from clustertune.cluster.login import inner_ids
+from clustertune.cluster.cluster import Cluster, Failed, inner_ids
 from clustertune.cluster.spec import Spec, can_isolate, missing
 
 LONG = 120.0

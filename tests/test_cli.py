@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune import __version__, arguments, cli, console, front, manifest
+from clustertune import __version__, arguments, cli, console, manifest
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.rundir import STAGES
 from tests.command import REPO, run
@@ -261,7 +261,7 @@ def test_eval_without_out_finds_its_result_again(call: Call, tmp_path: Path, mon
         (OSError(5, "Input/output error", "/x"), 73, "fix the storage"),
         (FileNotFoundError(2, "No such file or directory", "/x"), 2, "give another path"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), 73, "free space"),
-        (front.Stopped("SIGTERM"), 75, "same command again"),
+        (cli.Stopped("SIGTERM"), 75, "same command again"),
         (KeyboardInterrupt(), 130, "goes on"),
         (ValueError("odd"), 1, "internal error"),
         (UserError("not finite", ExitCode.STOP), 93, "not finite"),
@@ -320,8 +320,8 @@ def test_a_second_stop_does_not_break_off_what_the_first_began() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         for number in before:
-            signal.signal(number, front._stop)
-        with pytest.raises(front.Stopped, match="SIGUSR1"):
+            signal.signal(number, cli._stop)
+        with pytest.raises(cli.Stopped, match="SIGUSR1"):
             os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)

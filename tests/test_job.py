@@ -17,7 +17,7 @@ from clustertune import chain, job
 from clustertune.config.cluster_schema import Container, Doctor, Storage
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import lease, slurm
+from clustertune.launch import progress, slurm
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import Node, Plan
@@ -61,7 +61,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 def test_a_killed_rank_begins_again_in_the_same_allocation(tmp_path: Path, outcomes: Callable[..., list[int]]) -> None:
     """Back in the queue the job might wait for days."""
     counted = outcomes(KILLED, Outcome(ExitCode.FAILED, [Problem("NCCL")]), Outcome(ExitCode.OK))
-    with lease.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
+    with progress.taken_over(RunDir(tmp_path), "7", 0, lambda job: False):
         assert links_of(tmp_path).train() == {"checkpoint": "step-000008"}
     assert len(counted) == 3
 
@@ -161,8 +161,8 @@ def test_a_start_that_was_followed_by_another_requeues_nothing(tmp_path: Path, m
     """It would pull the job from under the feet of its own successor."""
 
     def another_start(self: job.JobChain, *stages: str) -> None:
-        monkeypatch.setattr(lease, "WAIT_SECONDS", 0.0)
-        with lease.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
+        monkeypatch.setattr(progress, "WAIT_SECONDS", 0.0)
+        with progress.taken_over(RunDir(tmp_path), "7", 1, lambda job: False):
             pass
         raise ENDED
 
@@ -241,7 +241,7 @@ def test_a_job_refused_for_another_is_not_requeued(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(slurm, "is_running", lambda job: job == "6")
     links = links_of(tmp_path)
     run = RunDir(tmp_path)
-    other = lease.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock()
+    other = progress.taken_over(run, "6", 0, lambda job: False) if by == "job 6" else run.lock()
     with other, pytest.raises(UserError, match=f"{by}.* works"):
         job.run(links.resolved, links.cluster, links.allocation, tmp_path, ("prepare", "export"), [])
     assert requeued == []

@@ -13,6 +13,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from clustertune.adapter.stored import Stored
 from clustertune.checkpoint import restricted
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem
@@ -169,3 +169,19 @@ class ModelFiles:
             with safe_open(self.checkpoint / self._file[stored.key], framework="pt") as src:
                 found[name] = src.get_tensor(stored.key)
         return found
+
+
+# --- stored ---------------------------------------------------------------------------------------------------------------
+
+# What a checkpoint says of one of its tensors; every reader speaks of this.
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as the checkpoint describes it, before it is read."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name, such as ``torch.float32``, or safetensors' such as ``F32``."""
+    floating: bool

@@ -17,8 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.adapter.export import count_bad, export, verify
-from clustertune.adapter.publish import find_published, staged, staging
+from clustertune.adapter.export import count_bad, export, find_published, staged, staging, verify
 from clustertune.checkpoint.store import find_checkpoint
 from clustertune.config.distribution import mixed_precision
 from clustertune.console import byte_progress, say
@@ -29,7 +28,7 @@ from clustertune.tensorfile import read_header
 if TYPE_CHECKING:
     import torch
 
-    from clustertune.adapter.stored import Stored
+    from clustertune.adapter.shards import Stored
 
 KIND = "merged"
 """A model folder that can be scored and served; a merge makes the same kind."""

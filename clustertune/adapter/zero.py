@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from clustertune.adapter.stored import Stored
+from clustertune.adapter.shards import Stored
 from clustertune.config.deepspeed_keys import ALIGNMENT
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import Manifest, find_problem

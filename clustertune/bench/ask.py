@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune import chain
-from clustertune.bench import synthetic
 from clustertune.config.megatron import require_startable
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import CHOOSING
 from clustertune.config.tiny import ranks as tiny_ranks
 from clustertune.errors import Problem, UserError
-from clustertune.plan.lengths import Lengths
+from clustertune.plan.lengths import SIGMA, Lengths
 from clustertune.plan.strategy import DEFAULT_MAX_LENGTH
 from clustertune.report.source import counted_share
 from clustertune.training.bench_schedule import BenchSchedule
@@ -72,7 +74,7 @@ class Bench:
         if self.made is None:
             return None
         longest = _longest(self.whole)
-        drawn = synthetic.lengths(_mean(self.whole), longest, _seed(self.whole))
+        drawn = lengths(_mean(self.whole), longest, _seed(self.whole))
         return Lengths(tuple(sorted(next(drawn) for _ in range(1000))), "made-up conversations")
 
 
@@ -153,4 +155,55 @@ def make_conversations(bench: Bench) -> int:
         return 0
     tokens, count = bench.made
     path, whole = made_file(bench.asked.run_path), bench.whole
-    return synthetic.write(path, _mean(whole), _longest(whole), tokens=tokens, count=count, seed=_seed(whole))
+    return write(path, _mean(whole), _longest(whole), tokens=tokens, count=count, seed=_seed(whole))
+
+
+# --- synthetic ------------------------------------------------------------------------------------------------------------
+
+# Conversations made up for a benchmark that has no data at hand: as long as real ones, of words that are a token each.
+
+WORDS = 1000
+SHORTEST = 8
+TEMPLATE_TOKENS = 12
+"""Header and end of two turns in the chat template."""
+_SYLLABLES = ("ba", "ce", "di", "fo", "gu", "la", "me", "ni", "po", "ru")
+
+
+def words() -> list[str]:
+    """The vocabulary: each word ends in another one's beginning, so that a tokenizer learns whole words."""
+    return [a + b + c for a in _SYLLABLES for b in _SYLLABLES for c in _SYLLABLES][:WORDS]
+
+
+def lengths(mean: float, longest: int, seed: int) -> Iterator[int]:
+    """Tokens of one conversation after the other: log-normal with this mean before the cut at ``longest``."""
+    draw = random.Random(seed)  # noqa: S311 - nothing secret
+    center = mean / math.exp(SIGMA**2 / 2)
+    while True:
+        yield max(SHORTEST, min(longest, round(center * math.exp(draw.gauss(0, SIGMA)))))
+
+
+def conversations(mean: float, longest: int, *, tokens: float, count: int, seed: int) -> Iterator[list[dict[str, str]]]:
+    """At least ``count`` conversations with at least ``tokens`` tokens together; each answers one question."""
+    draw, known = random.Random(seed + 1), words()  # noqa: S311 - nothing secret
+    made, total = 0, 0
+    for length in lengths(mean, longest, seed):
+        if made >= count and total >= tokens:
+            return
+        body = max(2, length - TEMPLATE_TOKENS)
+        text = draw.choices(known, k=body)
+        cut = max(1, body // 4)
+        yield [
+            {"role": "user", "content": " ".join(text[:cut])},
+            {"role": "assistant", "content": " ".join(text[cut:])},
+        ]
+        made, total = made + 1, total + length
+
+
+def write(path: Path, mean: float, longest: int, *, tokens: float, count: int, seed: int) -> int:
+    """A JSON Lines file of ``messages``. Returns how many conversations it holds. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = 0
+    with path.open("w", encoding="utf-8") as out:
+        for made, messages in enumerate(conversations(mean, longest, tokens=tokens, count=count, seed=seed), start=1):  # noqa: B007
+            out.write(json.dumps({"messages": messages}) + "\n")
+    return made

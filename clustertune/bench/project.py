@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.hardware import peak_flops, recognise
-from clustertune.config.prices import price
+from clustertune.config.hardware import peak_flops, price, recognise
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.plan.lengths import Lengths

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from clustertune.check.machine import Machine
 from clustertune.check.rule import FAIL, MACHINE, PASS, UNKNOWN, WARN, Seen, rule
-from clustertune.host.cpus import readable_cpus
 from clustertune.host.gpu_text import gpu_links
-from clustertune.host.system import version
+from clustertune.host.system import readable_cpus, version
 
 MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 """Oldest driver that serves a major version of CUDA on Linux, by minor version compatibility (the link of ``driver-cuda``)."""

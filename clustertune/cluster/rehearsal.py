@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.cluster.cluster import Cluster, Failed
-from clustertune.cluster.follow import Tail, follow
 from clustertune.cluster.spec import Spec
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.slurm import ENDED as DONE
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,91 @@ def rehearse(shape: Spec, script: Path, arguments: Sequence[str], run_dir: Path)
     code = 0 if state == "COMPLETED" else number or int(ExitCode.FAILED)
     say(f"the Slurm is gone again; the job ended as {state}: {run_dir}, its log {log}")
     return Ended(job, state, code, log)
+
+
+# --- follow ---------------------------------------------------------------------------------------------------------------
+
+# Follow a job to its end in words: what state it is in and why, and what it writes.
+
+_LOOK = 0.5
+"""Seconds between two looks."""
+REASONS = {
+    "BeginTime": "Slurm lets a requeued job wait until its old credential has expired",
+    "Resources": "waits for nodes",
+    "Priority": "waits for its turn",
+    "Dependency": "waits for another job",
+    "DependencyNeverSatisfied": "waits for a job that has failed, and so for ever",
+}
+"""Slurm's word for why a job waits, in plain ones."""
+
+
+class Tail:
+    """The lines that are added to a file, which need not be there yet."""
+
+    def __init__(self, path: Path, at: int = 0) -> None:
+        self.path, self._at, self._rest = path, at, b""
+
+    def lines(self, *, rest: bool = False) -> Iterator[str]:
+        """The whole lines since the last call; with ``rest`` an unfinished one too."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._at:  # written anew
+                    self._at, self._rest = 0, b""
+                file.seek(self._at)
+                read = file.read()
+        except OSError:
+            read = b""
+        self._at += len(read)
+        *whole, self._rest = (self._rest + read).split(b"\n")
+        if rest and self._rest:
+            whole, self._rest = [*whole, self._rest], b""
+        for line in whole:
+            yield line.decode(errors="replace").rstrip("\r")
+
+
+def follow(cluster: Cluster, job: int | str, log: Tail | None = None, timeout: float | None = None) -> dict[str, str]:
+    """Say what changes until the job has ended. Returns its last record, with its state under ``JobState``.
+
+    ``log`` is by default the file that Slurm writes the job's output to, from its begin. Raises TimeoutError after ``timeout``
+    seconds.
+    """
+    began = time.monotonic()
+    tail = log or Tail(Path(cluster.job(job)["StdOut"]))
+    shown = ""
+    while True:
+        record = cluster.job(job)
+        ended = record["JobState"] in DONE
+        if not ended and (now := describe(record)) != shown:
+            shown = now
+            say(f"[{_clock(began)}] job {job}: {now}")
+        for line in tail.lines(rest=ended):
+            say(f"  | {line}")
+        if ended:
+            say(f"[{_clock(began)}] job {job}: {describe(record)}")
+            return record
+        if timeout is not None and time.monotonic() - began > timeout:
+            raise TimeoutError(f"job {job} is {record['JobState']} after {timeout:.0f} s")
+        time.sleep(_LOOK)
+
+
+def describe(record: dict[str, str]) -> str:
+    """A job's state in words."""
+    state, reason = record["JobState"], record.get("Reason", "None")
+    restarts = record.get("Restarts", "0")
+    again = f", restarted {restarts} x" if restarts != "0" else ""
+    if state == "PENDING":
+        why = f" ({known})" if (known := REASONS.get(reason)) else ""
+        return f"PENDING{'' if reason == 'None' else f', {reason}'}{why}{again}"
+    if state == "RUNNING":
+        return f"RUNNING on {record.get('NodeList', '?')}{again}"
+    if state in DONE:
+        code = record.get("ExitCode", "0:0")
+        number, _, by = code.partition(":")
+        how = f", exit code {number}" if number != "0" else f", ended by signal {by}" if by not in ("", "0") else ""
+        return f"{state}{how}{again}"
+    return f"{state}{again}"
+
+
+def _clock(began: float) -> str:
+    minutes, seconds = divmod(int(time.monotonic() - began), 60)
+    return f"{minutes}:{seconds:02d}"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clustertune.cluster.cluster import Cluster, Failed
-from clustertune.cluster.given import Given
-from clustertune.cluster.spec import Spec
+from clustertune.cluster.spec import Given, Spec
 from clustertune.config import cluster_schema
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.ops.slurm.texts import GRES_CONF, HOSTS, SLURM_CONF, SLURMDBD_CONF

@@ -214,7 +214,7 @@ def _check_place(bench: Bench, args: BenchArguments) -> None:
 
 def _expected_name(bench: Bench) -> str | None:
     """What the result will be called, as far as this process can know: the ranks say later what they run on."""
-    from clustertune.bench import published, result
+    from clustertune.bench import result
     from clustertune.chain import visible_gpus
     from clustertune.config.cluster_look import gpu_names
     from clustertune.config.hardware import recognise
@@ -227,7 +227,7 @@ def _expected_name(bench: Bench) -> str | None:
     if kind is None:
         return None
     changed, recipe = result.changed(asked), bench.whole.name
-    return published.file_name(recipe, tiny=asked.tiny, synthetic=asked.synthetic, kind=kind, ranks=ranks, changed=changed)
+    return result.file_name(recipe, tiny=asked.tiny, synthetic=asked.synthetic, kind=kind, ranks=ranks, changed=changed)
 
 
 def _too_large(bench: Bench) -> str | None:
@@ -269,9 +269,9 @@ def _measure(bench: Bench, args: BenchArguments, cluster: Cluster) -> int:
 
 def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
     """Write the result, and say what it is; into the run folder, with a UserError, where another one has its place."""
-    from clustertune.bench import page, published, result
+    from clustertune.bench import page, result
 
-    name = published.name_of(body)
+    name = result.name_of(body)
     recipe_file = f"{name}.recipe.json"
     body["resolved"]["file"] = recipe_file
     texts = {
@@ -280,9 +280,9 @@ def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
         f"{name}.md": page.render(body, recipe_file),
     }
     try:
-        taken = [] if bench.asked.replace else published.others(out, texts)
+        taken = [] if bench.asked.replace else result.others(out, texts)
         folder = bench.asked.run_path if taken else out
-        published.write(folder, texts)
+        result.write(folder, texts)
     except OSError as error:
         raise storage_error(error, "cannot hold the result", error.filename or out) from None
     _tell(body, folder / name)

@@ -147,10 +147,10 @@ def show_rules(out: Path | None, as_document: bool) -> int:
     from clustertune.doctor.recipe_findings import all_rules
 
     if out is not None:
-        from clustertune.doctor import page
+        from clustertune.doctor import recipe_findings
 
         try:
-            page.write(out)
+            recipe_findings.write(out)
         except OSError as error:
             raise storage_error(error, "cannot be written", out) from None
         say(f"wrote {out}")
@@ -276,8 +276,7 @@ def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None)
     if args.recipe is None:
         return []
     from clustertune import chain
-    from clustertune.doctor.recipe_findings import recipe_findings
-    from clustertune.doctor.recipe_refused import refused
+    from clustertune.doctor.recipe_findings import recipe_findings, refused
     from clustertune.launch import places
 
     try:

@@ -54,7 +54,7 @@ def job(
     from clustertune import chain
     from clustertune import job as program
     from clustertune.config.cluster import load_cluster
-    from clustertune.launch import allocation, first_node, places, signal_margin
+    from clustertune.launch import allocation, places, signal_margin
 
     require_stage(first, "--from")
     require_stage(last, "--to")
@@ -85,7 +85,7 @@ def job(
     path = run_dir or chain.default_run_dir(resolved, places.runs(machine))
     needed = signal_margin.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
-    problems += first_node.find_problems(machine, nodes=len(given.nodes), trains=trains)
+    problems += allocation.find_problems(machine, nodes=len(given.nodes), trains=trains)
     if problems:
         raise UserError(problems)
     places.make()

@@ -115,8 +115,7 @@ def check_usage(args: NcclCheckArguments) -> None:
 
 def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     from clustertune.config.load import did_you_mean
-    from clustertune.nccl_check.result import COLLECTIVES, SCOPES
-    from clustertune.nccl_check.sizes import parse_size
+    from clustertune.nccl_check.result import COLLECTIVES, SCOPES, parse_size
 
     def wrong(key: str, text: str, fix: str) -> Problem:
         return Problem(text, file="command line", key=key, fix=fix)
@@ -206,7 +205,7 @@ def _place(args: NcclCheckArguments, cluster: Cluster) -> tuple[Place, Options]:
         return here, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         from clustertune.job import has_gpus
-        from clustertune.launch.first_node import find_problems
+        from clustertune.launch.allocation import find_problems
 
         given = allocation.read()
         if problems := find_problems(cluster, nodes=len(given.nodes), trains=True):
@@ -226,8 +225,7 @@ def _place(args: NcclCheckArguments, cluster: Cluster) -> tuple[Place, Options]:
 def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> Options:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
     from clustertune.nccl_check import check
-    from clustertune.nccl_check.result import COLLECTIVES, SCOPES
-    from clustertune.nccl_check.sizes import parse_size
+    from clustertune.nccl_check.result import COLLECTIVES, SCOPES, parse_size
 
     backend, why, ranks = _backend(args, gpus, nodes)
     options = check.Options(

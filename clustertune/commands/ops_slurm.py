@@ -108,9 +108,7 @@ def apply(
 def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | None, adopt: bool, force: bool) -> Plan:
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.nodes import choose_node
-    from clustertune.ops.slurm.check import require_slurm
-    from clustertune.ops.slurm.planning import make_plan
-    from clustertune.ops.slurm.verify import checked
+    from clustertune.ops.slurm.planning import checked, make_plan, require_slurm
 
     found = load_cluster(cluster)
     require_slurm(found)

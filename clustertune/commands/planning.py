@@ -14,8 +14,8 @@ import typer
 from clustertune import console
 from clustertune.arguments import path_argument
 from clustertune.config.cluster import load_cluster
+from clustertune.config.hardware import price
 from clustertune.config.load import did_you_mean
-from clustertune.config.prices import price
 from clustertune.config.resolve import resolve
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError

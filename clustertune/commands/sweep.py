@@ -142,7 +142,7 @@ def _array(
 
 
 def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
-    from clustertune.sweep.local import run_command
+    from clustertune.sweep.array import run_command
 
     commands = [] if job else [run_command(made, point) for point in made.left()]
     if as_json:
@@ -162,7 +162,7 @@ def _show_plan(made: Sweep, job: Any, as_json: bool) -> None:
 
 
 def _run_here(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep.local import run_all
+    from clustertune.sweep.array import run_all
     from clustertune.sweep.points import read_sweep
 
     failed = run_all(made)
@@ -183,15 +183,15 @@ def _submit(made: Sweep, resolved: list[Resolved], machine: Cluster, job: Any, a
 
 
 def _show_results(made: Sweep, metric: str, as_json: bool) -> None:
-    from clustertune.sweep import page
+    from clustertune.sweep import results
     from clustertune.sweep.results import as_json as document
     from clustertune.sweep.results import collect
 
     found = collect(made, metric)
-    report = page.build(made, metric, found)
+    report = results.build(made, metric, found)
     if as_json:
         emit_json({**document(made, metric, found), "report": str(report)})
         return
-    for line in page.lines(made, metric, found):
+    for line in results.lines(made, metric, found):
         say(line)
     say(f"report: {report}")

@@ -9,11 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clustertune.config import native, native_rules, quantization
+from clustertune.config import native_rules, quantization
 from clustertune.config.findings import SECRET_FIX, Found, schema_findings
 from clustertune.config.load import did_you_mean, nearest
-from clustertune.config.native import NativeField
-from clustertune.config.native_rules import Range, names_secret, show_value
+from clustertune.config.native_rules import NativeField, Range, names_secret, show_value
 from clustertune.config.parameters import adapter_modules, head_names, matches
 from clustertune.config.schema import FORMATS, METRICS, Eval, Recipe
 from clustertune.config.yamlfile import KeyPath
@@ -127,7 +126,7 @@ class NativeSection:
 
     def check(self, field: NativeField, value: Any) -> Any:
         """The value as the field takes it. Raises ValueError with what it takes."""
-        result = native.check_value(field, value)
+        result = native_rules.check_value(field, value)
         allowed = self.ranges.get(field.name)
         if allowed and isinstance(result, int | float) and not isinstance(result, bool) and not allowed.holds(result):
             raise ValueError(f"must be {allowed}")
@@ -137,14 +136,16 @@ class NativeSection:
 def train_section() -> NativeSection:
     rules = native_rules
     return NativeSection(
-        "train", "SFTConfig", native.train_fields(), rules.TRAIN_OWNED, rules.TRAIN_REMOVED, rules.TRAIN_RANGES,
+        "train", "SFTConfig", native_rules.train_fields(), rules.TRAIN_OWNED, rules.TRAIN_REMOVED, rules.TRAIN_RANGES,
         frozenset({"global_batch_size"}),
     )  # fmt: skip
 
 
 def lora_section() -> NativeSection:
     rules = native_rules
-    return NativeSection("lora", "LoraConfig", native.lora_fields(), rules.LORA_OWNED, rules.LORA_REMOVED, rules.LORA_RANGES)
+    return NativeSection(
+        "lora", "LoraConfig", native_rules.lora_fields(), rules.LORA_OWNED, rules.LORA_REMOVED, rules.LORA_RANGES
+    )
 
 
 def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
@@ -200,7 +201,7 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
     yield from _check_arguments(train)
     yield from _check_model_init(train.get("model_init_kwargs"))
     named = train.get("report_to")
-    known = (*native.reporters(), "none", "all")
+    known = (*native_rules.reporters(), "none", "all")
     for name in [named] if isinstance(named, str) else named or []:
         if name not in known:
             text = f"{show_value(name)} is not a tracker of the pinned transformers"
@@ -217,13 +218,15 @@ def check_train(train: Mapping[str, Any]) -> Iterator[Found]:
 
 def _check_arguments(train: Mapping[str, Any]) -> Iterator[Found]:
     """Arguments of the schedule and of the optimizer: transformers ignores a key of ``optim_args`` that it does not know."""
-    schedule, optimizer = (str(train.get(key) or native.train_fields()[key].default) for key in ("lr_scheduler_type", "optim"))
-    known = native.schedule_arguments(schedule)
+    schedule, optimizer = (
+        str(train.get(key) or native_rules.train_fields()[key].default) for key in ("lr_scheduler_type", "optim")
+    )
+    known = native_rules.schedule_arguments(schedule)
     for key in train.get("lr_scheduler_kwargs") or {}:
         if key not in known:
             text = f"{show_value(key)} is no argument of the {schedule} schedule; it takes {', '.join(known) or 'none'}"
             yield ("train", "lr_scheduler_kwargs"), text, did_you_mean(key, known) if known else "leave it out"
-    taken, path = native.optimizer_arguments(optimizer), ("train", "optim_args")
+    taken, path = native_rules.optimizer_arguments(optimizer), ("train", "optim_args")
     for item in filter(None, str(train.get("optim_args") or "").replace(" ", "").split(",")):
         key, equals, value = item.partition("=")
         if not (key and equals and value):

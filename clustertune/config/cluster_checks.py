@@ -27,7 +27,7 @@ from clustertune.config.hardware import Gpu, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
 from clustertune.config.yamlfile import Document
 from clustertune.errors import Problem, UserError
-from clustertune.host.cpus import parse_cpu_list
+from clustertune.host.system import parse_cpu_list
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 """One label of a host name (RFC 1123, 2.1)."""

@@ -12,8 +12,7 @@ from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.distribution import mixed_precision
 from clustertune.config.findings import Found
 from clustertune.config.load import COMMAND_LINE, did_you_mean
-from clustertune.config.native import train_fields
-from clustertune.config.native_rules import is_number, show_value
+from clustertune.config.native_rules import is_number, show_value, train_fields
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
 from clustertune.config.yamlfile import Document

@@ -10,7 +10,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
-from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, recomputation, strategy
+from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, strategy
 from clustertune.config import distribution as distributions
 from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.findings import Found
@@ -253,7 +253,7 @@ class _Work:
     def _recomputation(self, distribution: dict[str, Any]) -> Derived:
         """Which of the model, FSDP, the ratio and Megatron recompute activations."""
         key = "train.activation_checkpointing"
-        section = recomputation.read(self.values.get("activation_checkpointing"))
+        section = derive.read(self.values.get("activation_checkpointing"))
         if self.megatron is not None:
             self.report(self._check_megatron(self.megatron, section.ratio if section else None))
             return Derived(key, False, "left to megatron.recompute_granularity")
@@ -261,9 +261,9 @@ class _Work:
             derived, found = derive.checkpointing(self.train, distribution, self.accelerate_file)
             self.report(found)
             return derived
-        self.report(recomputation.find_problems(section, self.train, distribution, self.accelerate_file))
+        self.report(derive.find_problems(section, self.train, distribution, self.accelerate_file))
         layers = int((self.architecture or {}).get("num_hidden_layers", 1))
-        return Derived(key, bool(recomputed_layers(section.ratio, layers)), recomputation.reason(section, layers))
+        return Derived(key, bool(recomputed_layers(section.ratio, layers)), derive.reason(section, layers))
 
     def _check_megatron(self, section: Megatron, ratio: float | None) -> Iterator[Found]:
         if self.tiny:

@@ -1,6 +1,6 @@
 """The schema of a recipe: what is trained, on what data, how it is judged. Keys that belong to TRL and PEFT stay theirs.
 
-``train`` and ``lora`` are open mappings here: :mod:`clustertune.config.native` checks their keys against the pinned
+``train`` and ``lora`` are open mappings here: :mod:`clustertune.config.native_rules` checks their keys against the pinned
 ``SFTConfig`` and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
 """
 

@@ -13,8 +13,7 @@ from clustertune.config import accelerate_file as acc
 from clustertune.config import quantization
 from clustertune.config.checks import is_pattern
 from clustertune.config.findings import Found
-from clustertune.config.native import train_fields
-from clustertune.config.native_rules import show_value
+from clustertune.config.native_rules import show_value, train_fields
 from clustertune.config.parameters import matches, narrowest
 from clustertune.config.values import carries_state, has_sdpa, parallel_plans
 from clustertune.config.yamlfile import KeyPath

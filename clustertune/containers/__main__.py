@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertune.containers import build, deflint, engines, lock, standin, vulnerabilities
+from clustertune.containers import build, deflint, engines, lock, lockfile, standin
 from clustertune.errors import ExitCode, UserError
 
 
@@ -25,13 +25,13 @@ def _lock_check(args: argparse.Namespace) -> None:
     if args.offline:
         say("not done: resolving again, and known vulnerabilities (--offline)")
         return
-    lived_with = vulnerabilities.accepted()
+    lived_with = lockfile.accepted()
     try:
-        known = vulnerabilities.ask(locks.values(), args.database)
-    except vulnerabilities.NoDatabase as error:
+        known = lockfile.ask(locks.values(), args.database)
+    except lockfile.NoDatabase as error:
         say(f"not done: known vulnerabilities ({error}); a mirror: make lock-check DATABASE=<address>")
         return
-    if problems := vulnerabilities.judge(known, lived_with):
+    if problems := lockfile.judge(known, lived_with):
         raise UserError(problems)
     say(f"known vulnerabilities: none but {len(lived_with)} with a reason")
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("lock", help="resolve the pins into containers/*.lock").set_defaults(run=lambda _: lock.write_all(say))
     check = commands.add_parser("lock-check", help="hashed, held to the pins, fresh, without known vulnerabilities")
     check.add_argument("--offline", action="store_true", help="what needs no index")
-    check.add_argument("--database", metavar="ADDRESS", default=vulnerabilities.DATABASE, help="osv.dev, or a mirror of it")
+    check.add_argument("--database", metavar="ADDRESS", default=lockfile.DATABASE, help="osv.dev, or a mirror of it")
     check.set_defaults(run=_lock_check)
     linter = commands.add_parser("lint", help="definition files: sections, and shellcheck of each")
     linter.add_argument("files", nargs="+", type=Path)

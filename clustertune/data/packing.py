@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustertune.config.native import train_fields
+from clustertune.config.native_rules import train_fields
 
 GROUP = 1000
 """Conversations that are packed together: the batch of ``datasets.map``, in which TRL's ``pack_dataset`` packs."""

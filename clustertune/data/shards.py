@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustertune.config.native import train_fields
+from clustertune.config.native_rules import train_fields
 from clustertune.data import packing
 from clustertune.data.tokenizer import training_template
 

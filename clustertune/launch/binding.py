@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from clustertune.host.cpus import format_cpu_list, parse_cpu_list
+from clustertune.host.system import format_cpu_list, parse_cpu_list
 
 __all__ = ["bind", "format_cpu_list", "node_numa_cpus", "numa_node", "one_gpu", "parse_cpu_list", "physical_gpus", "rank_cpus"]
 

@@ -11,11 +11,10 @@ from typing import Any
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import Manifest, hash_file
 from clustertune.merge.base import Base, read_base
-from clustertune.merge.kernel import block_elements
 from clustertune.merge.lora import Adapter, read_adapter
-from clustertune.merge.shards import Shard, parse_size, plan_shards
+from clustertune.merge.pieces import block_elements
 from clustertune.merge.stage import Journal, staging_folder
-from clustertune.merge.streams import BUFFERS, CHUNK
+from clustertune.merge.streams import BUFFERS, CHUNK, Shard, parse_size, plan_shards
 from clustertune.merge.target import companion_files, finished_manifest, output_names, place_problems, space_error
 
 FORMAT = 1

@@ -7,21 +7,29 @@ all are there: a directory rename can move half of a folder on a mergerfs pool.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from clustertune.config import quantization
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
-from clustertune.manifest import Comparison, FileRecord, hash_file
-from clustertune.merge.job import Job, check_space, prepare
-from clustertune.merge.pipeline import write_shards
-from clustertune.merge.publish import publish
+from clustertune.manifest import MANIFEST, Comparison, FileRecord, fsync_path, hash_file, read_manifest, seal, write_durably
+from clustertune.merge.base import INDEX
+from clustertune.merge.job import Job, check_space, names, prepare, require_unchanged
+from clustertune.merge.pieces import Converted, Merged, Piece, Worker, cut
 from clustertune.merge.stage import Journal, clear, locked
-from clustertune.merge.target import finished_manifest, free_bytes, remove_published, remove_temporary
+from clustertune.merge.streams import BUFFERS, CHUNK, Output, Shard, Source
+from clustertune.merge.target import KIND, finished_manifest, free_bytes, index_text, remove_published, remove_temporary
 
 
 def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: int) -> list[str]:
@@ -174,3 +182,201 @@ def merge(base: Path, adapter: Path, out: Path, *, shard_size: str | int = "5GB"
         return _merge_locked(job, workers, started)
     except OSError as error:
         raise storage_error(error, "merging", Path(error.filename or job.staging)) from error
+
+
+# --- publish --------------------------------------------------------------------------------------------------------------
+
+# The last step: finished files move singly into the output, then its config, then its manifest.
+
+
+def _write_text(job: Job) -> dict[str, FileRecord]:
+    """Everything but the weights, ``config.json`` last: until it is there nothing loads the folder."""
+    texts = {name: path.read_bytes() for name, path in job.companions.items() if name != "config.json"}
+    if len(job.shards) > 1:
+        texts[INDEX] = index_text(job.base, job.shards).encode()
+    texts["config.json"] = job.companions["config.json"].read_bytes()
+    for name, data in texts.items():
+        (job.out / name).parent.mkdir(exist_ok=True)
+        write_durably(job.out / name, data)
+    return {name: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for name, data in texts.items()}
+
+
+def _own_version() -> str:
+    """A checkout that is mounted into a container is not installed there."""
+    try:
+        return version("clustertune")
+    except PackageNotFoundError:
+        return "a checkout"
+
+
+def _meta(job: Job) -> dict[str, object]:
+    return {
+        "inputs": job.inputs,
+        "base": {
+            "name": job.base.folder.resolve().name,
+            "files": {p.name: {"header_sha256": hashlib.sha256(h.text).hexdigest()} for p, h in job.base.headers.items()},
+        },
+        "adapter": {"name": job.adapter.folder.resolve().name, "sha256": job.adapter.sha256, **_trained_on(job.adapter.folder)},
+        "tensors": {"all": len(job.base.tensors), "merged": len(job.adapter.updates), "replaced": len(job.adapter.replaced)},
+        "shard_size": job.shard_size,
+        "versions": {"clustertune": _own_version(), "torch": version("torch")},
+    }
+
+
+def _trained_on(adapter: Path) -> dict[str, object]:
+    """What an adapter's manifest says of the base that it was trained on; nothing where there is none."""
+    meta = read_manifest(adapter).meta if (adapter / MANIFEST).exists() else {}
+    return {quantization.BASE: meta[quantization.BASE]} if quantization.BASE in meta else {}
+
+
+def publish(job: Job, journal: Journal) -> None:
+    """Make ``out`` whole from the finished shards in staging, then remove staging.
+
+    May be interrupted anywhere and called again. Raises UserError: 73 where the storage fails, 75 where an input changed.
+    """
+    require_unchanged(job)
+    try:
+        if not journal.published:
+            journal.begin_publish(names(job))
+        job.out.mkdir(exist_ok=True)
+        fsync_path(job.out.parent)
+        for shard in job.shards:
+            staged = job.staging / shard.name
+            if staged.exists():
+                staged.rename(job.out / shard.name)
+        fsync_path(job.out)
+        seal(job.out, KIND, _meta(job), {**journal.shards, **_write_text(job)})
+        clear(job.staging)
+    except OSError as error:
+        raise storage_error(error, "finishing", job.out) from error
+
+
+# --- pipeline -------------------------------------------------------------------------------------------------------------
+
+# All threads along one line of pieces: file after file, each piece taken in order and made by whoever is free.
+
+
+class _Line:
+    """The pieces that are left, and the buffers for them.
+
+    A buffer is taken before the piece, so the first piece that is not finished always has one, and nobody waits forever.
+    """
+
+    def __init__(self, job: Job, todo: list[Shard], workers: int) -> None:
+        self._workers, self._guard, self._stopped = workers, threading.Lock(), False
+        self._buffers: SimpleQueue[bytearray] = SimpleQueue()
+        for _ in range(BUFFERS * workers):
+            self._buffers.put(bytearray(CHUNK))
+        self.outputs, self.journal_guard = list[Output](), threading.Lock()
+        self._pieces = self._all(job, todo)
+
+    def _all(self, job: Job, todo: list[Shard]) -> Iterator[tuple[Output, Piece]]:
+        for shard in todo:
+            path = job.staging / shard.name
+            try:
+                output = Output(path, shard.size)
+            except OSError as error:
+                raise storage_error(error, "writing", path) from error
+            self.outputs.append(output)
+            for piece in cut(shard, job.adapter):
+                yield output, piece
+
+    def take(self) -> tuple[Output, Piece, bytearray] | None:
+        """The next piece, or None where there is none or the line was stopped."""
+        buffer = self._buffers.get()
+        with self._guard:
+            taken = None if self._stopped else next(self._pieces, None)
+        if taken is None:
+            self._buffers.put(buffer)  # for the next who waits, and then finds the end as well
+            return None
+        if len(buffer) < taken[1].size:
+            buffer = bytearray(taken[1].size)
+        return (*taken, buffer)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """A buffer is free again."""
+        self._buffers.put(buffer)
+
+    def stop(self) -> None:
+        """Let nobody begin another piece, nor wait for a buffer that a failed piece holds."""
+        with self._guard:
+            self._stopped = True
+        for _ in range(self._workers):
+            self._buffers.put(bytearray())
+
+
+def _load_torch() -> int:
+    """Import torch with one thread per product: the workers are the parallelism, and the products' bits do not depend on it.
+
+    Returns the threads that it had before.
+    """
+    import torch
+
+    before: int = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return before
+
+
+@contextmanager
+def _torch_beside() -> Iterator[Future[int]]:
+    """Import torch, which takes as long as copying gigabytes, while the first pieces are copied."""
+    pool = ThreadPoolExecutor(1)
+    loading = pool.submit(_load_torch)
+    pool.shutdown(wait=False)
+    try:
+        yield loading
+    finally:
+        if not loading.exception():
+            import torch
+
+            torch.set_num_threads(loading.result())
+
+
+def _work(line: _Line, worker: Worker, journal: Journal, torch: Future[int], advance: Callable[[int], None]) -> None:
+    while taken := line.take():
+        output, piece, buffer = taken
+        if isinstance(piece.content, Merged | Converted):
+            torch.result()
+        view = memoryview(buffer)[: piece.size]
+        worker.make(piece, view, output)
+        try:
+            if output.add(view, piece.offset, partial(line.give_back, buffer)):
+                record = output.finish()
+                with line.journal_guard:
+                    journal.add_shard(output.path.name, record)
+        except OSError as error:
+            raise storage_error(error, "writing", output.path) from error
+        if not isinstance(piece.content, bytes):
+            advance(piece.size)
+
+
+def write_shards(job: Job, journal: Journal, todo: list[Shard], workers: int, advance: Callable[[int], None]) -> None:
+    """Write output files into staging and note each in the journal when it is on the device.
+
+    ``advance`` is told the bytes of weights that are written. Raises UserError (exit 73) where the storage fails.
+    """
+    if not todo:
+        return
+    line, source, failures = _Line(job, todo, workers), Source(), list[BaseException]()
+
+    def run(torch: Future[int]) -> None:
+        try:
+            _work(line, Worker(source), journal, torch, advance)
+        except BaseException as error:
+            failures.append(error)
+            line.stop()
+
+    try:
+        with _torch_beside() as torch, ThreadPoolExecutor(workers) as pool:
+            try:
+                for future in [pool.submit(run, torch) for _ in range(workers)]:
+                    future.result()
+            except BaseException:
+                line.stop()
+                raise
+    finally:
+        source.close()
+        for output in line.outputs:
+            output.abandon()
+    if failures:
+        raise failures[0]

@@ -13,8 +13,8 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import MANIFEST, Manifest, list_files, read_manifest
 from clustertune.merge.base import INDEX, Base
 from clustertune.merge.lora import Adapter
-from clustertune.merge.shards import Shard
 from clustertune.merge.stage import Journal, staging_folder
+from clustertune.merge.streams import Shard
 
 KIND = "merged"
 _TOKENIZER = (

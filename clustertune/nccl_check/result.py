@@ -53,6 +53,8 @@ NCCL's log was captured with ``NCCL_DEBUG=INFO``: that variable in a log is the 
 
 from __future__ import annotations
 
+import re
+
 from clustertune.check import links
 
 SCHEMA = "clustertune.nccl-check/1"
@@ -75,3 +77,27 @@ def bus_factor(collective: str, ranks: int) -> float:
     if collective in ("all_gather", "reduce_scatter"):
         return (ranks - 1) / ranks
     return 1.0
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------------
+
+# Sizes as people write them: ``1K``, ``64M``, ``1GiB``; a K is 1024, as in nccl-tests.
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,15})([kmgt]?)(i?b)?", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text[:40]!r} is no size")
+    return int(match[1]) << (10 * _UNITS[match[2]])
+
+
+def show_size(size: int) -> str:
+    """The shortest form, with one decimal where it is no whole number of a unit."""
+    value, unit = float(size), 0
+    while value >= 1024 and unit < 3:
+        value, unit = value / 1024, unit + 1
+    names = ("B", "KiB", "MiB", "GiB")
+    return f"{value:.0f} {names[unit]}" if value == int(value) or value >= 100 else f"{value:.1f} {names[unit]}"

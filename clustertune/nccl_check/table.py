@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertune.console import escape
-from clustertune.nccl_check.sizes import show_size
+from clustertune.nccl_check.result import show_size
 
 MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
 STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}

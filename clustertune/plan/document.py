@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clustertune.config.prices import Price
+from clustertune.config.hardware import Price
 from clustertune.plan import words
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.predict import GIB, Plan

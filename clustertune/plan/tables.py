@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clustertune.config.prices import Price
+from clustertune.config.hardware import Price
 from clustertune.plan import words
 from clustertune.plan.advise import Advice, best_started, reasons
 from clustertune.plan.calibration import Fit, unexplained

@@ -178,7 +178,7 @@ def test_second_export_at_the_same_time_is_told_to_come_again(make_checkpoint: M
     code = """
         import sys
         from pathlib import Path
-        from clustertune.adapter.publish import staging
+        from clustertune.adapter.export import staging
         with staging(Path(sys.argv[1])):
             print("locked", flush=True)
             sys.stdin.read()

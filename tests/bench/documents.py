@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertune.bench import figures, project
+from clustertune.bench import project, result
 from clustertune.bench.project import Work
 
 PROFILE = {
@@ -27,12 +27,12 @@ def rank(seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def document(seconds: float = 0.5, peer: float | None = 1.0, **more: Any) -> dict[str, Any]:
-    ours = figures.measured([[rank(seconds)] * 2] * 2, wanted=3, share=1.0, shown="x")
-    theirs = None if peer is None else figures.measured([[rank(peer)] * 2] * 2, wanted=3, share=1.0, shown="x")
-    paired = figures.paired([[rank(seconds)] * 2] * 2, [[rank(peer or 1)] * 2] * 2, interleaved=True)
+    ours = result.measured([[rank(seconds)] * 2] * 2, wanted=3, share=1.0, shown="x")
+    theirs = None if peer is None else result.measured([[rank(peer)] * 2] * 2, wanted=3, share=1.0, shown="x")
+    paired = result.paired([[rank(seconds)] * 2] * 2, [[rank(peer or 1)] * 2] * 2, interleaved=True)
     against = {
         "peer": "trl", "what": "TRL", "failed": None if theirs else "TRL: out of memory", "measured": theirs,
-        "ratio": figures.ratio(ours, theirs) if theirs else None, "pairs": paired if theirs else None, "same_tokens": True,
+        "ratio": result.ratio(ours, theirs) if theirs else None, "pairs": paired if theirs else None, "same_tokens": True,
     }  # fmt: skip
     used = project.utilisation(Work(5e10, 6e10), ours, "NVIDIA H100 80GB HBM3")
     rows = {"step_s": {"plan": 0.4, "measured": seconds, "ratio": seconds / 0.4}}

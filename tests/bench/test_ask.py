@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import ask, synthetic
+from clustertune.bench import ask
 from clustertune.bench.ask import Asked
 from clustertune.errors import UserError
 from clustertune.training.bench_schedule import BenchSchedule
@@ -68,17 +68,17 @@ def test_full_size_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_made_up_conversations_are_as_long_as_they_should_be(tmp_path: Path) -> None:
     """The mean decides how much a padded step wastes and how many a packed one needs."""
-    count = synthetic.write(tmp_path / "x.jsonl", 300.0, 2048, tokens=0, count=2000, seed=1)
+    count = ask.write(tmp_path / "x.jsonl", 300.0, 2048, tokens=0, count=2000, seed=1)
     rows = [json.loads(line)["messages"] for line in (tmp_path / "x.jsonl").read_text().splitlines()]
-    words = [sum(len(m["content"].split()) for m in row) + synthetic.TEMPLATE_TOKENS for row in rows]
+    words = [sum(len(m["content"].split()) for m in row) + ask.TEMPLATE_TOKENS for row in rows]
     assert count == len(rows) == 2000 and 0.9 < sum(words) / len(words) / 300 < 1.1
     assert max(words) <= 2048 and [m["role"] for m in rows[0]] == ["user", "assistant"]
-    again = list(synthetic.conversations(300.0, 2048, tokens=0, count=2000, seed=1))
-    assert again == rows and len(set(synthetic.words())) == synthetic.WORDS
+    again = list(ask.conversations(300.0, 2048, tokens=0, count=2000, seed=1))
+    assert again == rows and len(set(ask.words())) == ask.WORDS
 
 
 def test_there_are_enough_tokens_for_packing() -> None:
     """Too few sequences would end an epoch in the middle of the steps, with a smaller one."""
-    rows = list(synthetic.conversations(100.0, 256, tokens=50_000, count=2, seed=3))
-    words = sum(len(m["content"].split()) for row in rows for m in row) + synthetic.TEMPLATE_TOKENS * len(rows)
+    rows = list(ask.conversations(100.0, 256, tokens=50_000, count=2, seed=3))
+    words = sum(len(m["content"].split()) for row in rows for m in row) + ask.TEMPLATE_TOKENS * len(rows)
     assert 50_000 <= words < 51_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.bench import batch, published
+from clustertune.bench import batch, result
 from clustertune.cluster.cluster import Cluster
 from tests.command import REPO, run
 from tests.nccl_check.test_submit import cluster_file
@@ -120,7 +120,7 @@ def test_a_recipe_is_measured_against_trl(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     found = done.json
-    name = published.name_of(found)
+    name = result.name_of(found)
     assert sorted(p.name for p in out.iterdir()) == [f"{name}.json", f"{name}.md", f"{name}.recipe.json"]
     assert json.loads((out / f"{name}.json").read_text()) == found
     assert "-max_length-64-packing-false-" in name and found["overrides"] == sorted(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import ask, batch, published
+from clustertune.bench import ask, batch, result
 from clustertune.bench.ask import Asked
 from clustertune.commands import bench as benching
 from clustertune.config.cluster import load_cluster
@@ -38,24 +38,24 @@ def asked(path: Path, *overrides: str, again: bool = False) -> Asked:
 )
 def test_the_name_says_what_ran_where(changes: dict[str, Any], name: str) -> None:
     """Results of two machines, or of two forms of a recipe, must not write over each other."""
-    assert published.name_of(document(**changes)) == name
+    assert result.name_of(document(**changes)) == name
 
 
 def test_committed_results_keep_their_names() -> None:
     """A result that cannot be found by its name is measured again; and the page shows a name that is made so."""
     found = [path for path in COMMITTED.glob("*.json") if not path.name.endswith(".recipe.json")]
     assert {path.stem for path in found} >= {"tiny-oasst2-cpu-x2"}
-    assert [path.stem for path in found] == [published.name_of(json.loads(path.read_text())) for path in found]
+    assert [path.stem for path in found] == [result.name_of(json.loads(path.read_text())) for path in found]
     (shown,) = re.findall(r"`(qwen2.5-14b[^`]*)`", tree.texts()["docs/bench.md"])
     changed = ["train.packing=false"]
-    name = published.file_name("qwen2.5-14b-tulu3", tiny=False, synthetic=False, kind="h100-sxm", ranks=64, changed=changed)
+    name = result.file_name("qwen2.5-14b-tulu3", tiny=False, synthetic=False, kind="h100-sxm", ranks=64, changed=changed)
     assert shown == name
 
 
 def names(*given: list[str]) -> list[str]:
     """The names of one recipe with different overrides."""
     return [
-        published.file_name("r", tiny=False, synthetic=False, kind="cpu", ranks=2, changed=published.changes(overrides))
+        result.file_name("r", tiny=False, synthetic=False, kind="cpu", ranks=2, changed=result.changes(overrides))
         for overrides in given
     ]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.cluster.follow import Tail, describe
-from clustertune.launch.records import parse_jobs
+from clustertune.cluster.rehearsal import Tail, describe
+from clustertune.launch.slurm import parse_jobs
 
 RECORD = """\
 JobId=3 ArrayJobId=2 ArrayTaskId=1 JobName={name}

@@ -23,7 +23,7 @@ from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.cluster_show import as_json, render
 from clustertune.config.yamlfile import parse_yaml, read_yaml
 from clustertune.errors import Problem, UserError
-from clustertune.host.cpus import format_cpu_list, parse_cpu_list
+from clustertune.host.system import format_cpu_list, parse_cpu_list
 from tests.config.conftest import check_form
 
 REFERENCE = Path("ops", "clusters", "rno-rtxpro6000.yaml")

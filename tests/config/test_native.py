@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from clustertune.config import native, native_rules
+from clustertune.config import native_rules
 from clustertune.config.checks import check_lora, check_native, check_train, lora_section, train_section
 from clustertune.config.findings import Found
-from clustertune.config.native import NativeField, check_value, lora_fields, train_fields
+from clustertune.config.native_rules import NativeField, check_value, lora_fields, train_fields
 from clustertune.config.resolve import resolve
 
 
@@ -33,9 +33,9 @@ def test_fields_equal_the_imported_dataclass(imported: dict[str, Any], section: 
     read = fields()
     assert list(read) == list(real)
     for name, item in read.items():
-        if item.default is not native.UNKNOWN:
+        if item.default is not native_rules.UNKNOWN:
             assert real[name].default == item.default, name
-    assert sum(item.default is native.UNKNOWN for item in read.values()) < 8
+    assert sum(item.default is native_rules.UNKNOWN for item in read.values()) < 8
 
 
 def test_enumerations_equal_the_imported_ones(imported: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def test_enumerations_equal_the_imported_ones(imported: dict[str, Any]) -> None:
         ("logging_strategy", IntervalStrategy), ("save_strategy", SaveStrategy),
     ):  # fmt: skip
         assert set(train_fields()[name].choices) == {item.value for item in real}
-    assert set(native.reporters()) == set(imported["reporters"])
+    assert set(native_rules.reporters()) == set(imported["reporters"])
 
 
 @pytest.mark.parametrize("name", ["tiny-oasst2", "llama405b-oasst2"])
@@ -180,6 +180,6 @@ def test_lora_that_the_chain_cannot_carry(lora: dict[str, Any], key: str) -> Non
 
 
 def test_a_field_that_takes_an_object_says_so() -> None:
-    item = NativeField("x", native.UNKNOWN, None, "")
+    item = NativeField("x", native_rules.UNKNOWN, None, "")
     with pytest.raises(ValueError, match="Python object"):
         check_value(item, 3)

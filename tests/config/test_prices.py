@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clustertune.config.prices import PRICES, load_prices, price
+from clustertune.config.hardware import PRICES, load_prices, price
 from clustertune.config.yamlfile import read_yaml
 from clustertune.errors import UserError
 from tests.config.conftest import check_form

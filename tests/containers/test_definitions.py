@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import build, deflint, fetches, lockfile, pins
+from clustertune.containers import build, deflint, lockfile, pins
 from tests import tree
 
 TEXTS = {name: text for name, text in tree.texts().items() if name.startswith("containers/")}
@@ -40,9 +40,9 @@ def test_the_dockerfile_is_clean() -> None:
 
 def test_the_dockerfile_fetches_nothing_that_is_held_to_no_hash() -> None:
     """hadolint asks for versions, not for hashes."""
-    assert list(fetches.unheld(TEXTS["containers/Dockerfile"].splitlines(), 1)) == []
+    assert list(deflint.unheld(TEXTS["containers/Dockerfile"].splitlines(), 1)) == []
     loose = TEXTS["containers/Dockerfile"].replace("USER 10001", "RUN pip install x\nUSER 10001", 1)
-    assert list(fetches.unheld(loose.splitlines(), 1))
+    assert list(deflint.unheld(loose.splitlines(), 1))
 
 
 def test_hadolint_would_find_a_fault(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.containers import deflint, fetches, pins
+from clustertune.containers import deflint, pins
 from clustertune.errors import UserError
 
 GOOD = """# why
@@ -117,7 +117,7 @@ def test_the_base_with_the_defaults_put_in() -> None:
 )
 def test_what_is_held_to_nothing(line: str, told: str) -> None:
     """A base by digest and a %post that takes what is there today: two builds of one name, or somebody else's code."""
-    ((number, message, fix),) = fetches.unheld(["set -eu", *line.split("\n")], 10)
+    ((number, message, fix),) = deflint.unheld(["set -eu", *line.split("\n")], 10)
     assert number == 11 and told in message and fix
 
 
@@ -137,7 +137,7 @@ def test_what_is_held_to_nothing(line: str, told: str) -> None:
 )
 def test_what_is_held(line: str) -> None:
     """A linter that cries is switched off."""
-    assert list(fetches.unheld(line.split("\n"), 1)) == []
+    assert list(deflint.unheld(line.split("\n"), 1)) == []
 
 
 def test_the_installer_is_looked_at_too(tmp_path: Path) -> None:

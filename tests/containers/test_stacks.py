@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from clustertune.merge import publish
+from clustertune.merge import streaming
 from clustertune.training import build
 
 ASKED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}, "learning_rate": 1.0}
@@ -32,5 +32,5 @@ def test_a_mounted_checkout_has_no_version(monkeypatch: pytest.MonkeyPatch) -> N
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(publish, "version", version)
-    assert publish._own_version() == "a checkout"
+    monkeypatch.setattr(streaming, "version", version)
+    assert streaming._own_version() == "a checkout"

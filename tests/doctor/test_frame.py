@@ -16,7 +16,7 @@ import pytest
 from clustertune.check import report as reports
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config.cluster import load_cluster
-from clustertune.doctor import page, preflight, wire
+from clustertune.doctor import preflight, recipe_findings, wire
 from clustertune.doctor.recipe_findings import all_rules
 from clustertune.errors import UserError
 from clustertune.host.facts import from_dict
@@ -40,7 +40,7 @@ def test_every_rule_is_named_once_and_says_why() -> None:
 
 def test_the_page_of_the_documents_is_current() -> None:
     """It is written from the rules: clustertune doctor --list --out docs/doctor.md."""
-    assert (REPO / "docs" / "doctor.md").read_text(encoding="utf-8") == page.render()
+    assert (REPO / "docs" / "doctor.md").read_text(encoding="utf-8") == recipe_findings.render()
 
 
 def test_a_rule_that_raises_is_told_and_the_others_go_on() -> None:

@@ -14,7 +14,7 @@ import pytest
 from clustertune import manifest
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.config.resolved import Resolved
-from clustertune.doctor import recipe_context, recipe_plan, recipe_refused, recipe_training
+from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, recipe_training
 from clustertune.doctor.recipe_findings import recipe_rules
 from clustertune.errors import Problem, UserError
 from clustertune.host.facts import Mount
@@ -389,7 +389,7 @@ def test_rules_are_told_apart_and_linked() -> None:
 def test_a_refused_recipe_is_told_as_findings() -> None:
     """Each problem with its place and remedy: the same words as submit's, in the same list as all others."""
     error = UserError([Problem("no such field", file="r/recipe.yaml:3", key="train.warmup_ratio", fix="warmup_steps: 0.03")])
-    (found,) = list(recipe_refused.refused(error))
+    (found,) = list(recipe_findings.refused(error))
     assert (found.rule, found.status, found.where) == ("recipe-refused", FAIL, "r/recipe.yaml:3: train.warmup_ratio")
     assert (found.found, found.fix) == ("no such field", "warmup_steps: 0.03")
     assert exit_code([found]) == 2

@@ -11,9 +11,8 @@ import yaml
 from clustertune.chain import default_run_dir
 from clustertune.check.rule import FAIL, WARN
 from clustertune.config.resolve import resolve
-from clustertune.doctor import run_space
-from clustertune.doctor.run_folder import bad_shapes
-from clustertune.doctor.run_space import existing, needed
+from clustertune.doctor import run_folder
+from clustertune.doctor.run_folder import bad_shapes, existing, needed
 from clustertune.tensorfile import Tensor
 from tests.command import run
 from tests.doctor.recipe_case import make, write_checkpoint, write_run
@@ -132,7 +131,7 @@ def test_the_disk_of_a_laptop_is_not_the_clusters(
     full_disk(0.5)(case)
     case.hostname = hostname
     near = case.context()
-    assert list(run_space.room(near)), "the parent exists, so its room can be measured on any machine"
-    monkeypatch.setattr(run_space, "is_there", lambda path: path in (tmp_path, Path("/")))
+    assert list(run_folder.room(near)), "the parent exists, so its room can be measured on any machine"
+    monkeypatch.setattr(run_folder, "is_there", lambda path: path in (tmp_path, Path("/")))
     far = dataclasses.replace(near, run_dir=tmp_path / "runs" / "name" / "id")
-    assert bool([*run_space.room(far)]) is fires
+    assert bool([*run_folder.room(far)]) is fires

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from clustertune.check.rule import SCRIPT, checks
 from clustertune.check.script_directives import read_header
+from clustertune.cli import run_command
 from clustertune.commands import doctor
 from clustertune.doctor.sbatch import lint
-from clustertune.front import run_command
 from tests import tree
 from tests.doctor import bare
 from tests.doctor.test_rules import CASES

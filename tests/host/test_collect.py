@@ -16,11 +16,11 @@ import pytest
 
 from clustertune.host import gpus, mounts, network, pci, surroundings, system, touch
 from clustertune.host.collect import collect
-from clustertune.host.cpus import format_cpu_list, readable_cpus
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
 from clustertune.host.packages import parse_torch_version
 from clustertune.host.sight import ABSENT, Answer, Sight, ask
+from clustertune.host.system import format_cpu_list, readable_cpus
 
 REPO = Path(__file__).resolve().parents[2]
 NET, IB, PCI = "sys/class/net", "sys/class/infiniband", "sys/bus/pci/devices"

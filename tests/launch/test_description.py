@@ -18,7 +18,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
-from clustertune.launch import allocation, first_node, places, shape
+from clustertune.launch import allocation, places, shape
 from clustertune.rundir import SCHEMA, RunDir
 from tests.command import REPO
 from tests.launch.machines import OURS, RECIPES, cluster_of
@@ -115,7 +115,7 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     monkeypatch.setattr(allocation, "read", lambda: given)
     monkeypatch.setattr(places, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
-    monkeypatch.setattr(first_node, "find_problems", lambda *words, **named: [])
+    monkeypatch.setattr(allocation, "find_problems", lambda *words, **named: [])
     stages = {"first": "report", "last": "report"}
     command.job(str(recipe), [], tiny=True, cluster=str(cluster), run_dir=run, env=None, description=number, **stages)
     assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.launch import srun, step
+from clustertune.launch import step
 
 SECRETS = {"HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "MY_PASSWORD": "canary"}
 
@@ -71,7 +71,7 @@ def test_a_warning_reaches_the_step(tmp_path: Path) -> None:
 
         threading.Thread(target=ask, daemon=True).start()
         signals: list[int] = []
-        assert srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: True) == 0
+        assert step.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: True) == 0
         assert mark.read_text() == "SIGUSR1" and signals == [number]
 
 
@@ -93,21 +93,21 @@ def test_a_warning_may_take_another_way_than_the_signal(tmp_path: Path, fails: b
 
     threading.Thread(target=warn, daemon=True).start()
     signals: list[int] = []
-    srun.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: not mark.exists(), ask=ask)
+    step.run_step([sys.executable, "-c", STEP, str(mark)], signals, lambda: not mark.exists(), ask=ask)
     assert mark.read_text() == ("SIGUSR1" if fails else "asked") and signals == [signal.SIGUSR1]
 
 
 def test_a_step_is_left_when_a_later_start_has_taken_over(tmp_path: Path) -> None:
     began = time.monotonic()
-    code = srun.run_step([sys.executable, "-c", "import time; time.sleep(60)"], [], lambda: time.monotonic() - began < 1)
+    code = step.run_step([sys.executable, "-c", "import time; time.sleep(60)"], [], lambda: time.monotonic() - began < 1)
     assert code == -signal.SIGKILL
 
 
 def test_a_step_that_does_not_end_after_a_failure_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun waits for the tasks of a node that lost its power, came back at once, and knows nothing of them."""
-    monkeypatch.setattr(srun, "END_SECONDS", 0.5)
+    monkeypatch.setattr(step, "END_SECONDS", 0.5)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert srun.run_step(command, [], lambda: True, lambda: True) == -signal.SIGKILL
+    assert step.run_step(command, [], lambda: True, lambda: True) == -signal.SIGKILL
 
 
 def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_step_ends_with_the_program(tmp_path: Path) -> None:
     child = f"import os, time; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     if (parent := os.fork()) == 0:
         try:
-            srun.run_step([sys.executable, "-c", child], [], lambda: True)
+            step.run_step([sys.executable, "-c", child], [], lambda: True)
         finally:
             os._exit(0)
     while not pid.exists() or not pid.read_text():

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.merge import kernel, merge, pieces
-from clustertune.merge.kernel import MIN_ROWS, Scratch, add_update, row_blocks
+from clustertune.merge import merge, pieces
+from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, row_blocks
 from tests.merge.conftest import load_all, peft_merged, same_bytes, save_adapter, save_llama
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -65,7 +65,7 @@ def test_the_bytes_are_those_of_peft(
     base_dtype, adapter_dtype, settings = CASES[case]
     base = bases[base_dtype]
     adapter = save_adapter(tmp_path / "adapter", base, adapter_dtype, **settings)
-    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", 40 * 72)  # several blocks for most tensors of so small a model
+    monkeypatch.setattr(pieces, "BLOCK_ELEMENTS", 40 * 72)  # several blocks for most tensors of so small a model
     monkeypatch.setattr(pieces, "CHUNK", 15_000)  # and several pieces
     monkeypatch.setattr(pieces, "STEP", 999)
     done = merge(base, adapter, tmp_path / "out", shard_size="90KB", workers=3)
@@ -137,7 +137,7 @@ def test_row_blocks_cover_all_and_are_never_thin(rows: int, columns: int) -> Non
     assert all(one[1] == other[0] for one, other in itertools.pairwise(blocks))
     assert len(blocks) == 1 or min(end - start for start, end in blocks) >= MIN_ROWS
     largest = max(end - start for start, end in blocks)
-    assert columns == 1 or largest * columns <= max(kernel.BLOCK_ELEMENTS, 2 * MIN_ROWS * columns) or largest < 2 * MIN_ROWS
+    assert columns == 1 or largest * columns <= max(pieces.BLOCK_ELEMENTS, 2 * MIN_ROWS * columns) or largest < 2 * MIN_ROWS
 
 
 def test_same_bytes_whatever_the_file_size_and_the_workers(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def test_every_setting_of_the_installed_peft_is_judged() -> None:
     """A new field of a later PEFT is refused until somebody has looked at what it does to the weights."""
     from peft import LoraConfig
 
-    from clustertune.merge import lora_config
+    from clustertune.merge import lora
 
-    assert set(LoraConfig().to_dict()) - lora_config._NEUTRAL - set(lora_config._PLAIN_ONLY) == set()
+    assert set(LoraConfig().to_dict()) - lora._NEUTRAL - set(lora._PLAIN_ONLY) == set()
 
 
 def retensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

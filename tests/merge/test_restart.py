@@ -17,7 +17,7 @@ import torch
 
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
-from clustertune.merge import job, merge, pipeline, streaming, target
+from clustertune.merge import job, merge, streaming, target
 from clustertune.merge.stage import Journal, locked, staging_folder
 from clustertune.merge.streams import Output
 from tests.merge.conftest import file_hashes, save_adapter, save_llama
@@ -116,7 +116,7 @@ def test_a_kill_of_the_continuation_of_a_publication(
         number += 1
         out = tmp_path / str(number) / "out"
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
-            patch.setattr("clustertune.merge.publish.seal", lambda *_: (_ for _ in ()).throw(Crash()))
+            patch.setattr("clustertune.merge.streaming.seal", lambda *_: (_ for _ in ()).throw(Crash()))
             merge(base, adapter, out, shard_size=SIZE, workers=1)
         try:
             with crash_at(number):
@@ -142,7 +142,7 @@ class FailAfter:
             self.written.append(path.name)
             return Output(path, size)
 
-        monkeypatch.setattr(pipeline, "Output", make)
+        monkeypatch.setattr(streaming, "Output", make)
 
 
 def interrupt(base: Path, adapter: Path, out: Path, after: int) -> list[str]:
@@ -227,7 +227,7 @@ def test_other_inputs_during_the_publication(base: Path, adapter: Path, tmp_path
     """Half of another merge's files are in the output already, without a manifest: they go, all of them."""
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clustertune.merge.publish.seal", lambda *_: (_ for _ in ()).throw(Crash()))
+        patch.setattr("clustertune.merge.streaming.seal", lambda *_: (_ for _ in ()).throw(Crash()))
         with pytest.raises(Crash):
             merge(base, save_adapter(tmp_path / "other", base, seed=9), out, shard_size="30KB")
     assert len(list(out.glob("*.safetensors"))) > 8

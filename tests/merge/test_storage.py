@@ -28,11 +28,9 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.merge import merge, pieces, streaming, streams
 from clustertune.merge.base import Base
 from clustertune.merge.job import WORKING_MEMORY, Job
-from clustertune.merge.lora import Adapter, Update
-from clustertune.merge.lora_config import read_settings
-from clustertune.merge.shards import Shard
+from clustertune.merge.lora import Adapter, Update, read_settings
 from clustertune.merge.stage import staging_folder
-from clustertune.merge.streams import Output
+from clustertune.merge.streams import Output, Shard
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.merge.conftest import file_hashes, load_all
 from tools import merge_bench

@@ -13,7 +13,7 @@ from clustertune.cli import app
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check.check import MARGIN_SECONDS, not_judged
-from clustertune.nccl_check.sizes import parse_size, show_size
+from clustertune.nccl_check.result import parse_size, show_size
 from tests.command import REPO, Done, run
 from tests.nccl_check.asked import asked, program
 

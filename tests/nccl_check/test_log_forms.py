@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertune.check.log_found import Log
-from clustertune.check.log_lines import records
-from clustertune.check.log_read import read
+from clustertune.check.log_read import read, records
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding
 from clustertune.nccl_check.judge import headline, judge, judge_log
 

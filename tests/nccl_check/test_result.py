@@ -14,7 +14,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import UserError
 from clustertune.nccl_check import check, table
 from clustertune.plan.measured import find_measured, read_measured
-from clustertune.report import nccl
+from clustertune.report import page
 
 
 def entry(scope: str, collective: str = "all_gather", size: int = 1 << 30, busbw: float = 40.0, **more: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_the_report_draws_it(tmp_path: Path) -> None:
         import os
 
         os.utime(folder / "result.json", (int(name[-1]) + 1, int(name[-1]) + 1))
-    found = nccl.section(tmp_path, None)
+    found = page.section(tmp_path, None)
     assert found is not None
     assert found["headline"] == "<b>new</b>", "the page escapes it"
     assert "nominal 50" in found["svg"] and "all_gather" in found["svg"] and "broadcast" not in found["svg"]
@@ -189,13 +189,13 @@ def test_the_report_takes_the_clusters(tmp_path: Path) -> None:
     """A run without a check of its own; one that cannot be read is left out."""
     machine = cluster(tmp_path)
     dumped = machine.model_dump(mode="json")
-    assert nccl.section(tmp_path / "run", dumped) is None
+    assert page.section(tmp_path / "run", dumped) is None
     check.keep(document(), machine)
-    found = nccl.section(tmp_path / "run", dumped)
+    found = page.section(tmp_path / "run", dumped)
     assert found is not None
     assert "NET/IB" in found["subtitle"]
     (tmp_path / "mine.nccl-check.json").write_text("{")
-    assert nccl.section(tmp_path / "run", dumped) is None
+    assert page.section(tmp_path / "run", dumped) is None
 
 
 @pytest.mark.parametrize(
@@ -206,4 +206,4 @@ def test_the_report_comes_without_a_broken_one(tmp_path: Path, text: str) -> Non
     folder = tmp_path / "nccl-check" / "1-0"
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(text)
-    assert nccl.section(tmp_path, {"source": 3}) is None
+    assert page.section(tmp_path, {"source": 3}) is None

@@ -27,8 +27,7 @@ from clustertune.ops.slurm.judge import RULES, judge
 from clustertune.ops.slurm.node import NodeFacts, Place, search_path
 from clustertune.ops.slurm.planning import Plan, make_plan
 from clustertune.ops.slurm.reading import entries, hide, losses
-from clustertune.ops.slurm.texts import MUNGE_KEY
-from clustertune.ops.slurm.version import Version
+from clustertune.ops.slurm.texts import MUNGE_KEY, Version
 from tests.command import REPO, run
 from tests.ops.slurm_clusters import HEAD, NO_GPU, load, nodes, write
 

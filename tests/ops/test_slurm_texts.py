@@ -13,13 +13,19 @@ import pytest
 from clustertune.config.cluster import known_clusters, load_cluster
 from clustertune.errors import UserError
 from clustertune.launch.slurm import expand_hosts
-from clustertune.ops.slurm.conf import conf_lines, real_memory
-from clustertune.ops.slurm.gres import gpu_cores, gres_lines
-from clustertune.ops.slurm.names import fold, node_lines
 from clustertune.ops.slurm.node import search_path
-from clustertune.ops.slurm.planning import all_texts, make_plan
-from clustertune.ops.slurm.verify import parsed
-from clustertune.ops.slurm.version import Version, parse_version, preempt_signal
+from clustertune.ops.slurm.planning import all_texts, make_plan, parsed
+from clustertune.ops.slurm.texts import (
+    Version,
+    conf_lines,
+    fold,
+    gpu_cores,
+    gres_lines,
+    node_lines,
+    parse_version,
+    preempt_signal,
+    real_memory,
+)
 from tests.ops.slurm_clusters import ODD, load
 
 NAMES = [

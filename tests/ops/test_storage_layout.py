@@ -12,7 +12,7 @@ import pytest
 
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
-from clustertune.ops.storage import etab, plan, verify
+from clustertune.ops.storage import etab, plan
 from clustertune.ops.storage.layout import Layout, layout
 from tests.ops.node import cluster_file, node
 
@@ -216,7 +216,7 @@ def test_a_cluster_without_bricks(tmp_path: Path) -> None:
 
 
 def asked(text: str, of: Layout, old: str = "") -> list[str]:
-    said = verify.complaints(old.encode(), text.encode(), of.mounts)
+    said = plan.complaints(old.encode(), text.encode(), of.mounts)
     if said is None:
         pytest.skip("needs systemd-fstab-generator and systemd-analyze")
     return said
@@ -257,7 +257,7 @@ def test_what_was_wrong_before_is_not_ours() -> None:
 def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
     """Misspelt x-systemd options pass the verifier without a message: the generated unit must show what they were to do."""
     found = layout(load_cluster("rno-rtxpro6000"), RNO[1])
-    program = verify.generator()
+    program = plan.generator()
     if program is None:
         pytest.skip("needs systemd-fstab-generator")
     (tmp_path / "fstab").write_text("\n".join(lines(found)) + "\n")
@@ -267,11 +267,11 @@ def test_the_pool_waits_for_both_bricks(tmp_path: Path) -> None:
     env = {**os.environ, "SYSTEMD_FSTAB": str(tmp_path / "fstab"), "SYSTEMD_SYSROOT_FSTAB": "/dev/null"}
     subprocess.run([program, *map(str, places)], env=env, check=True, timeout=60)
     for target, needs in (("/pool", ["/shared", "/shared-b"]), ("/shared", ["/data/shared"])):
-        text = (places[0] / verify.unit(target)).read_text()
+        text = (places[0] / plan.unit(target)).read_text()
         for word in ("Requires=", "After="):
-            wanted = {verify.unit(path) for path in needs}
+            wanted = {plan.unit(path) for path in needs}
             assert wanted <= {name for line in text.splitlines() if line.startswith(word) for name in line[len(word) :].split()}
-    assert "nfs-server.service" in (places[0] / verify.unit("/shared-b")).read_text()
+    assert "nfs-server.service" in (places[0] / plan.unit("/shared-b")).read_text()
 
 
 # --- exports -----------------------------------------------------------------------------------------------------------

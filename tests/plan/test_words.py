@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.config.prices import Price
+from clustertune.config.hardware import Price
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan import document, words

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clustertune.report import format as words
+from clustertune.report import content as words
 
 
 @pytest.mark.parametrize(

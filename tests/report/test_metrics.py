@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clustertune.report import content, plots
-from clustertune.report.format import duration
+from clustertune.report.content import duration
 from clustertune.report.metrics import Metrics, StepRecord, Steps, read_metrics
 
 RECORDED = Path(__file__).parent / "recorded" / "metrics.jsonl"

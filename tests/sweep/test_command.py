@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import typer
 
+from clustertune.cli import run_command
 from clustertune.cluster.cluster import Cluster
 from clustertune.commands import sweep as command
 from clustertune.doctor.sbatch import lint
 from clustertune.errors import ExitCode, UserError
-from clustertune.front import run_command
 from clustertune.launch import submit
 from clustertune.rundir import RunDir
-from clustertune.sweep import array, local
+from clustertune.sweep import array
 from clustertune.sweep.points import Point, read_sweep
 from tests.command import REPO
 from tests.launch.machines import machine
@@ -70,7 +70,7 @@ loss = 1.0 if "train.learning_rate=5e-3" in words else 2.0
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
     """A ``clustertune run`` of milliseconds, of which one point fails; the points that were run."""
     ran: list[Point] = []
-    real = local.run_command
+    real = array.run_command
 
     def stub(sweep: Any, point: Point) -> list[str]:
         ran.append(point)
@@ -78,7 +78,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
         assert words[1:4] == ["-m", "clustertune", "run"]
         return [words[0], "-c", STAND_IN, *words[4:]]
 
-    monkeypatch.setattr(local, "run_command", stub)
+    monkeypatch.setattr(array, "run_command", stub)
     return ran
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from clustertune.errors import UserError
 from clustertune.rundir import RunDir
-from clustertune.sweep import page
+from clustertune.sweep import results
 from clustertune.sweep.points import Sweep, make_sweep
 from clustertune.sweep.results import as_json, check_metric, collect
 
@@ -102,19 +102,19 @@ def test_damaged_files_are_said_not_raised(sweep: Sweep) -> None:
 def test_the_table_and_the_page_show_every_point(sweep: Sweep) -> None:
     """The page is one file, escapes what runs say, and is the same for the same results."""
     found = collect(sweep, "eval_loss")
-    table = page.lines(sweep, "eval_loss", found)
+    table = results.lines(sweep, "eval_loss", found)
     assert len(table) == 7 and table[0].split() == ["point", "learning_rate", "r", "eval_loss", "step", "time", "state"]
     assert table[1].split()[:5] == ["1", "1", "1e-3", "16", "1.2500"] and table[2].split()[:2] == ["2", "0"]
     assert table[-2].endswith("failed: the loss is not finite at step 2") and table[-1].endswith("not JSON: <b>")
-    target = page.build(sweep, "eval_loss", found)
+    target = results.build(sweep, "eval_loss", found)
     html = target.read_text()
     assert target == sweep.path / "report.html" and "<svg" in html and "http" not in html.replace("http://www.w3.org", "")
     assert "not JSON: &lt;b&gt;" in html and "<b>" not in html and "learning_rate=1e-3 r=16" in html
-    assert page.build(sweep, "eval_loss", found).read_text() == html
+    assert results.build(sweep, "eval_loss", found).read_text() == html
 
 
 def test_a_sweep_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
     """Submitted and still in the queue."""
     made = make_sweep("tiny-oasst2", ["lora.r=8,16"], tiny=False, last="train", path=tmp_path / "s")[0]
     made.write()
-    assert "no point is finished yet" in page.build(made, "eval_loss", collect(made, "eval_loss")).read_text()
+    assert "no point is finished yet" in results.build(made, "eval_loss", collect(made, "eval_loss")).read_text()

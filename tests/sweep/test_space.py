@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clustertune.config.yamlfile import parse_value
 from clustertune.errors import UserError
-from clustertune.sweep.space import MAX_POINTS, Axis, combinations, parse_axes, split_values
+from clustertune.sweep.points import MAX_POINTS, Axis, combinations, parse_axes, split_values
 
 
 @pytest.mark.parametrize(

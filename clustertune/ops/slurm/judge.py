@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, Rule, finding
 from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.ops.slurm.conf import USER, real_memory
 from clustertune.ops.slurm.node import NodeFacts
-from clustertune.ops.slurm.texts import HOSTS, MUNGE_KEY, SLURM_ROLES
-from clustertune.ops.slurm.version import NEWEST, OLDEST, Version, parse_version
+from clustertune.ops.slurm.texts import HOSTS, MUNGE_KEY, NEWEST, OLDEST, SLURM_ROLES, USER, Version, parse_version, real_memory
 
 _CONF = "https://manpages.ubuntu.com/manpages/lunar/en/man5/slurm.conf.5.html"
 _GRES = "https://slurm.schedmd.com/gres.conf.html"

@@ -13,8 +13,7 @@ from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.host import sight
 from clustertune.ops.files import NODE, inside
 from clustertune.ops.nodes import is_here
-from clustertune.ops.slurm.conf import LOGS, SPOOL, STATE
-from clustertune.ops.slurm.texts import CGROUP_CONF, ETC, GRES_CONF, MUNGE_KEY, SLURM_CONF, SLURMDBD_CONF
+from clustertune.ops.slurm.texts import CGROUP_CONF, ETC, GRES_CONF, LOGS, MUNGE_KEY, SLURM_CONF, SLURMDBD_CONF, SPOOL, STATE
 
 SECONDS = 10.0
 """For one program to answer; each of them only reads this machine."""

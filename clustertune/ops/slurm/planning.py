@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clustertune.check.rule import FAIL, WARN, Finding, as_json, finding, in_order
+from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json, finding, in_order
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
 from clustertune.ops.nodes import is_here
 from clustertune.ops.slurm import judge as rules
 from clustertune.ops.slurm import node as node_room
-from clustertune.ops.slurm.check import require_slurm
-from clustertune.ops.slurm.node import NodeFacts
+from clustertune.ops.slurm.judge import PARSER
+from clustertune.ops.slurm.node import NodeFacts, ask, search_path
 from clustertune.ops.slurm.reading import entries, hide, losses, repeated
 from clustertune.ops.slurm.steps import Before, Step, steps
-from clustertune.ops.slurm.texts import BLOCK, ETC, HOSTS, MUNGE_KEY, Folder, Wanted, wanted_files, wanted_folders
-from clustertune.ops.slurm.version import Version, parse_version
+from clustertune.ops.slurm.texts import (
+    BLOCK,
+    CGROUP_CONF,
+    ETC,
+    GRES_CONF,
+    HOSTS,
+    MUNGE_KEY,
+    SLURM_CONF,
+    Folder,
+    Version,
+    Wanted,
+    move_conf,
+    move_gres,
+    parse_version,
+    real_memory,
+    wanted_files,
+    wanted_folders,
+)
+from clustertune.process import captured
 
 
 @dataclass(frozen=True)
@@ -253,3 +275,138 @@ def _decode(data: bytes) -> str:
 
 def _encode(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
+
+
+# --- check ----------------------------------------------------------------------------------------------------------------
+
+# What a cluster file must say, and may not say, before Slurm's files can be made from it.
+
+LONGEST_CLUSTER = 40
+"""Characters of a ClusterName (slurm.conf(5))."""
+RESERVED = ("all", "default")
+"""Names of nodes and partitions that mean something else to Slurm, in any case of letters (slurm.conf(5))."""
+LONGEST_NODE = 63
+"""Characters of a node's name: a host name's own limit (HOST_NAME_MAX is 64)."""
+
+
+def require_slurm(cluster: Cluster) -> None:
+    """Raises UserError with everything for which no Slurm can be set up from this cluster file."""
+    if problems := list(_problems(cluster)):
+        raise UserError(problems)
+
+
+def _problems(cluster: Cluster) -> Iterator[Problem]:
+    file = cluster.source
+    if cluster.name == "local":
+        fix = "write it down first: docs/clusters.md, then --cluster NAME|FILE"
+        yield Problem("local is what is found by looking, not what shall be", file="command line", key="--cluster", fix=fix)
+        return
+    slurm = cluster.slurm
+    if slurm is None:
+        yield Problem("missing: from it come Slurm's files", file=file, key="slurm", fix="write slurm: {partition: gpu}")
+        return
+    if len(cluster.name) > LONGEST_CLUSTER:
+        text = f"{len(cluster.name)} characters: Slurm takes {LONGEST_CLUSTER} for a cluster's name"
+        yield Problem(text, file=file, key="name", fix="shorten it, and the file's name with it")
+    if slurm.partition.lower() in RESERVED:
+        text = f"{slurm.partition} is no partition: Slurm means something else by it"
+        yield Problem(text, file=file, key="slurm.partition", fix="another name, such as gpu")
+    if slurm.version is not None and parse_version(slurm.version) is None:
+        text = f"{slurm.version!r} is no release of Slurm"
+        yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version tells')
+    if re.fullmatch(r"[0:-]+", slurm.max_time):
+        text = f"{slurm.max_time} is no time: no job may run"
+        yield Problem(text, file=file, key="slurm.max_time", fix="UNLIMITED, or as 1-00:00:00")
+    if real_memory(cluster) < cluster.compute.threads:
+        text = f"{cluster.compute.memory_gb:g} GiB is less than 1 MiB for each of {cluster.compute.threads} threads"
+        yield Problem(text, file=file, key="compute.memory_gb", fix="GiB of one node, as free -g tells")
+    for host in cluster.nodes:
+        if "compute" in host.roles or "slurmctld" in host.roles:
+            for text, fix in _name_problems(host.name):
+                yield Problem(text, file=file, key=f"nodes[{host.name}].name", fix=fix)
+
+
+def _name_problems(name: str) -> Iterator[tuple[str, str]]:
+    if name.lower() in RESERVED or name.lower() == "localhost":
+        yield f"{name} cannot be a node of Slurm: it means something else", "the machine's own host name"
+    if len(name) > LONGEST_NODE:
+        yield f"{name[:20]}... has {len(name)} characters, a node's name at most {LONGEST_NODE}", "its name without the domain"
+    if re.search(r"\d{10}$", name):
+        yield f"{name} ends in a number of ten digits or more, with which Slurm counts", "another host name"
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------------
+
+# What the Slurm that is installed here says of the files, before they replace anything.
+
+SECONDS = 30.0
+"""For a program to read the files; it looks up names of nodes, and a name server may be slow."""
+
+
+def parsed(cluster: Cluster, texts: Mapping[str, str]) -> list[Finding]:
+    """What ``slurmd -G`` (keys, nodes, GPUs) or, without it, ``scontrol`` (keys alone) says; [] where they take the files.
+
+    They are read from a folder of their own, for the first node of the cluster, with devices and folders that are there.
+    Nothing is asked of a controller. [] also where neither program is installed.
+    """
+    slurmd, scontrol = (shutil.which(name, path=search_path()) for name in ("slurmd", "scontrol"))
+    if SLURM_CONF not in texts or not (slurmd or scontrol):
+        return []
+    with tempfile.TemporaryDirectory(prefix="clustertune-slurm-") as name:
+        folder = Path(name)
+        conf = _write(folder, cluster, texts)
+        node = cluster.compute_nodes[0].name
+        said = _run([scontrol, "show", "hostnames", "x"], conf) if scontrol else ""
+        if not said and slurmd:
+            said = _run([slurmd, "-G", "-N", node, "-f", str(conf)], conf)
+    if not said:
+        return []
+    if re.search(r"auth/|munge", said, re.IGNORECASE):  # a machine that is not set up yet, or a Slurm without auth/none
+        fix = "start munge, then plan again; or plan --try where it can be"
+        return [finding(PARSER, UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, SLURM_CONF)]
+    text = hide(re.sub(re.escape(name) + r"\S*/", "", said))  # it quotes the line that it cannot read
+    fix = "slurm.version of the cluster file must be what is installed; sinfo --version tells"
+    return [finding(PARSER, FAIL, text, fix, SLURM_CONF)]
+
+
+def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
+    (folder / "spool").mkdir()
+    for gpu in range(cluster.compute.gpus):
+        (folder / f"nvidia{gpu}").symlink_to("/dev/null")
+    me = re.sub(r"[^A-Za-z0-9_-]", "", os.environ.get("USER", "")) or "root"
+    moved = {
+        "SlurmUser": "root" if os.geteuid() == 0 else me,
+        "SlurmdSpoolDir": str(folder / "spool"),
+        "SlurmdLogFile": None,
+        # 24.11 makes a credential at once, and on a new machine munge is not up yet.
+        "AuthType": "auth/none",
+        "CredType": "cred/none",
+    }
+    # What is included lies on the machine itself, which may be another.
+    conf = re.sub(r"(?mi)^\s*include\s.*$", "", move_conf(texts[SLURM_CONF], moved))
+    (folder / "slurm.conf").write_text(conf, errors="surrogateescape")
+    (folder / "gres.conf").write_text(move_gres(texts.get(GRES_CONF, ""), str(folder), cores=False), errors="surrogateescape")
+    (folder / "cgroup.conf").write_text(texts.get(CGROUP_CONF, ""), errors="surrogateescape")
+    return folder / "slurm.conf"
+
+
+def _run(words: list[str], conf: Path) -> str:
+    """What a program complains of, in one line; empty where it took the files."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
+    try:
+        done = captured(words, SECONDS, {**kept, "SLURM_CONF": str(conf)})
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{Path(words[0]).name}: {error}"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if "error:" in line or "fatal:" in line]
+    return "; ".join(lines[:6]) or f"{Path(words[0]).name} ended with {done.returncode}"
+
+
+def checked(plan: Plan) -> Plan:
+    """``plan`` with what Slurm's own parser says, where the release that will read the files is the one that is installed."""
+    answer = next((text for name in ("slurmd", "sinfo") if (text := ask(name, "-V"))), "")
+    here = parse_version(answer)
+    if here is None or (plan.version is not None and plan.version != here):
+        return plan
+    return replace(plan, findings=tuple(in_order([*plan.findings, *parsed(plan.cluster, plan.seen.after)])))

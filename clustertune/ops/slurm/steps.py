@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from clustertune.config.cluster_schema import Cluster, Host
-from clustertune.ops.slurm.conf import STATE, USER
-from clustertune.ops.slurm.names import fold
 from clustertune.ops.slurm.reading import settings
 from clustertune.ops.slurm.texts import (
     CGROUP_CONF,
@@ -20,6 +18,9 @@ from clustertune.ops.slurm.texts import (
     SLURM_CONF,
     SLURM_ROLES,
     SLURMDBD_CONF,
+    STATE,
+    USER,
+    fold,
 )
 
 LIVE = frozenset(

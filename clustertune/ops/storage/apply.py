@@ -16,11 +16,11 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask, mount_points
 from clustertune.ops.files import exclusive, put
-from clustertune.ops.storage import devices, points, verify
+from clustertune.ops.storage import devices, points
+from clustertune.ops.storage.devices import Step
 from clustertune.ops.storage.fstab import FSTAB
 from clustertune.ops.storage.layout import Folder
-from clustertune.ops.storage.plan import PROBE_SECONDS, Plan, lacking, make_plan, own_disk, tool
-from clustertune.ops.storage.step import Step
+from clustertune.ops.storage.plan import PROBE_SECONDS, Plan, complaints, lacking, make_plan, own_disk, tool
 
 LOCK = "clustertune-storage.lock"
 COMMAND_SECONDS = 60.0
@@ -118,7 +118,7 @@ def _gid(group: str) -> int | None:
 
 def _verify(plan: Plan, done: Done) -> None:
     old = next(change.before or b"" for change in plan.changes if change.path == FSTAB)
-    said = verify.complaints(old, plan.fstab, plan.layout.mounts)
+    said = complaints(old, plan.fstab, plan.layout.mounts)
     if said is None:
         done.notes.append(
             "systemd could not be asked about the new fstab: systemd-fstab-generator or systemd-analyze is missing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -16,7 +17,6 @@ from typing import Any
 from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask
 from clustertune.ops.storage.layout import Mount
-from clustertune.ops.storage.step import Step
 from clustertune.process import captured
 
 MKFS = {"xfs": ("mkfs.xfs",), "ext4": ("mkfs.ext4", "-m", "0"), "btrfs": ("mkfs.btrfs",)}
@@ -139,3 +139,23 @@ def require_blank(asked: str, mounts: Iterator[Mount]) -> Mount:
         fix = f"leave {key} out, or make sure that nothing on it is needed and run wipefs yourself"
         raise UserError(Problem(message, file="command line", key=key, fix=fix))
     return mount
+
+
+# --- step -----------------------------------------------------------------------------------------------------------------
+
+# One command of an operator's work.
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, and why."""
+
+    argv: tuple[str, ...]
+    why: str
+    by_hand: bool = False
+    """``apply`` never runs it."""
+    target: str | None = None
+    """What it mounts."""
+
+    def __str__(self) -> str:
+        return shlex.join(self.argv)
