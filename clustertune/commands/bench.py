@@ -105,7 +105,7 @@ class BenchArguments:
             against=peers,
             interleave=take_turns(peers, here=not in_job) if self.interleave is None else self.interleave,
             synthetic=self.synthetic,
-            run_path=self.run_dir or new_run_path(self.recipe, self.cluster, self.submit),
+            run_path=self.run_dir or new_run_path(self.recipe, self.cluster, in_job),
             elsewhere=in_job,
             replace=self.replace,
         )
