@@ -94,6 +94,11 @@ def make(asked: Asked) -> Bench:
     return Bench(asked, whole, resolve(asked.recipe, [*kept, *own], tiny=asked.tiny, ranks=ranks), made)
 
 
+def as_made(asked: Asked, whole: Resolved, measured: Resolved) -> Bench:
+    """The benchmark of recipes that were resolved before."""
+    return Bench(asked, whole, measured, _to_make(asked.schedule, whole) if asked.synthetic else None)
+
+
 def _ranks_here(whole: Resolved, asked: Asked) -> int | None:
     """How many ranks a small or made-up model gets on this machine, where that is fewer than the recipe's; None: its own."""
     gpus = chain.visible_gpus()

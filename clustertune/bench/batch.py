@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clustertune.bench import peer
-from clustertune.bench.ask import Asked
+from clustertune.bench import ask, peer
+from clustertune.bench.ask import Asked, Bench
 from clustertune.config.cluster import argument, named
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_folder
 from clustertune.config.megatron import require_startable
+from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
 from clustertune.launch.shape import Shape, resolve_on, train_shape
@@ -18,6 +20,7 @@ from clustertune.launch.slurm import parse_minutes
 from clustertune.tree import ROOT
 
 SCRIPT = ROOT / "launch" / "bench.sbatch"
+DESCRIPTION, SCHEMA = "description.json", "clustertune.bench-job/1"
 START_MINUTES, ROUND_MINUTES = 20, 40
 """A job's limit where none is given: images and data once, then so much for each training of each program. It ends when it is
 done."""
@@ -28,8 +31,35 @@ class BenchJob(batch.BatchJob):
     """What is submitted."""
 
     out: Path
-    overrides: tuple[str, ...]
-    """Those of the recipe, with the shape of the job among them."""
+    bench: Bench
+    """What the job runs, with the shape of the job among its overrides."""
+
+
+def job_folder(asked: Asked) -> Path:
+    """Where the job's files lie: beside the run folder, which the job makes."""
+    return asked.run_path.absolute().with_name(asked.run_path.name + ".job")
+
+
+def _description(bench: Bench, cluster: Cluster) -> str:
+    """What the job runs: it reads this, whatever the recipe's and the cluster's files say by then."""
+    recipes = {"whole": bench.whole.as_dict(), "measured": bench.measured.as_dict()}
+    return json.dumps({"schema": SCHEMA, "cluster": cluster.model_dump(mode="json"), **recipes}, indent=1) + "\n"
+
+
+def recorded(asked: Asked) -> tuple[Cluster, Bench] | None:
+    """What was decided when the job was submitted; None for a job by hand. Raises UserError where it cannot be read."""
+    file = job_folder(asked) / DESCRIPTION
+    if not file.exists():
+        return None
+    try:
+        body = json.loads(file.read_bytes())
+        if body["schema"] != SCHEMA:
+            raise ValueError(f"schema {body['schema']}, this release reads {SCHEMA}")
+        recipes = (Resolved.from_dict(body[key]) for key in ("whole", "measured"))
+        return Cluster.model_validate(body["cluster"]), ask.as_made(asked, *recipes)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        fix = "clustertune bench RECIPE --submit writes it anew"
+        raise UserError(Problem(f"cannot be read: {error!r}", file=str(file), fix=fix)) from None
 
 
 def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str | None) -> BenchJob:
@@ -40,14 +70,15 @@ def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str 
     resolved, overrides = resolve_on(asked.recipe, asked.overrides, cluster, tiny=asked.tiny)
     require_startable(resolved)
     shape = replace(train_shape(resolved, cluster), minutes=_minutes(asked, cluster, time))
-    folder = asked.run_path.absolute().with_name(asked.run_path.name + ".job")
+    bench = ask.make(replace(asked, overrides=tuple(overrides)))
     return BenchJob(
         shape=shape,
         script=render(shape),
-        folder=folder,
+        folder=job_folder(asked),
         arguments=tuple(arguments(asked, cluster, word, out, tuple(overrides))),
         out=out.absolute(),
-        overrides=tuple(overrides),
+        bench=bench,
+        beside={DESCRIPTION: _description(bench, cluster)},
     )
 
 

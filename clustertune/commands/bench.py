@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -137,19 +137,20 @@ def new_run_path(recipe: str, cluster: str | None, submit: bool) -> Path:
 
 def answer(args: BenchArguments) -> int:
     """Do what was asked. Returns the exit code. Raises UserError."""
-    from clustertune.bench import ask
+    from clustertune.bench import ask, batch
     from clustertune.config.cluster import load_cluster
     from clustertune.launch import places
 
     _check_usage(args)
     secrets.read_env(secrets.DEFAULT)
-    cluster = load_cluster(args.cluster)
+    recorded = batch.recorded(args.asked) if args.inside else None
+    cluster = recorded[0] if recorded else load_cluster(args.cluster)
     if problems := _folder_problems(args):
         raise UserError(problems)
     if args.submit:
         return _submit(args, cluster)
     places.enter(cluster)
-    bench = ask.make(args.asked)
+    bench = recorded[1] if recorded else ask.make(args.asked)
     _check_place(bench, args)
     if args.dry_run:
         _show(bench, args, cluster)
@@ -371,17 +372,16 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
 
 
 def _submit(args: BenchArguments, cluster: Cluster) -> int:
-    from clustertune.bench import ask, batch, project
+    from clustertune.bench import batch, project
 
     made = batch.make(args.asked, cluster, args.cluster, args.results, args.time)
     if args.dry_run:
-        bench = ask.make(replace(args.asked, overrides=made.overrides))
         told: dict[str, Any] = {}
         if args.as_json:
-            plan, why = project.predict(bench.whole, cluster, bench.lengths)
+            plan, why = project.predict(made.bench.whole, cluster, made.bench.lengths)
             told["plan"] = project.brief(plan) if plan is not None else {"unknown": why}
         else:
-            _show(bench, args, cluster)
+            _show(made.bench, args, cluster)
         made.show(args.as_json, **told)
         return 0
     places = (("the run folder", made.folder), ("the result's folder", made.out))

@@ -14,7 +14,7 @@ from clustertune import secrets
 from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_option
 from clustertune.console import say
 from clustertune.errors import Problem, UserError
-from clustertune.rundir import STAGES, require_stage
+from clustertune.rundir import STAGES, RunDir, require_stage
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
@@ -49,7 +49,7 @@ def job(
     """Run inside a Slurm job: what launch/run.sbatch starts.
 
     Checks the allocation, runs the stages, and has the job requeued where it can go on later. With --description the recipe
-    and the cluster are those of the submission, whatever their files say by now.
+    and the cluster are those of the submission, whatever their files say by now; without it those of the job's first start.
     """
     from clustertune import chain
     from clustertune import job as program
@@ -64,6 +64,8 @@ def job(
         recipe, words, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
+    if given.restart and description is None and sweep is None and (begun := _begun(given.job_id, run_dir, cluster)):
+        run_dir, description = begun
     recorded = _recorded(run_dir, description, of_sweep=sweep is not None)
     machine = recorded[1] if recorded else load_cluster(cluster)
     places.load_modules(machine)
@@ -102,13 +104,29 @@ def job(
     say(f"done: {path}")
 
 
+def _begun(job: str, run_dir: Path | None, cluster: str | None) -> tuple[Path, int] | None:
+    """Run folder and description of a job by hand that is started again; None where its first start came to none.
+
+    Recipe and cluster file may have been edited since: another recipe would be another run, from its first step.
+    """
+    from clustertune.config.cluster import load_cluster
+    from clustertune.events import read_object
+    from clustertune.launch import places
+    from clustertune.launch.progress import OWNER
+
+    folders = [run_dir] if run_dir else sorted(places.runs(load_cluster(cluster)).glob("*/*"))
+    for folder in folders:
+        if read_object(folder / OWNER).get("job") == job and RunDir(folder).run_json.exists():
+            body = RunDir(folder).read()
+            return (folder, int(body["description"])) if body.get("cluster") else None
+    return None
+
+
 def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> tuple[Resolved, Cluster] | None:
     """What ``submit``, or ``sweep`` for a point, decided; None for a job by hand, and for sweeps of releases without it.
 
     Raises UserError where the run folder does not say it.
     """
-    from clustertune.rundir import RunDir
-
     if of_sweep and run_dir is not None and RunDir(run_dir).run_json.exists():
         body = RunDir(run_dir).read()
         number = body.get("description") if body.get("cluster") else None
@@ -198,7 +216,6 @@ def part(
     """Run one stage of a run that somebody else holds: what a job starts inside its container."""
     from clustertune import chain
     from clustertune.evaluate.servers import GIVEN
-    from clustertune.rundir import RunDir, require_stage
 
     require_stage(stage)
     run = RunDir(run_dir)

@@ -6,7 +6,8 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class BatchJob:
     arguments: tuple[str, ...]
     """Those of the command that it runs."""
     file: str = "job.sbatch"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """What the job reads, by the names of files beside its own."""
 
     @property
     def path(self) -> Path:
@@ -66,7 +69,8 @@ class BatchJob:
             raise UserError(problems)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_durably(self.path, self.script)
+            for name, text in {**self.beside, self.file: self.script}.items():
+                write_durably(self.folder / name, text)
         except OSError as error:
             raise storage_error(error, "cannot hold the job", error.filename or self.folder) from None
         number = slurm.submit(self.options, str(self.path), self.arguments, os.environ)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,30 @@ def test_weights_that_no_machine_here_holds_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run("bench", "llama405b-oasst2", "--synthetic")
     assert done.code == 2 and "812 GB of weights each" in done.err and "--submit" in done.err
+
+
+def test_a_job_measures_what_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits the recipe is edited and the cluster file removed: it reads neither."""
+    shutil.copytree(REPO / "recipes" / "_base", tmp_path / "recipes" / "_base")
+    recipe = Path(shutil.copytree(REPO / "recipes" / "tiny-oasst2", tmp_path / "recipes" / "mine"))
+    cluster = cluster_file(tmp_path)
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    words = ["bench", recipe, "--cluster", cluster, "--run-dir", tmp_path / "run", "--out", tmp_path / "out", *SMALL]
+    done = run(*words, "--submit", "--json")
+    assert done.code == 0, done.err
+    command = done.json["command"]
+    inside = command[command.index(next(word for word in command if word.endswith(".sbatch"))) + 1 :]
+    before = run("bench", *inside, "--dry-run", "--json").json
+    cluster.unlink()
+    shutil.rmtree(recipe)
+    assert run("bench", *inside, "--dry-run", "--json").json == before and before["ranks"] == 2
+    (tmp_path / "run.job" / "description.json").write_text("{}")
+    (problem,) = run("bench", *inside, "--dry-run", "--json").json["problems"]
+    assert problem["file"].endswith("description.json") and "--submit" in problem["fix"]
 
 
 @pytest.mark.parametrize("where", [[], ["--submit", "--cluster", "nebius-h100", "--dry-run"]])

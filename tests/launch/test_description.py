@@ -18,7 +18,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
-from clustertune.launch import allocation, places, shape
+from clustertune.launch import allocation, places, progress, shape
 from clustertune.rundir import SCHEMA, RunDir
 from tests.command import REPO
 from tests.launch.machines import OURS, RECIPES, cluster_of
@@ -119,6 +119,33 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     stages = {"first": "report", "last": "report"}
     command.job(str(recipe), [], tiny=True, cluster=str(cluster), run_dir=run, env=None, description=number, **stages)
     assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)
+
+
+def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe was edited between its first start and the requeue: read again it would be another run, from step 0."""
+    runs, got, cluster = recipe.parents[1] / "runs", list[Any](), recipe.parents[1] / "mine.yaml"
+    edit(cluster, "storage: {", f"storage: {{runs: {runs}, ")
+
+    def start(number: int, *words: str, job: str = "7") -> tuple[Resolved, Path]:
+        given = allocation.Allocation(job, number, ("n1",), 2, 8, 1, None, 600.0)
+        monkeypatch.setattr(allocation, "read", lambda: given)
+        command.job(str(recipe), list(words), tiny=True, cluster=str(cluster), run_dir=None, env=None, **stages)
+        return got[-1][0], got[-1][3]
+
+    def begin(resolved: Resolved, machine: Any, given: Any, path: Path, *_: Any) -> None:
+        got.append((resolved, machine, given, path))
+        with progress.taken_over(RunDir(path), given.job_id, given.restart, lambda job: False):
+            chain.open_run(resolved, path, []).describe(resolved, machine)
+
+    stages = {"first": "report", "last": "report"}
+    monkeypatch.setattr(places, "enter", lambda *words: [])
+    monkeypatch.setattr(program, "run", begin)
+    monkeypatch.setattr(allocation, "find_problems", lambda *words, **named: [])
+    first = start(0)
+    assert runs in first[1].parents
+    edit(recipe / "accelerate.yaml", "fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
+    assert start(1) == first
+    assert start(0, job="8")[0] != first[0], "another job reads what the files say now"
 
 
 @pytest.mark.parametrize("name", RECIPES)
