@@ -87,7 +87,7 @@ def job(
     path = run_dir or chain.default_run_dir(resolved, places.runs(machine))
     needed = signal_margin.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
-    problems += allocation.find_problems(machine, nodes=len(given.nodes), trains=trains)
+    problems += allocation.first_node_problems(machine, nodes=len(given.nodes), trains=trains)
     if problems:
         raise UserError(problems)
     places.make()

@@ -205,10 +205,10 @@ def _place(args: NcclCheckArguments, cluster: Cluster) -> tuple[Place, Options]:
         return here, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         from clustertune.job import has_gpus
-        from clustertune.launch.allocation import find_problems
+        from clustertune.launch.allocation import first_node_problems
 
         given = allocation.read()
-        if problems := find_problems(cluster, nodes=len(given.nodes), trains=True):
+        if problems := first_node_problems(cluster, nodes=len(given.nodes), trains=True):
             raise UserError(problems)
         gpus = given.gpus_per_node if has_gpus() else 0
         cpus = min(given.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))

@@ -118,7 +118,7 @@ def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | 
 
 
 def _try(made: Plan) -> dict[str, Any]:
-    from clustertune.cluster.tryout import try_out
+    from clustertune.cluster.rehearsal import try_out
     from clustertune.ops.slurm.planning import all_texts
 
     return try_out(made.cluster, all_texts(made))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.host import gpus, mounts, network, packages, pci, surroundings, system
+from clustertune.host import gpus, mounts, network, packages, surroundings, system
 from clustertune.host.facts import HostFacts, Package
 from clustertune.host.sight import Sight, ask
 
@@ -28,8 +28,8 @@ DIRECT: tuple[Reader, ...] = (
     system.memory,
     system.limits,
     system.kernel,
-    pci.bridges,
-    pci.iommu,
+    gpus.bridges,
+    gpus.iommu,
     network.rdma,
     network.nccl_files,
     gpus.devices,

@@ -246,7 +246,7 @@ INTERFACES = Path("/sys/class/net")
 HELP_SECONDS = 30.0
 
 
-def find_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[Problem]:
+def first_node_problems(cluster: Cluster, *, nodes: int, trains: bool) -> list[Problem]:
     """The container that is not there, and the interface by which the ranks of ``nodes`` nodes are to meet.
 
     Only the node that this runs on is looked at; each of the others looks when an attempt starts.

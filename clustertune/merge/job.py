@@ -13,9 +13,16 @@ from clustertune.manifest import Manifest, hash_file
 from clustertune.merge.base import Base, read_base
 from clustertune.merge.lora import Adapter, read_adapter
 from clustertune.merge.pieces import block_elements
-from clustertune.merge.stage import Journal, staging_folder
 from clustertune.merge.streams import BUFFERS, CHUNK, Shard, parse_size, plan_shards
-from clustertune.merge.target import companion_files, finished_manifest, output_names, place_problems, space_error
+from clustertune.merge.target import (
+    Journal,
+    companion_files,
+    finished_manifest,
+    output_names,
+    place_problems,
+    space_error,
+    staging_folder,
+)
 
 FORMAT = 1
 """Raise it when the bytes of an output change for the same inputs: staged work of older versions is then not continued."""

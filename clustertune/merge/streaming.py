@@ -27,9 +27,18 @@ from clustertune.manifest import MANIFEST, Comparison, FileRecord, fsync_path, h
 from clustertune.merge.base import INDEX
 from clustertune.merge.job import Job, check_space, names, prepare, require_unchanged
 from clustertune.merge.pieces import Converted, Merged, Piece, Worker, cut
-from clustertune.merge.stage import Journal, clear, locked
 from clustertune.merge.streams import BUFFERS, CHUNK, Output, Shard, Source
-from clustertune.merge.target import KIND, finished_manifest, free_bytes, index_text, remove_published, remove_temporary
+from clustertune.merge.target import (
+    KIND,
+    Journal,
+    clear,
+    finished_manifest,
+    free_bytes,
+    index_text,
+    locked,
+    remove_published,
+    remove_temporary,
+)
 
 
 def _damaged(records: dict[str, FileRecord], places: dict[str, Path], workers: int) -> list[str]:

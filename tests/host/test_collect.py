@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.host import gpus, mounts, network, pci, surroundings, system, touch
+from clustertune.host import gpus, mounts, network, surroundings, system, touch
 from clustertune.host.collect import collect
 from clustertune.host.facts import from_dict
 from clustertune.host.network import nccl_files
@@ -209,13 +209,13 @@ def test_files_full_of_nonsense(tree: Path, junk: str) -> None:
 
 def test_configuration_spaces() -> None:
     """Redirection is two bits of six; without root only 64 bytes are there; lists that run in circles end."""
-    assert pci.acs_control(acs(0x1D)) == 0x1D and pci.acs_control(acs(0)) == 0
-    assert pci.acs_control(bytes(4096)) is None
+    assert gpus.acs_control(acs(0x1D)) == 0x1D and gpus.acs_control(acs(0)) == 0
+    assert gpus.acs_control(bytes(4096)) is None
     with pytest.raises(ValueError, match="root"):
-        pci.acs_control(acs(0x1D)[:64])
+        gpus.acs_control(acs(0x1D)[:64])
     circle = bytearray(4096)
     circle[0x100:0x104] = (0x0001 | 0x100 << 20).to_bytes(4, "little")
-    assert pci.acs_control(bytes(circle)) is None
+    assert gpus.acs_control(bytes(circle)) is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_an_iommu_that_translates(tmp_path: Path, types: list[str], cmdline: str
     (tmp_path / "sys/kernel").mkdir(parents=True, exist_ok=True)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cmdline").write_text(f"root=/dev/sda {cmdline}\n")
-    assert pci.iommu(Sight(tmp_path)) == {"iommu": on}
+    assert gpus.iommu(Sight(tmp_path)) == {"iommu": on}
 
 
 def test_limits_of_either_cgroup(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_job_command_reads_no_file_of_the_recipe(recipe: Path, monkeypatch: 
     monkeypatch.setattr(allocation, "read", lambda: given)
     monkeypatch.setattr(places, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", lambda *words: got.extend(words))
-    monkeypatch.setattr(allocation, "find_problems", lambda *words, **named: [])
+    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     stages = {"first": "report", "last": "report"}
     command.job(str(recipe), [], tiny=True, cluster=str(cluster), run_dir=run, env=None, description=number, **stages)
     assert (got[0], got[1]) == (wanted.resolved, wanted.cluster)
@@ -140,7 +140,7 @@ def test_a_job_by_hand_that_starts_again_goes_on_as_it_began(recipe: Path, monke
     stages = {"first": "report", "last": "report"}
     monkeypatch.setattr(places, "enter", lambda *words: [])
     monkeypatch.setattr(program, "run", begin)
-    monkeypatch.setattr(allocation, "find_problems", lambda *words, **named: [])
+    monkeypatch.setattr(allocation, "first_node_problems", lambda *words, **named: [])
     first = start(0)
     assert runs in first[1].parents
     edit(recipe / "accelerate.yaml", "fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")

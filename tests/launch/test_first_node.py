@@ -14,7 +14,7 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     """Each with its key: the container failed without its name, the interface only after the preparation."""
     container = {"runtime": "apptainer", "image": str(tmp_path / "train.sif")}
     cluster = machine(container=container, network={"kind": "ethernet", "interface": "bond-none"})
-    found = allocation.find_problems(cluster, nodes=2, trains=True)
+    found = allocation.first_node_problems(cluster, nodes=2, trains=True)
     assert {problem.key for problem in found} >= {"container.image", "network.interface"}
     assert all(problem.fix and problem.file == "a test" for problem in found)
 
@@ -22,11 +22,11 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
 def test_what_is_not_needed_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One node meets nobody, and a job without the training neither."""
     cluster = machine(network={"kind": "ethernet", "interface": "bond-none"})
-    assert allocation.find_problems(cluster, nodes=1, trains=True) == []
-    assert allocation.find_problems(cluster, nodes=2, trains=False) == []
+    assert allocation.first_node_problems(cluster, nodes=1, trains=True) == []
+    assert allocation.first_node_problems(cluster, nodes=2, trains=False) == []
     (tmp_path / "bond-none").mkdir()
     monkeypatch.setattr(allocation, "INTERFACES", tmp_path)
-    assert allocation.find_problems(cluster, nodes=2, trains=True) == []
+    assert allocation.first_node_problems(cluster, nodes=2, trains=True) == []
 
 
 def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,12 +35,12 @@ def test_the_runtime_must_be_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     image.touch()
     cluster = machine(container={"runtime": "apptainer", "image": str(image)})
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [problem.key for problem in allocation.find_problems(cluster, nodes=1, trains=False)] == ["container.runtime"]
+    assert [problem.key for problem in allocation.first_node_problems(cluster, nodes=1, trains=False)] == ["container.runtime"]
     program = tmp_path / "apptainer"
     program.touch(mode=0o755)
-    assert allocation.find_problems(cluster, nodes=1, trains=False) == []
+    assert allocation.first_node_problems(cluster, nodes=1, trains=False) == []
     cluster = machine(container={"runtime": "apptainer", "image": str(image), "program": str(tmp_path / "elsewhere/apptainer")})
-    assert "elsewhere/apptainer" in allocation.find_problems(cluster, nodes=1, trains=False)[0].message
+    assert "elsewhere/apptainer" in allocation.first_node_problems(cluster, nodes=1, trains=False)[0].message
 
 
 def test_pyxis_is_looked_for_in_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,4 +51,4 @@ def test_pyxis_is_looked_for_in_srun(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for text, keys in (("--container-image=x", []), ("--nodes=N", ["container.runtime"])):
         srun.write_text(f"#!/bin/sh\necho '{text}'\n")
         srun.chmod(0o755)
-        assert [problem.key for problem in allocation.find_problems(cluster, nodes=1, trains=False)] == keys
+        assert [problem.key for problem in allocation.first_node_problems(cluster, nodes=1, trains=False)] == keys

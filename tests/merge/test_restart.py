@@ -18,8 +18,8 @@ import torch
 from clustertune import manifest
 from clustertune.errors import ExitCode, UserError
 from clustertune.merge import job, merge, streaming, target
-from clustertune.merge.stage import Journal, locked, staging_folder
 from clustertune.merge.streams import Output
+from clustertune.merge.target import Journal, locked, staging_folder
 from tests.merge.conftest import file_hashes, save_adapter, save_llama
 
 SIZE, COARSE = "60KB", "150KB"

@@ -29,8 +29,8 @@ from clustertune.merge import merge, pieces, streaming, streams
 from clustertune.merge.base import Base
 from clustertune.merge.job import WORKING_MEMORY, Job
 from clustertune.merge.lora import Adapter, Update, read_settings
-from clustertune.merge.stage import staging_folder
 from clustertune.merge.streams import Output, Shard
+from clustertune.merge.target import staging_folder
 from clustertune.tensorfile import Tensor, build_header, byte_size
 from tests.merge.conftest import file_hashes, load_all
 from tools import merge_bench

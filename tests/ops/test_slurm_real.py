@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.cluster.cluster import Failed
-from clustertune.cluster.tryout import shape, try_out
+from clustertune.cluster.rehearsal import shape, try_out
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.ops.slurm.node import search_path
