@@ -100,9 +100,9 @@ def join(run_path: Path, place: Place, *, quiet: bool) -> ExitCode:
     """
     here, _ = place.describe()
     say(f"node {place.node} waits for node 0 in {run_path}")
-    told = torchrun.RendezvousClient(run_path, place.node, place.nodes, place.ranks_per_node, here, place.wait).join()
-    if isinstance(told, ExitCode):
-        return told
-    ended = take_part(run_path, told, place, quiet=quiet)
-    judged = torchrun.await_outcome(RunDir(run_path).attempt(told), OUTCOME_SECONDS)
+    attempt = torchrun.RendezvousClient(run_path, place.node, place.nodes, place.ranks_per_node, here, place.wait).join()
+    if isinstance(attempt, ExitCode):
+        return attempt
+    ended = take_part(run_path, attempt, place, quiet=quiet)
+    judged = torchrun.await_outcome(RunDir(run_path).attempt(attempt), OUTCOME_SECONDS)
     return judged if judged is not None else ExitCode.OK if ended == 0 else ExitCode.AGAIN

@@ -432,9 +432,9 @@ def sharers(folder: Path, ranks: Ranks | None) -> tuple[int, int]:
 
 def agree(problems: list[Problem], ranks: Ranks | None = None) -> None:
     """Raise UserError on all ranks where one has a problem: one that left alone would leave the others waiting."""
-    told = {str(problem): problem for found in (ranks.gather(problems) if ranks else [problems]) for problem in found}
-    if told:
-        raise UserError(list(told.values()))
+    distinct = {str(problem): problem for found in (ranks.gather(problems) if ranks else [problems]) for problem in found}
+    if distinct:
+        raise UserError(list(distinct.values()))
 
 
 def require_whole(folder: Path, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:

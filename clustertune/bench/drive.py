@@ -120,8 +120,8 @@ def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str,
     if turns is not None:  # the profiler would see two programs
         schedule = replace(schedule, profiled=0, turns=str(turns))
     plan = made.make_plan(100_000 + len(found.attempts), 0)  # a port of its own
-    told = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), schedule, one.word)
-    order = peer.prepare(folder, made.run, plan, peer.start_of(one.word), told)
+    settings = peer.settings(made.resolved, made.run, str(made.base_folder().absolute()), schedule, one.word)
+    order = peer.prepare(folder, made.run, plan, peer.start_of(one.word), settings)
     if turns is not None:
         turns.mkdir()
     child = peer.start_round(_on_nodes(made, order, plan))

@@ -118,10 +118,10 @@ def interval(found: Mapping[str, Any] | None) -> str:
 
 def headline(body: Mapping[str, Any]) -> str:
     """Each peer, and the median ratio of step times, ours over theirs."""
-    told = []
+    lines = []
     for one in body["peers"]:
-        told.append(f"{one['peer']}: {interval(one['pairs']['wall'])}" if one["pairs"] else f"{one['peer']}: no result")
-    return f"Seconds of a step, clustertune over {'; over '.join(told)}."
+        lines.append(f"{one['peer']}: {interval(one['pairs']['wall'])}" if one["pairs"] else f"{one['peer']}: no result")
+    return f"Seconds of a step, clustertune over {'; over '.join(lines)}."
 
 
 def _against(body: Mapping[str, Any]) -> Iterator[str]:

@@ -111,8 +111,8 @@ def node_command(order: Path) -> list[str]:
 
 def run_node(order: Path, node: int) -> int:
     """Run this node's ranks to their end. Returns the launcher's exit code. Raises UserError."""
-    folder, told = order.parent.absolute(), json.loads(order.read_text())
-    run, plan = RunDir(Path(told["run"])), Plan.read(folder)
+    folder, record = order.parent.absolute(), json.loads(order.read_text())
+    run, plan = RunDir(Path(record["run"])), Plan.read(folder)
     address, port = "", 0
     if len(plan.nodes) > 1 and node > 0:
         address, port = rendezvous.await_published(folder, plan, lambda: False)
@@ -121,7 +121,7 @@ def run_node(order: Path, node: int) -> int:
         rendezvous.publish(folder, address, port)
     words = [str(folder / SETTINGS), str(folder)]
     turns = json.loads((folder / SETTINGS).read_bytes())["schedule"].get("turns")
-    command = local.accelerate_command(run, run.resolved(), words, plan, node, address, port, start=told["start"])
+    command = local.accelerate_command(run, run.resolved(), words, plan, node, address, port, start=record["start"])
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (folder / f"node-{node}.{LOG}").open("ab") as log:

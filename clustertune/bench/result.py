@@ -80,8 +80,8 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "peers": [_against(bench, found, one) for one in found.peers],
     }
     body["notes"] = list(_notes(bench, found, body))
-    told: dict[str, Any] = relative(body)
-    return told
+    fields: dict[str, Any] = relative(body)
+    return fields
 
 
 def changed(asked: Asked) -> list[str]:
@@ -177,12 +177,12 @@ def startup_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, f
 
 
 def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "peer": peer.title(one.word) if one.word not in peer.NAMES else one.word,
         "what": peer.title(one.word),
     }
     if one.failed is not None or not one.theirs:
-        return {**told, "failed": one.failed, "measured": None, "ratio": None, "pairs": None}
+        return {**body, "failed": one.failed, "measured": None, "ratio": None, "pairs": None}
     kind = one.theirs[0][0].get("distributed")
     # It has the recipe's distribution file. On CPUs accelerate makes data parallelism of it for trl-defaults.
     share = 1.0 if kind == "MULTI_CPU" else bench.share
@@ -190,7 +190,7 @@ def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
     theirs = measured(one.theirs, wanted=wanted, share=share, shown=shown)
     ours = measured(one.paired, wanted=wanted, share=bench.share, shown=str(found.run.path / "attempts"))
     return {
-        **told,
+        **body,
         "failed": None,
         "distributed": kind,
         "measured": theirs,
@@ -444,8 +444,8 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _words(key: str, value: Any) -> str:
     """The last part of the key with its value; of a path only its last part, which is no place of a machine."""
-    told = value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else json.dumps(value, default=str)
-    return re.sub(r"[^A-Za-z0-9._]+", "-", f"{key.rpartition('.')[2]}-{told}").strip("-")
+    shown = value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else json.dumps(value, default=str)
+    return re.sub(r"[^A-Za-z0-9._]+", "-", f"{key.rpartition('.')[2]}-{shown}").strip("-")
 
 
 def others(folder: Path, texts: Mapping[str, str]) -> list[Path]:

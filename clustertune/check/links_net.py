@@ -52,8 +52,8 @@ def interface_down(context: Context) -> Iterator[Seen]:
     said = [fault for fault in context.log.faults if fault.kind == "no-interface"]
     if said:
         value = context.setting("NCCL_SOCKET_IFNAME") or context.setting("NCCL_OOB_NET_IFNAME")
-        told = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
-        yield Seen(FAIL, f"NCCL found no interface to use{told}: {said[0].text}", where=names(fault.host for fault in said))
+        text = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
+        yield Seen(FAIL, f"NCCL found no interface to use{text}: {said[0].text}", where=names(fault.host for fault in said))
 
 
 @rule("wrong-interface", LINKS, rank=3)
@@ -67,7 +67,7 @@ def wrong_interface(context: Context) -> Iterator[Seen]:
     """
     if not _matters(context):
         return
-    told, good = context.told_interface, set()
+    interface, good = context.told_interface, set()
     for host in _hosts(context):
         used = [device.name for device in context.used_interfaces(host)]
         bad = [name for name in used if leads_nowhere(name)]
@@ -76,8 +76,8 @@ def wrong_interface(context: Context) -> Iterator[Seen]:
         slow = _slower(facts, used) if facts and (context.by_socket or context.backend == "gloo") else ""
         if bad and len(bad) == len(used):
             yield Seen(FAIL, f"traffic between nodes uses {names(bad)}, which leads to no other node", where=host)
-        elif told and used and told not in used and context.over <= {"Socket"}:
-            yield Seen(FAIL, f"traffic uses {names(used)} instead of {told}", where=host)
+        elif interface and used and interface not in used and context.over <= {"Socket"}:
+            yield Seen(FAIL, f"traffic uses {names(used)} instead of {interface}", where=host)
         elif slow:
             yield Seen(FAIL, slow, where=host)
         else:
@@ -157,8 +157,8 @@ def several_subnets(context: Context) -> Iterator[Seen]:
         if len(mine) == 1:
             seen.setdefault(str(mine[0]), set()).add(facts.hostname)
     if len(seen) > 1:
-        told = "; ".join(f"{names(hosts)} in {net}" for net, hosts in sorted(seen.items())[:4])
-        yield Seen(WARN, f"nodes are in different networks: {told}")
+        text = "; ".join(f"{names(hosts)} in {net}" for net, hosts in sorted(seen.items())[:4])
+        yield Seen(WARN, f"nodes are in different networks: {text}")
     elif seen:
         yield Seen(PASS, f"all nodes are in {next(iter(seen))}")
 

@@ -101,8 +101,8 @@ def p2p_disabled(context: Context) -> Iterator[Seen]:
       memory
     See: https://github.com/NVIDIA/nccl/issues/631
     """
-    told = bool(context.log.nodes or context.document.get("gpus_per_node"))
-    if context.backend == "gloo" or (context.ranks == 1 and told):
+    counted = bool(context.log.nodes or context.document.get("gpus_per_node"))
+    if context.backend == "gloo" or (context.ranks == 1 and counted):
         return
     if context.is_on("NCCL_P2P_DISABLE"):
         yield Seen(FAIL if context.nvlink else WARN, "NCCL_P2P_DISABLE is set")

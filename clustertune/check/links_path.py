@@ -95,12 +95,12 @@ def roce_unused(context: Context) -> Iterator[Seen]:
     if not ports:
         return
     facts, port = ports[0]
-    told = _port(port.device, port.port, port.gbit, "RoCE")
+    adapter = _port(port.device, port.port, port.gbit, "RoCE")
     if context.kind == "ethernet":
-        yield Seen(PASS, f"TCP, as the cluster file says; {told} could do RDMA", where=facts.hostname)
+        yield Seen(PASS, f"TCP, as the cluster file says; {adapter} could do RDMA", where=facts.hostname)
     else:
         yield Seen(
-            WARN, f"traffic between nodes goes through {_sockets(context)} although {told} is active", where=facts.hostname
+            WARN, f"traffic between nodes goes through {_sockets(context)} although {adapter} is active", where=facts.hostname
         )
 
 
@@ -133,13 +133,13 @@ def no_verbs(context: Context) -> Iterator[Seen]:
     layers = {port.link_layer for _, port in context.rdma_active()}
     # Where TCP is meant nobody misses verbs on an Ethernet adapter that could do RoCE.
     looked = bool(layers) and not (layers <= {"Ethernet", ""} and context.kind in ("", "ethernet"))
-    told = context.log.no_verbs | {fault.host for fault in context.log.faults if fault.kind == "no-verbs"}
-    if told and (wanted or looked):
-        yield Seen(FAIL, "NCCL could not open libibverbs, or the adapter with it", where=names(told))
-    elif told and any("unable to open device" in fault.text.lower() for fault in context.log.faults):
-        yield Seen(FAIL, "NCCL sees an RDMA adapter and cannot open it", where=names(told))
-    elif told and context.several:
-        yield Seen(UNKNOWN, "NCCL found no libibverbs: right where there is no RDMA adapter", where=names(told))
+    hosts = context.log.no_verbs | {fault.host for fault in context.log.faults if fault.kind == "no-verbs"}
+    if hosts and (wanted or looked):
+        yield Seen(FAIL, "NCCL could not open libibverbs, or the adapter with it", where=names(hosts))
+    elif hosts and any("unable to open device" in fault.text.lower() for fault in context.log.faults):
+        yield Seen(FAIL, "NCCL sees an RDMA adapter and cannot open it", where=names(hosts))
+    elif hosts and context.several:
+        yield Seen(UNKNOWN, "NCCL found no libibverbs: right where there is no RDMA adapter", where=names(hosts))
 
 
 @rule("rdma-port-down", LINKS, rank=4)
@@ -191,8 +191,8 @@ def mixed_plugins(context: Context) -> Iterator[Seen]:
     by_host.pop("", None)
     kinds = {frozenset(networks) for networks in by_host.values()}
     if len(kinds) > 1:
-        told = "; ".join(f"{host}: {names(networks)}" for host, networks in sorted(by_host.items())[:4])
-        yield Seen(FAIL, f"nodes use different networks: {told}")
+        text = "; ".join(f"{host}: {names(networks)}" for host, networks in sorted(by_host.items())[:4])
+        yield Seen(FAIL, f"nodes use different networks: {text}")
     elif len(by_host) > 1:
         yield Seen(PASS, f"all nodes use {names(next(iter(kinds)))}")
 

@@ -67,16 +67,16 @@ def _judged(where: str, gb_s: float, seconds: float, expected: float, nominal: f
         yield Seen(UNKNOWN, f"{gb_s:.3g} GB/s {where}; what the link should carry is not known (no cluster file)")
         return
     share = gb_s / expected
-    told = f"{gb_s:.3g} GB/s {where}"
+    text = f"{gb_s:.3g} GB/s {where}"
     if nominal > 0:
-        told += f", {100 * gb_s / nominal:.2g} % of nominal ({nominal:.3g} GB/s)"
-    told += f", {100 * share:.0f} % of what is expected"
+        text += f", {100 * gb_s / nominal:.2g} % of nominal ({nominal:.3g} GB/s)"
+    text += f", {100 * share:.0f} % of what is expected"
     if share < ENOUGH and seconds < LEAST_S:
-        yield Seen(UNKNOWN, f"{told}; sizes were too small to tell")
+        yield Seen(UNKNOWN, f"{text}; sizes were too small to tell")
     elif share < ENOUGH:
-        yield Seen(FAIL if share < HALF else WARN, told, hint)
+        yield Seen(FAIL if share < HALF else WARN, text, hint)
     else:
-        yield Seen(PASS, told)
+        yield Seen(PASS, text)
 
 
 @rule("intra-speed", LINKS, rank=9)

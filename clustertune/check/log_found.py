@@ -162,8 +162,8 @@ class Log:
         Inside a node NCCL takes the network only where P2P and shared memory are turned off.
         """
         off = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_HOSTID")
-        told = {edge.own for edge in self.edges}.union(*self.local_ranks.values())
-        return not any(name in self.settings for name in off) and any(edge.peer not in told for edge in self.edges)
+        own = {edge.own for edge in self.edges}.union(*self.local_ranks.values())
+        return not any(name in self.settings for name in off) and any(edge.peer not in own for edge in self.edges)
 
     def is_between(self, edge: NetEdge) -> bool:
         """Whether a network connection leaves the node: what is not known is taken to leave it where there are several."""

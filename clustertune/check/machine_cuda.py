@@ -69,17 +69,17 @@ def old_driver(m: Machine) -> Iterator[Seen]:
     if not cuda or not driver or not m.computes:
         return
     needed = MINIMUM_DRIVER.get(cuda[0])
-    told = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
+    text = f"driver {f.driver}, torch for CUDA {f.torch_cuda}"
     if needed is None:
-        yield Seen(UNKNOWN, f"{told}: not in the table")
+        yield Seen(UNKNOWN, f"{text}: not in the table")
     elif driver < needed and "compat" not in f.cuda_library:
         least = ".".join(map(str, needed))
         served = [major for major, oldest in MINIMUM_DRIVER.items() if driver >= oldest]
         fix = f"update the driver to {least} or newer"
         fix += f", or install a torch for CUDA {max(served)}" if served else ""
-        yield Seen(FAIL, f"{told}: that needs {least}", fix)
+        yield Seen(FAIL, f"{text}: that needs {least}", fix)
     else:
-        yield Seen(PASS, told)
+        yield Seen(PASS, text)
 
 
 @rule("cuda-compat", MACHINE)
@@ -96,8 +96,8 @@ def compat(m: Machine) -> Iterator[Seen]:
         f.cuda_library if "compat" in f.cuda_library else next((path for path in f.libraries if "compat/libcuda" in path), "")
     )
     if found:
-        told = f"{found} stands in front of driver {f.driver or '?'}"
-        yield Seen(FAIL if f.cuda_init in (803, 804) else WARN, told)
+        text = f"{found} stands in front of driver {f.driver or '?'}"
+        yield Seen(FAIL if f.cuda_init in (803, 804) else WARN, text)
     elif f.cuda_library:
         yield Seen(PASS, f.cuda_library)
 
@@ -144,12 +144,12 @@ def pcie(m: Machine) -> Iterator[Seen]:
     wanted = int(said[4:]) if said.startswith("pcie") and said[4:].isdigit() else None
     slow = [gpu for gpu in gpus if gpu.pcie_gen and gpu.pcie_gen < (wanted or gpu.pcie_gen_max or 0)]
     if narrow:
-        told = "; ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)
-        yield Seen(WARN, told, "seat card and riser anew, look at the slot's settings in the firmware; lspci -vv shows LnkSta")
+        text = "; ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)
+        yield Seen(WARN, text, "seat card and riser anew, look at the slot's settings in the firmware; lspci -vv shows LnkSta")
     elif slow:
-        told = "; ".join(f"GPU {gpu.index}: PCIe {gpu.pcie_gen} of {wanted or gpu.pcie_gen_max}" for gpu in slow)
+        text = "; ".join(f"GPU {gpu.index}: PCIe {gpu.pcie_gen} of {wanted or gpu.pcie_gen_max}" for gpu in slow)
         fix = "look at riser and the slot's settings in the firmware; if the board has no more, say so in the cluster file"
-        yield Seen(WARN, told, fix)
+        yield Seen(WARN, text, fix)
     else:
         yield Seen(PASS, f"x{gpus[0].pcie_width}, PCIe {gpus[0].pcie_gen or '?'}")
 
@@ -174,15 +174,15 @@ def peer_to_peer(m: Machine) -> Iterator[Seen]:
     f = m.facts
     if len(f.gpus) < 2 or not m.computes or not without_nvlink(m):
         return
-    told = []
+    lines = []
     if f.acs_redirect:
-        told.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
+        lines.append(f"ACS redirects at {', '.join(f.acs_redirect[:6])}{' and more' if len(f.acs_redirect) > 6 else ''}")
     if f.iommu and not m.expects.p2p:
-        told.append("the IOMMU translates")
+        lines.append("the IOMMU translates")
     if m.environ("NCCL_P2P_DISABLE") == "1":
         yield Seen(PASS, "NCCL_P2P_DISABLE=1: GPUs talk through host memory")
-    elif told:
-        yield Seen(FAIL if m.expects.p2p is False else WARN, " and ".join(told))
+    elif lines:
+        yield Seen(FAIL if m.expects.p2p is False else WARN, " and ".join(lines))
     elif f.acs_redirect is None:
         yield Seen(UNKNOWN, "whether bridges redirect (ACS) only root can see: lspci -vvv")
     else:
@@ -224,7 +224,7 @@ def numa(m: Machine) -> Iterator[Seen]:
         return
     far = [index for index, cpus in near.items() if cpus and not cpus & mine]
     if far:
-        told = f"GPU {', '.join(map(str, far))}: none of the step's CPUs {f.affinity_list} is on its NUMA node"
-        yield Seen(WARN, told)
+        text = f"GPU {', '.join(map(str, far))}: none of the step's CPUs {f.affinity_list} is on its NUMA node"
+        yield Seen(WARN, text)
     else:
         yield Seen(PASS, "each GPU has cores nearby")

@@ -117,8 +117,8 @@ def mixed(m: Machine) -> Iterator[Seen]:
     """
     kinds = Counter((gpu.name, gpu.memory_mib) for gpu in m.facts.gpus if gpu.name)
     if len(kinds) > 1:
-        told = ", ".join(f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str))
-        yield Seen(WARN, told)
+        text = ", ".join(f"{number} x {name} with {mib or '?'} MiB" for (name, mib), number in sorted(kinds.items(), key=str))
+        yield Seen(WARN, text)
     elif kinds:
         yield Seen(PASS, f"{len(m.facts.gpus)} x {next(iter(kinds))[0]}")
 
@@ -138,9 +138,9 @@ def in_use(m: Machine) -> Iterator[Seen]:
     if not busy:
         yield Seen(PASS, "no process and no memory in use")
         return
-    told = "; ".join(_use(gpu) for gpu in busy)
+    text = "; ".join(_use(gpu) for gpu in busy)
     hard = m.in_step and any((gpu.used_mib or 0) * 10 > (gpu.memory_mib or 0) for gpu in busy)
-    yield Seen(FAIL if hard else WARN, told)
+    yield Seen(FAIL if hard else WARN, text)
 
 
 def _use(gpu: Gpu) -> str:
@@ -214,8 +214,8 @@ def throttled(m: Machine) -> Iterator[Seen]:
     held = {gpu.index: [word for word in gpu.throttle if word != "sw_power_cap" or not gpu.pids] for gpu in m.facts.gpus}
     bad = {index: words for index, words in held.items() if words}
     if bad:
-        told = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in bad.items())
-        yield Seen(WARN, told)
+        text = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in bad.items())
+        yield Seen(WARN, text)
     elif held and m.computes:
         yield Seen(PASS, "no GPU is held back")
 
@@ -232,8 +232,8 @@ def ecc(m: Machine) -> Iterator[Seen]:
     bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
     off = [gpu.index for gpu in gpus if gpu.ecc is False]
     if bad:
-        told = "; ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected errors" for gpu in bad)
-        yield Seen(FAIL, told, "drain the node and reset the GPU (nvidia-smi -r); replace it if they come again")
+        text = "; ".join(f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected errors" for gpu in bad)
+        yield Seen(FAIL, text, "drain the node and reset the GPU (nvidia-smi -r); replace it if they come again")
     elif off and len(off) < len(gpus):
         yield Seen(WARN, f"{_gpus(off)}: ECC is off, on the others it is on", "as root: nvidia-smi -e 1, then reboot")
     elif any(gpu.ecc for gpu in gpus):

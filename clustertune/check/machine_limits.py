@@ -66,18 +66,18 @@ def memlock(m: Machine) -> Iterator[Seen]:
     if f.memlock_bytes < 0 or f.memlock_bytes >= MEMLOCK_ENOUGH:
         yield Seen(PASS, "unlimited" if f.memlock_bytes < 0 else f"{gigabytes(f.memlock_bytes)} may be locked")
         return
-    told = f"{gigabytes(f.memlock_bytes)} may be locked"
+    text = f"{gigabytes(f.memlock_bytes)} may be locked"
     if m.place == LOGIN:
         passed_on = (
             "MEMLOCK" not in f.slurm.get("PropagateResourceLimitsExcept", "")
             and f.slurm.get("PropagateResourceLimits") == "ALL"
         )
         if passed_on:
-            yield Seen(WARN, f"{told} here, and Slurm passes the limit on to jobs")
+            yield Seen(WARN, f"{text} here, and Slurm passes the limit on to jobs")
     elif not m.several or f.user == "root":  # CAP_IPC_LOCK, where it is not taken away, knows no limit
-        yield Seen(WARN, told)
+        yield Seen(WARN, text)
     else:
-        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, told)
+        yield Seen(FAIL if f.memlock_bytes <= MEMLOCK_LEAST else WARN, text)
 
 
 @rule("open-files", MACHINE)
@@ -131,8 +131,8 @@ def cores(m: Machine) -> Iterator[Seen]:
     if f.affinity < wanted:
         fix = f"srun --cpus-per-task={asked}, or export SRUN_CPUS_PER_TASK in the job's script"
         hard = f.affinity * 2 <= wanted
-        told = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {asked}"
-        yield Seen(FAIL if hard else WARN, told, fix)
+        text = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {asked}"
+        yield Seen(FAIL if hard else WARN, text, fix)
     else:
         yield Seen(PASS, f"{f.affinity} CPUs, asked for {asked}")
 
@@ -284,9 +284,9 @@ def nodes(m: Machine) -> Iterator[Seen]:
     wanted = {name.lower().partition(".")[0] for name in m.names_with("compute")}
     bad = {name: state for name, state in f.slurm_nodes.items() if not wanted or name.lower().partition(".")[0] in wanted}
     if bad:
-        told = "; ".join(f"{name}: {state}" for name, state in sorted(bad.items())[:8])
-        told += f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
-        yield Seen(WARN, told)
+        text = "; ".join(f"{name}: {state}" for name, state in sorted(bad.items())[:8])
+        text += f"; and {len(bad) - 8} more" if len(bad) > 8 else ""
+        yield Seen(WARN, text)
     else:
         yield Seen(PASS, "all take jobs")
 
@@ -355,10 +355,10 @@ def srun_cpus(m: Machine) -> Iterator[Seen]:
     Why: since Slurm 22.05 srun does not take sbatch's --cpus-per-task: a step that is started by hand gets one core
     See: https://github.com/snakemake/snakemake-executor-plugin-slurm/issues/41
     """
-    asked, told = m.environ("SLURM_CPUS_PER_TASK"), m.environ("SRUN_CPUS_PER_TASK")
+    asked, step = m.environ("SLURM_CPUS_PER_TASK"), m.environ("SRUN_CPUS_PER_TASK")
     if not asked.isdigit() or int(asked) < 2 or m.in_step:
         return
-    if told != asked:
+    if step != asked:
         yield Seen(WARN, f"--cpus-per-task={asked}, SRUN_CPUS_PER_TASK is not set", f"export SRUN_CPUS_PER_TASK={asked}")
     else:
-        yield Seen(PASS, told)
+        yield Seen(PASS, step)

@@ -283,8 +283,8 @@ def ports(m: Machine) -> Iterator[Seen]:
     said = m.environ("MASTER_PORT")
     fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
     if said.isdigit() and low <= int(said) <= high:
-        told = f"MASTER_PORT={said} is among {low} to {high}"
-        yield Seen(WARN, told, f"choose one below {low}, another one for each job")
+        text = f"MASTER_PORT={said} is among {low} to {high}"
+        yield Seen(WARN, text, f"choose one below {low}, another one for each job")
     elif low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]:
         yield Seen(WARN, f"{low} to {high}: hardly a port is left for jobs to meet", fix)
     else:

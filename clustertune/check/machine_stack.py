@@ -82,11 +82,11 @@ def paths(m: Machine) -> Iterator[Seen]:
     Why: packages from there come before all others: what runs is not what was pinned
     See: https://docs.python.org/3/using/cmdline.html#envvar-PYTHONPATH
     """
-    told = [f"{name}={m.environ(name)}" for name in ("PYTHONHOME", "PYTHONPATH") if m.environ(name)]
-    if told:
+    lines = [f"{name}={m.environ(name)}" for name in ("PYTHONHOME", "PYTHONPATH") if m.environ(name)]
+    if lines:
         home = bool(m.environ("PYTHONHOME"))
         status = FAIL if home and m.in_container else WARN
-        yield Seen(status, "; ".join(told), "unset them (module unload python, conda deactivate, .bashrc)")
+        yield Seen(status, "; ".join(lines), "unset them (module unload python, conda deactivate, .bashrc)")
     else:
         yield Seen(PASS, "not set")
 
@@ -104,8 +104,8 @@ def scattered(m: Machine) -> Iterator[Seen]:
     core = [p for p in f.packages if p.name in ("torch", "transformers", "accelerate", "trl", "peft", "datasets")]
     folders = sorted({p.location for p in core if "/.local/lib/python" not in p.location})
     if len(folders) > 1:
-        told = "; ".join(f"{folder}: {', '.join(p.name for p in core if p.location == folder)}" for folder in folders)
-        yield Seen(WARN, told)
+        text = "; ".join(f"{folder}: {', '.join(p.name for p in core if p.location == folder)}" for folder in folders)
+        yield Seen(WARN, text)
     elif folders:
         yield Seen(PASS, folders[0])
 
@@ -247,8 +247,8 @@ def proxies(m: Machine) -> Iterator[Seen]:
     lacking = [] if "*" in direct else [name for name in ("localhost", "127.0.0.1") if name not in direct]
     if lacking:
         fix = f"export no_proxy=localhost,127.0.0.1{',' + ','.join(direct) if direct != [''] else ''} (and the nodes' names)"
-        told = f"{', '.join(proxies)} set, no_proxy lacks {' and '.join(lacking)}"
-        yield Seen(WARN, told + ("; one holds a login" if any(map(has_login, environment.values())) else ""), fix)
+        text = f"{', '.join(proxies)} set, no_proxy lacks {' and '.join(lacking)}"
+        yield Seen(WARN, text + ("; one holds a login" if any(map(has_login, environment.values())) else ""), fix)
     else:
         yield Seen(PASS, f"{', '.join(proxies)}; local addresses go directly")
 
@@ -266,7 +266,7 @@ def threads(m: Machine) -> Iterator[Seen]:
     if not value.isdigit() or not m.facts.cpus:
         return
     if int(value) > m.facts.cpus:
-        told = f"{value} threads for {m.facts.cpus} CPUs"
-        yield Seen(WARN, told)
+        text = f"{value} threads for {m.facts.cpus} CPUs"
+        yield Seen(WARN, text)
     else:
         yield Seen(PASS, value)

@@ -309,11 +309,11 @@ def room(m: Machine) -> Iterator[Seen]:
             status = FAIL if free < 100_000_000 else WARN
         else:
             status = WARN if free < TIGHT and not small else PASS
-        told = f"{mount.point} ({mount.kind}): {gigabytes(free)} of {gigabytes(total)} left"
+        text = f"{mount.point} ({mount.kind}): {gigabytes(free)} of {gigabytes(total)} left"
         if status == PASS:
             good += 1
         else:
-            yield Seen(status, told, f"remove what is not needed: du -xh -d 2 {mount.point} | sort -h | tail")
+            yield Seen(status, text, f"remove what is not needed: du -xh -d 2 {mount.point} | sort -h | tail")
     if good:
         yield Seen(PASS, f"{good} file systems have room")
 

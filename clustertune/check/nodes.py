@@ -57,9 +57,9 @@ def _compare(machines: Sequence[Machine], status: str, values: Values, fix: str)
         return
     bad = False
     for name, value in values:
-        if told := differing(machines, value):
+        if difference := differing(machines, value):
             bad = True
-            yield Seen(status, f"{name}: {told}", fix)
+            yield Seen(status, f"{name}: {difference}", fix)
     if not bad and any(value(machine) not in (None, "", [], ()) for _, value in values for machine in machines):
         yield Seen(PASS, f"{', '.join(name for name, _ in values)}: the same on {len(machines)} nodes")
 
@@ -124,10 +124,10 @@ def packages(several: Several) -> Iterator[Seen]:
     values = [("Python", lambda m: m.facts.python.rpartition(".")[0]), *((name, version_of(name)) for name in names)]
     if len(machines) < 2:
         return
-    told = [f"{name}: {text}" for name, value in values if (text := differing(machines, value))]
-    if told:
-        hard = [text for text in told if CORE.match(text)]
-        yield Seen(FAIL if hard else WARN, "; ".join([*hard, *(text for text in told if text not in hard)][:6]))
+    lines = [f"{name}: {text}" for name, value in values if (text := differing(machines, value))]
+    if lines:
+        hard = [text for text in lines if CORE.match(text)]
+        yield Seen(FAIL if hard else WARN, "; ".join([*hard, *(text for text in lines if text not in hard)][:6]))
     elif names:
         yield Seen(PASS, f"{len(names)} packages: the same on {len(machines)} nodes")
 
@@ -235,8 +235,8 @@ def network(several: Several) -> Iterator[Seen]:
     if any(machine.facts.rdma for machine in machines):
         values.append(("RDMA", rdma))
     for name, value in values:
-        if len(machines) > 1 and (told := differing(machines, value)):
-            yield Seen(WARN, f"{name}: {told}", "look at cables and ports of the odd node: ibstat, ethtool")
+        if len(machines) > 1 and (difference := differing(machines, value)):
+            yield Seen(WARN, f"{name}: {difference}", "look at cables and ports of the odd node: ibstat, ethtool")
 
 
 def _route(machine: Machine) -> str:
@@ -259,17 +259,17 @@ def mounts(several: Several) -> Iterator[Seen]:
         return
     tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if on_network(mount)} for m in machines}
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
-    told = []
+    lines = []
     points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node
     for point in points:
         lacking = [m.where for m in machines if point not in tables[id(m)] and not _waits(m, point)]
         sources = {origin(table[point]): table[point] for table in tables.values() if point in table}
         if lacking:
-            told.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
+            lines.append(f"{point} is not mounted on {', '.join(lacking[:6])}")
         elif len(sources) > 1:
-            told.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
-    if told:
-        yield Seen(WARN, "; ".join(told[:6]))
+            lines.append(f"{point} is mounted from {', '.join(sorted(sources.values())[:4])}")
+    if lines:
+        yield Seen(WARN, "; ".join(lines[:6]))
     elif points:
         yield Seen(PASS, f"{len(points)} network file systems: the same on {len(machines)} nodes")
 
@@ -298,10 +298,10 @@ def clocks(several: Several) -> Iterator[Seen]:
     off = {m.where: skew(m.facts.time, asked, answered) for m in several.machines if m.facts.time}
     bad = {name: seconds for name, seconds in off.items() if abs(seconds) > SKEW_S}
     if bad:
-        told = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in sorted(bad.items())[:8])
+        text = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in sorted(bad.items())[:8])
         status = FAIL if max(map(abs, bad.values())) > MUNGE_S else WARN
         fix = "chrony with the same servers on all nodes; at once, as root: chronyc makestep"
-        yield Seen(status, f"off at least: {told}", fix)
+        yield Seen(status, f"off at least: {text}", fix)
     elif off:
         yield Seen(PASS, f"within {answered - asked + SKEW_S:.1f} s on {len(off)} nodes")
 

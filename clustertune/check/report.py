@@ -111,13 +111,13 @@ SAME = {
 def once(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]:
     """Both, without what the machine's rules say less exactly of what the recipe's rules have found as well."""
     found = {item.rule: item.where for item in recipe if item.status in (WARN, FAIL) and item.rule in SAME}
-    told = {other for rule in found for other in SAME[rule] if rule != "env-file"}
+    repeated = {other for rule in found for other in SAME[rule] if rule != "env-file"}
     file = found.get("env-file")
     left = [
         item
         for item in machine
         if item.status not in (WARN, FAIL)
-        or (item.rule not in told and not (file and item.rule == "secret-mode" and item.found.startswith(f"{file} ")))
+        or (item.rule not in repeated and not (file and item.rule == "secret-mode" and item.found.startswith(f"{file} ")))
     ]
     return [*left, *recipe]
 

@@ -125,14 +125,14 @@ class Cluster:
 
     def logs(self, lines: int = 8) -> str:
         """The last errors of each log, and where there is none its end."""
-        told = []
+        texts = []
         for path in sorted((self.root / "log").glob("*")):
             with contextlib.suppress(OSError):
                 text = [line for line in path.read_text(errors="replace").splitlines() if "pmix" not in line]
                 shown = [line for line in text if re.search("error|fatal|fail", line, re.IGNORECASE)] or text
                 if shown and not path.name.endswith(("-slurmd.out", "-slurmctld.out")):  # the same stands in their .log
-                    told.append("\n  ".join([f"{path.name}:", *shown[-lines:]]))
-        return "\n".join(told)
+                    texts.append("\n  ".join([f"{path.name}:", *shown[-lines:]]))
+        return "\n".join(texts)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class Layout:
     def texts(self) -> dict[str, str]:
         """File name to content."""
         given = self.spec.given
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "isolated": self.isolated,
             "nodes": self.names,
             "addresses": self.addresses,
@@ -115,10 +115,10 @@ class Layout:
         hosts = [("127.0.0.1", "localhost"), (LOGIN_ADDRESS, LOGIN), *zip(self.addresses, self.names, strict=True)]
         if given is not None:
             moved = given.moved(self.root, names=self.names, addresses=self.addresses, login=LOGIN, login_address=LOGIN_ADDRESS)
-            told["daemons"] = given.daemons(self.root)
-            return {"cluster.json": json.dumps(told), **moved, "nsswitch.conf": _names_from_files_only()}
+            body["daemons"] = given.daemons(self.root)
+            return {"cluster.json": json.dumps(body), **moved, "nsswitch.conf": _names_from_files_only()}
         return {
-            "cluster.json": json.dumps(told),
+            "cluster.json": json.dumps(body),
             "slurm.conf": self.slurm_conf(),
             "gres.conf": self.gres_conf(),
             # slurmd 22.05 always loads a cgroup plugin; this one does nothing as long as no other plugin uses it.

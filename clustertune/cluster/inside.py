@@ -226,16 +226,16 @@ class Login(Machine):
 
     def _start_node(self, index: int) -> int:
         """Start a node's first process. Returns its id as this process sees it."""
-        told = self.root / "run" / f"node-{index}.pid"
-        told.unlink(missing_ok=True)
+        pid_file = self.root / "run" / f"node-{index}.pid"
+        pid_file.unlink(missing_ok=True)
         alone = ["unshare", *NAMESPACES] if self.isolated else []
         child = self.daemon(*alone, sys.executable, "-I", __file__, "node", str(self.root), str(index))
         end = time.monotonic() + _START
-        while not told.exists() or not told.read_text():
+        while not pid_file.exists() or not pid_file.read_text():
             if child.poll() is not None or time.monotonic() > end:
                 sys.exit("its first process did not start")
             time.sleep(0.005)
-        pid = int(told.read_text())
+        pid = int(pid_file.read_text())
         if self.isolated:
             # The one that a lost node had goes with its namespace, but not at once.
             subprocess.run(["ip", "link", "del", f"v{index}"], capture_output=True, env={"PATH": PATH}, check=False)

@@ -233,7 +233,7 @@ def main() -> int:
         return _answer([asdict(Problem(str(error)))], ExitCode.FAILED)
     try:
         own = os.getpid()
-        told = State(
+        state = State(
             name=sys.argv[1],
             keeper=own,
             keeper_started=started(own),
@@ -243,7 +243,7 @@ def main() -> int:
             nodes=cluster.names,
             gpus=cluster.spec.gpus,
         )
-        write_durably(_path(told.name), json.dumps(asdict(told), indent=1) + "\n")
+        write_durably(_path(state.name), json.dumps(asdict(state), indent=1) + "\n")
         _answer([], ExitCode.OK)
         while not stopped and cluster.running:
             time.sleep(0.2)

@@ -364,8 +364,10 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
     if plan is None:
         say(f"no plan: {why}")
     else:
-        told = project.brief(plan)
-        say(f"planned on {plan.machine.name}: {told['step_s']:.3g} s a step, {told['needed_gib_per_gpu']:.1f} GiB per GPU")
+        figures = project.brief(plan)
+        say(
+            f"planned on {plan.machine.name}: {figures['step_s']:.3g} s a step, {figures['needed_gib_per_gpu']:.1f} GiB per GPU"
+        )
 
 
 # --- as a job ----------------------------------------------------------------------------------------------------------
@@ -376,13 +378,13 @@ def _submit(args: BenchArguments, cluster: Cluster) -> int:
 
     made = batch.make(args.asked, cluster, args.cluster, args.results, args.time)
     if args.dry_run:
-        told: dict[str, Any] = {}
+        body: dict[str, Any] = {}
         if args.as_json:
             plan, why = project.predict(made.bench.whole, cluster, made.bench.lengths)
-            told["plan"] = project.brief(plan) if plan is not None else {"unknown": why}
+            body["plan"] = project.brief(plan) if plan is not None else {"unknown": why}
         else:
             _show(made.bench, args, cluster)
-        made.show(args.as_json, **told)
+        made.show(args.as_json, **body)
         return 0
     places = (("the run folder", made.folder), ("the result's folder", made.out))
     made.submit(cluster, args.as_json, places, out=str(args.results))

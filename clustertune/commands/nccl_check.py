@@ -179,12 +179,12 @@ def _judge_logs(args: NcclCheckArguments) -> int:
         from clustertune.nccl_check.expected import expected
 
         document["expected"] = expected(load_cluster(args.cluster))
-    _, told = check.verdict(document, texts)
+    _, judged = check.verdict(document, texts)
     if args.as_json:
-        emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": told})
+        emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": judged})
     else:
-        verdict(told, console.stderr)
-    return EXIT[told["status"]]
+        verdict(judged, console.stderr)
+    return EXIT[judged["status"]]
 
 
 # --- where and what ----------------------------------------------------------------------------------------------------

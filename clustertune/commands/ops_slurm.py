@@ -83,14 +83,14 @@ def apply(
     done = apply_plan(made, root)
     left = made.steps(applied=True) if made.changes else []
     if as_json:
-        told = {
+        body = {
             "written": list(done.written),
             "backups": list(done.backups),
             "modes": list(done.modes),
             "notes": list(done.notes),
         }
         document = made.as_json()
-        emit_json({**document, **told, "steps": [_step(step) for step in left], "exit_code": 0})
+        emit_json({**document, **body, "steps": [_step(step) for step in left], "exit_code": 0})
         return
     _findings(made.findings)
     from clustertune.ops.slurm.steps import shown

@@ -107,11 +107,11 @@ def status(
     if as_json:
         emit_json({"clusters": clusters})
     else:
-        for told in clusters:
-            _show(told)
+        for cluster in clusters:
+            _show(cluster)
         if not clusters:
             say(f"there is no cluster{f' {name}' if name else ''} -> clustertune cluster up starts one")
-    if not any(told["up"] for told in clusters):
+    if not any(cluster["up"] for cluster in clusters):
         raise typer.Exit(int(ExitCode.FAILED))
 
 
@@ -168,21 +168,21 @@ def _alive(state: State | None, name: str) -> State:
 
 
 def _as_dict(state: State) -> dict[str, Any]:
-    told = {"name": state.name, "up": state.alive, "isolated": state.prefix is not None, "gpus_per_node": state.gpus}
-    return {**told, "slurm_conf": str(state.conf), "nodes": state.nodes}
+    body = {"name": state.name, "up": state.alive, "isolated": state.prefix is not None, "gpus_per_node": state.gpus}
+    return {**body, "slurm_conf": str(state.conf), "nodes": state.nodes}
 
 
 def _status(state: State) -> dict[str, Any]:
-    told = {**_as_dict(state), "uptime_seconds": round(state.uptime), "jobs": []}
-    told["nodes"] = [{"name": one, "state": "gone"} for one in state.nodes]
-    if not told["up"]:
-        return told
+    body = {**_as_dict(state), "uptime_seconds": round(state.uptime), "jobs": []}
+    body["nodes"] = [{"name": one, "state": "gone"} for one in state.nodes]
+    if not body["up"]:
+        return body
     found = dict(line.split("|") for line in _ask(state, "sinfo", "--Node", "--partition=gpu", "--format=%N|%T"))
-    told["nodes"] = [{"name": one, "state": found.get(one, "unknown")} for one in state.nodes]
+    body["nodes"] = [{"name": one, "state": found.get(one, "unknown")} for one in state.nodes]
     keys = ("id", "state", "reason", "nodes", "name")  # the name last: it may hold anything
     lines = _ask(state, "squeue", "--format=%i|%T|%r|%N|%j")
-    told["jobs"] = [dict(zip(keys, line.split("|", len(keys) - 1), strict=True)) for line in lines]
-    return told
+    body["jobs"] = [dict(zip(keys, line.split("|", len(keys) - 1), strict=True)) for line in lines]
+    return body
 
 
 def _ask(state: State, *words: str) -> list[str]:

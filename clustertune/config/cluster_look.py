@@ -296,8 +296,8 @@ def _groups(seen: Seen, gpus: int) -> tuple[tuple[int, ...], ...]:
 
 def gpu_names() -> set[str]:
     """The kinds of GPU of this machine, as the driver calls them; empty where it says nothing."""
-    told, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    return {gpu.name for gpu in parse_csv(told, _QUERY)}
+    answer, _ = _ask("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    return {gpu.name for gpu in parse_csv(answer, _QUERY)}
 
 
 def _model(gpus: Sequence[Gpu]) -> str | None:

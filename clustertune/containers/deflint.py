@@ -168,10 +168,10 @@ def _shell(definition: Definition) -> Iterator[Found]:
         command = [program, "--shell", "sh", "--format", "gcc", "--exclude", _NOT_HERE, "-"]
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=LINT_SECONDS, check=False)
         for line in done.stdout.splitlines():
-            told = re.fullmatch(r"-:(\d+):\d+: (.*)", line)
+            parts = re.fullmatch(r"-:(\d+):\d+: (.*)", line)
             yield (
-                section.line + int(told[1]) if told else section.line,
-                f"%{section.name}: {told[2] if told else line}",
+                section.line + int(parts[1]) if parts else section.line,
+                f"%{section.name}: {parts[2] if parts else line}",
                 "shellcheck",
             )
         if done.returncode > 1:

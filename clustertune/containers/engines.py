@@ -268,8 +268,8 @@ def _loaded(engine: str, base: Base) -> str:
     """The base's name for ``FROM``: an archive is loaded first."""
     if base.archive is None:
         return base.name
-    told = answer([engine, "load", "--input", str(base.archive)], seconds=900) or ""
-    named = re.search(r"Loaded image(?:\(s\)| ID)?: (\S+)", told)
+    text = answer([engine, "load", "--input", str(base.archive)], seconds=900) or ""
+    named = re.search(r"Loaded image(?:\(s\)| ID)?: (\S+)", text)
     if not named:
         raise UserError(
             Problem(f"{engine} loads no image from it", str(base.archive), fix="give a docker-archive with a name"),
@@ -282,10 +282,10 @@ def _loaded(engine: str, base: Base) -> str:
 
 
 def _inventory(command: Sequence[str]) -> Mapping[str, Any]:
-    told = answer(command, seconds=TEST_SECONDS)
-    if told is None:
+    reply = answer(command, seconds=TEST_SECONDS)
+    if reply is None:
         raise UserError(Problem("the image does not say what it holds", fix="its test's output above"), ExitCode.FAILED)
-    return dict(json.loads(told))
+    return dict(json.loads(reply))
 
 
 def _plan(what: Asked, lock: Lock | None, base: Base, program: str, image: str) -> dict[str, Any]:

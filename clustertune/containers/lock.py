@@ -259,10 +259,10 @@ def held_to_pins(spec: Spec, lock: Lock, found: Pins) -> list[Problem]:
     def wrong(message: str, key: str | None = None) -> None:
         problems.append(Problem(message, file, key, "run make lock"))
 
-    told = (lock.name, lock.python, lock.platform, lock.before, lock.on_top_of)
+    head = (lock.name, lock.python, lock.platform, lock.before, lock.on_top_of)
     meant = (spec.name, spec.python, spec.platform, found.date_of(spec.name), spec.on_top_of)
-    if told != meant:
-        wrong(f"its head says {told}, not {meant}")
+    if head != meant:
+        wrong(f"its head says {head}, not {meant}")
     for requirement in spec.requirements(found):
         name, _, version = requirement.partition("==")
         entry = lock.entries.get(normal(name))

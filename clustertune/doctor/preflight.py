@@ -77,8 +77,8 @@ def check(
     for line in report.lines():
         say(line)
     say(f"doctor: {len(looked.facts)} of {len(allocation.nodes)} nodes, {looked.seconds:.1f} s: {report.summary()}")
-    told = [f"{item.rule} {item.where}".strip() for item in report.faults]
-    log("doctor", verdict=worst(report.counted), nodes=len(looked.facts), seconds=round(looked.seconds, 3), faults=told[:100])
+    lines = [f"{item.rule} {item.where}".strip() for item in report.faults]
+    log("doctor", verdict=worst(report.counted), nodes=len(looked.facts), seconds=round(looked.seconds, 3), faults=lines[:100])
     every = [item for item in report.faults if item.status == FAIL]
     failed = [item for item in every if item.rule in STOPS]
     if every and not failed:

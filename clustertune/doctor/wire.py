@@ -46,11 +46,11 @@ def decode(lines: Iterable[str]) -> tuple[dict[str, HostFacts], dict[str, str], 
         heads.setdefault(name, set()).add((int(of), check))
         pieces.setdefault(name, {})[int(number)] = piece
     facts, faults = {}, {}
-    for name, told in heads.items():
+    for name, seen in heads.items():
         try:
-            if len(told) > 1:
+            if len(seen) > 1:
                 raise ValueError("its lines do not belong together")
-            facts[name] = _whole(pieces[name], *next(iter(told)))
+            facts[name] = _whole(pieces[name], *next(iter(seen)))
         except (ValueError, zlib.error) as error:
             faults[name] = f"its facts came damaged: {error}"
     return facts, faults, others

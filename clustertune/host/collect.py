@@ -121,10 +121,10 @@ def _stack(sight: Sight, *, python: str | None) -> dict[str, Any]:
     if python is None or Path(python) == Path(sys.executable):
         found = packages.look()
     else:
-        told = sight.call(python, str(Path(packages.__file__)), seconds=15.0)
+        answer = sight.call(python, str(Path(packages.__file__)), seconds=15.0)
         try:
-            found = json.loads(told.text)
+            found = json.loads(answer.text)
         except ValueError:
-            raise ValueError(f"{python}: {told.fault or 'is not there' if not told.present else 'no answer'}") from None
+            raise ValueError(f"{python}: {answer.fault or 'is not there' if not answer.present else 'no answer'}") from None
     found["packages"] = [Package(**item) for item in found["packages"]]
     return found

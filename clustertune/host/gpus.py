@@ -59,15 +59,15 @@ def driver(sight: Sight) -> dict[str, Any]:
 
 def topology(sight: Sight) -> dict[str, Any]:
     """How the GPUs are connected."""
-    told = sight.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
-    return {"topology": gpu_text.plain_topology(told.text)} if told.good and "GPU0" in told.text else {}
+    answer = sight.call("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
+    return {"topology": gpu_text.plain_topology(answer.text)} if answer.good and "GPU0" in answer.text else {}
 
 
 def cuda(sight: Sight) -> dict[str, Any]:
     """What CUDA itself says to a process of this place: the driver may answer where CUDA does not."""
-    told = sight.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
+    answer = sight.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
     try:
-        said = json.loads(told.text)
+        said = json.loads(answer.text)
     except ValueError:
         return {}
     if not isinstance(said, dict) or "init" not in said:
@@ -78,9 +78,9 @@ def cuda(sight: Sight) -> dict[str, Any]:
 def kernel_log(sight: Sight) -> dict[str, Any]:
     """The driver's complaints in the kernel's log; often only root may read it."""
     for command in (("dmesg",), ("journalctl", "-k", "-b", "-q", "--no-pager", "-n", "50000", "-o", "short-monotonic")):
-        told = sight.call(*command, seconds=5.0)
-        if told.good and told.text.strip():
-            return {"kernel_log_read": True, "xids": gpu_text.xid_lines(told.text)}
+        answer = sight.call(*command, seconds=5.0)
+        if answer.good and answer.text.strip():
+            return {"kernel_log_read": True, "xids": gpu_text.xid_lines(answer.text)}
     return {}
 
 
@@ -98,13 +98,13 @@ def devices(sight: Sight) -> dict[str, Any]:
             count += 1
     files = [f"/dev/{name}" for name in sight.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
     found: dict[str, Any] = {"nvidia_devices": count if buses else None, "gpu_files": files}
-    told = sight.read("/proc/driver/nvidia/version")
+    text = sight.read("/proc/driver/nvidia/version")
     if modules := sight.read("/proc/modules"):
         # dma-buf needs the open kernel modules and Linux 5.12; without them the adapter asks nvidia_peermem
         found["peermem"] = bool(re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE)) or (
-            "Open Kernel Module" in told and system.version(sight.read("/proc/sys/kernel/osrelease")) >= (5, 12)
+            "Open Kernel Module" in text and system.version(sight.read("/proc/sys/kernel/osrelease")) >= (5, 12)
         )
-    if version := module_version(told):
+    if version := module_version(text):
         found["driver"] = version
     return found
 

@@ -97,10 +97,10 @@ def mount_lines(text: str) -> list[MountLine]:
     found = []
     for line in text.splitlines():
         fields, dash, rest = line.partition(" - ")
-        words, told = fields.split(" "), rest.split(" ")
-        if dash and len(words) >= 6 and len(told) >= 3:
-            options = tuple(dict.fromkeys([*words[5].split(","), *unescape(told[2]).split(",")]))
-            found.append(MountLine(unescape(words[4]), told[0], unescape(told[1]), unescape(words[3]), options, words[2]))
+        words, after = fields.split(" "), rest.split(" ")
+        if dash and len(words) >= 6 and len(after) >= 3:
+            options = tuple(dict.fromkeys([*words[5].split(","), *unescape(after[2]).split(",")]))
+            found.append(MountLine(unescape(words[4]), after[0], unescape(after[1]), unescape(words[3]), options, words[2]))
     return found
 
 
@@ -165,27 +165,27 @@ def look(sight: Sight, wanted: Wanted) -> dict[str, Any]:
     requests += [["mode", path] for path, _ in wanted.files]
     requests += [["list", path] for path in wanted.libraries]
     requests += [[what, folder] for folder in folders for what in PROBES]
-    told = answers(requests, sight.left(SECONDS))
+    answered = answers(requests, sight.left(SECONDS))
     for mount in mounts:
-        said = told.get(("space", mount.point))
+        said = answered.get(("space", mount.point))
         mount.silent = said is None and mount_is_last(mount, mounts)
         if said and said.get("errno") in _DEAD:
             mount.fault = said["error"]
-        mount.options += told.get(("pool", mount.point)) or []
+        mount.options += answered.get(("pool", mount.point)) or []
         for key in ("total_bytes", "free_bytes", "free_inodes"):
             setattr(mount, key, (said or {}).get(key))
-    found["names"] = {name: told[("names", name)] for name in wanted.names if ("names", name) in told}
-    found["own_addresses"] = told.get(("names", own)) or []
-    modes = [(path, what, told.get(("mode", path))) for path, what in wanted.files]
+    found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
+    found["own_addresses"] = answered.get(("names", own)) or []
+    modes = [(path, what, answered.get(("mode", path))) for path, what in wanted.files]
     found["files"] = [FileMode(path, what, said["mode"], said["uid"]) for path, what, said in modes if said]
-    found["probes"] = [_probe(folder, what, told) for folder in folders for what in PROBES]
+    found["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
         for folder in wanted.libraries
-        for name in told.get(("list", folder)) or ()
+        for name in answered.get(("list", folder)) or ()
         if _SHADOWS.fullmatch(name)
     ][:50]
-    shm = told.get(("space", "/dev/shm"))  # noqa: S108 - a folder, or a link to /run/shm, serves as well as a mount
+    shm = answered.get(("space", "/dev/shm"))  # noqa: S108 - a folder, or a link to /run/shm, serves as well as a mount
     if shm is not None and ("total_bytes" in shm or shm.get("errno") == errno.ENOENT):
         found["shm_bytes"], found["shm_free_bytes"] = shm.get("total_bytes", 0), shm.get("free_bytes", 0)
     return found
@@ -205,9 +205,9 @@ def answers(requests: Sequence[Sequence[str]], seconds: float) -> dict[tuple[str
     """What the process of :mod:`clustertune.host.touch` says to each request within ``seconds``; the others are missing."""
     program = str(Path(__file__).with_name("touch.py"))
     # -P and -I are no options here: 3.8 has no -P, and -I would hide nothing that matters. -S saves 10 ms.
-    told = ask([sys.executable, "-E", "-S", program], seconds, json.dumps(list(map(list, requests))))
+    answer = ask([sys.executable, "-E", "-S", program], seconds, json.dumps(list(map(list, requests))))
     found = {}
-    for line in told.text.splitlines():
+    for line in answer.text.splitlines():
         try:
             said = json.loads(line)
             found[tuple(said["request"])] = said["told"]

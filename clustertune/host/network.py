@@ -47,8 +47,8 @@ def _by_socket(name: str) -> list[str]:
 
 def interfaces(sight: Sight) -> dict[str, Any]:
     """All interfaces, and the kernel's range of ephemeral ports."""
-    told = sight.call("ip", "-o", "addr", seconds=5.0)
-    addresses = parse_addresses(told.text) if told.good else None
+    answer = sight.call("ip", "-o", "addr", seconds=5.0)
+    addresses = parse_addresses(answer.text) if answer.good else None
     found = []
     for name in sight.names(_NET):
         if not sight.path(f"{_NET}/{name}").is_dir():  # bonding_masters is a file

@@ -149,21 +149,21 @@ class _Timex(ctypes.Structure):
 
 def kernel_clock() -> tuple[bool, float] | None:
     """Whether something disciplines the kernel's clock, and the offset that is left, s; None where it cannot be asked."""
-    told = _Timex()
+    clock = _Timex()
     try:
-        if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told)) < 0:
+        if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(clock)) < 0:
             return None
     except (OSError, AttributeError):
         return None
-    unit = 1e-9 if told.status & _STA_NANO else 1e-6
-    return not told.status & _STA_UNSYNC, abs(told.offset * unit)
+    unit = 1e-9 if clock.status & _STA_NANO else 1e-6
+    return not clock.status & _STA_UNSYNC, abs(clock.offset * unit)
 
 
 def clock(sight: Sight) -> dict[str, Any]:
     """The time, and whether something keeps it right: chrony's word, else systemd's, else the kernel's."""
     found: dict[str, Any] = {"time": time.time()}
-    told = sight.call("chronyc", "-c", "tracking", seconds=3.0)
-    chrony = parse_chrony(told.text) if told.good else None
+    answer = sight.call("chronyc", "-c", "tracking", seconds=3.0)
+    chrony = parse_chrony(answer.text) if answer.good else None
     if chrony is not None:
         found["clock_synchronised"], found["clock_offset_s"] = chrony
         return found

@@ -23,12 +23,12 @@ PREFIX = ".clustertune-probe-"
 
 def space(path: str) -> dict[str, Any]:
     """Size and room of the file system at ``path``, as an ordinary user has it."""
-    told = os.statvfs(path)
+    volume = os.statvfs(path)
     return {
-        "total_bytes": told.f_blocks * told.f_frsize,
-        "free_bytes": told.f_bavail * told.f_frsize,
+        "total_bytes": volume.f_blocks * volume.f_frsize,
+        "free_bytes": volume.f_bavail * volume.f_frsize,
         # btrfs and many network file systems count no inodes: 0 of 0 are not none left
-        "free_inodes": told.f_favail if told.f_files else None,
+        "free_inodes": volume.f_favail if volume.f_files else None,
     }
 
 
@@ -48,9 +48,9 @@ def mode(path: str) -> dict[str, int] | None:
     that they cannot enter.
     """
     try:
-        told = os.stat(path)  # noqa: PTH116 - run as a program, before any other import
-        bits = told.st_mode & 0o7777
-        if told.st_gid == told.st_uid:
+        status = os.stat(path)  # noqa: PTH116 - run as a program, before any other import
+        bits = status.st_mode & 0o7777
+        if status.st_gid == status.st_uid:
             bits &= ~0o070
         folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
         while folder != "/":
@@ -61,7 +61,7 @@ def mode(path: str) -> dict[str, int] | None:
             folder = os.path.dirname(folder)  # noqa: PTH120
     except OSError:
         return None
-    return {"mode": bits, "uid": told.st_uid}
+    return {"mode": bits, "uid": status.st_uid}
 
 
 POOL = ("branches", "cache.files", "category.create", "minfreespace", "moveonenospc", "version")
@@ -105,23 +105,23 @@ def probe(folder: str, what: str) -> dict[str, Any]:
 
 def _answer(request: list[str], lock: Any) -> None:
     kind, subject = request[0], request[1]
-    told: Any
+    answer: Any
     try:
         if kind == "space":
-            told = space(subject)
+            answer = space(subject)
         elif kind == "names":
-            told = names(subject)
+            answer = names(subject)
         elif kind == "mode":
-            told = mode(subject)
+            answer = mode(subject)
         elif kind == "pool":
-            told = pool(subject)
+            answer = pool(subject)
         elif kind == "list":
-            told = sorted(os.listdir(subject))[:2000]  # noqa: PTH208 - as above
+            answer = sorted(os.listdir(subject))[:2000]  # noqa: PTH208 - as above
         else:
-            told = probe(subject, kind)
+            answer = probe(subject, kind)
     except OSError as error:
-        told = [] if kind in ("list", "pool") else {"error": error.strerror or str(error), "errno": error.errno}
-    line = json.dumps({"request": request, "told": told}) + "\n"
+        answer = [] if kind in ("list", "pool") else {"error": error.strerror or str(error), "errno": error.errno}
+    line = json.dumps({"request": request, "told": answer}) + "\n"
     with lock:
         sys.stdout.write(line)
         sys.stdout.flush()

@@ -99,7 +99,7 @@ def judge(stack: Stack, pinned: pins.Pins, image: str, oldest: tuple[int, ...]) 
         problems.append(Problem(text, file=image, key="container.image", fix=fix))
     stack_pins = {**pinned[pins.PY]}
     reference = {**stack_pins, **{name: version for name, version in pinned[pins.REF].items() if name in stack_pins}}
-    told = min((_differences(stack, wanted) for wanted in (stack_pins, reference)), key=len)
+    differences = min((_differences(stack, wanted) for wanted in (stack_pins, reference)), key=len)
     for name, version in sorted(stack_pins.items()):
         if name in stack.packages:
             continue
@@ -107,7 +107,7 @@ def judge(stack: Stack, pinned: pins.Pins, image: str, oldest: tuple[int, ...]) 
             warnings.append(f"the image has no {name} ({version} in containers/versions.env): {FOR_SOME[name]} fails")
         else:
             problems.append(Problem(f"the image has no {name} ({version})", file=image, key="container.image", fix=fix))
-    return problems[:_TOLD], [*warnings, *told][:_TOLD]
+    return problems[:_TOLD], [*warnings, *differences][:_TOLD]
 
 
 def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -> list[Problem]:

@@ -193,8 +193,8 @@ class RendezvousClient:
                         Problem(text, file=str(self.run_path), key="--node-rank", fix="each node has its own number")
                     )
                 heartbeat, since = heard, now
-            if call_id == answered and (told := _read(folder / TOLD)) is not None:
-                return int(told["attempt"]) if "attempt" in told else ExitCode(int(told["code"]))
+            if call_id == answered and (answer := _read(folder / TOLD)) is not None:
+                return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
             if now - since > (self.dead_seconds if call_id and call_id == answered else self.seconds):
                 raise self._nobody(answered == call_id != "", now - since)
             time.sleep(POLL_SECONDS)

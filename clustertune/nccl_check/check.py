@@ -216,8 +216,8 @@ def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
         log = read(logs.values())
         between = [f"NET/{plugin}" for plugin, _ in log.between().most_common()] if len(part.setup.hosts) > 1 else []
         return ", ".join(between or [name for name, _ in log.transports.most_common(3)])[:200]
-    told = gather.steering(part).get("GLOO_SOCKET_IFNAME", "")
-    return f"gloo TCP on {told}"[:200] if told else "gloo TCP"
+    interface = gather.steering(part).get("GLOO_SOCKET_IFNAME", "")
+    return f"gloo TCP on {interface}"[:200] if interface else "gloo TCP"
 
 
 def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[Finding]:

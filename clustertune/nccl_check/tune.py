@@ -80,9 +80,9 @@ def other_interfaces(found: Mapping[str, Any], interface: str | None) -> list[st
         }
         each.append(usable)
     common = set.intersection(*each) if len(each) == found["nodes"] else set()
-    told = found.get("environment", {}).get("GLOO_SOCKET_IFNAME") or interface
+    used = found.get("environment", {}).get("GLOO_SOCKET_IFNAME") or interface
     # Without a word of one in use all may be tried; a bridge of containers reaches no other node.
-    return sorted(name for name in common - {told} if not name.startswith(("docker", "virbr", "br-", "cni", "lo")))
+    return sorted(name for name in common - {used} if not name.startswith(("docker", "virbr", "br-", "cni", "lo")))
 
 
 def size_of(found: Mapping[str, Any], scope: str) -> int | None:

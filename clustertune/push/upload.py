@@ -294,11 +294,11 @@ def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed
 
 def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
     """What the ranks ran on, one GPU each: a node may have more than they took. None: the run does not say."""
-    told = document.get("distributed")
-    if content.get(told, "device") == "cpu":
+    distributed = document.get("distributed")
+    if content.get(distributed, "device") == "cpu":
         return "none: trained on CPUs"
-    kind = content.get(told, "gpu0") or content.get(document, "cluster", "compute", "gpu")
-    if kind is None and content.get(told, "device") is None:
+    kind = content.get(distributed, "gpu0") or content.get(document, "cluster", "compute", "gpu")
+    if kind is None and content.get(distributed, "device") is None:
         return None
     return f"{ranks} x {kind or 'GPU'}" if ranks else None
 

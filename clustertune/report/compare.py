@@ -126,8 +126,8 @@ def compare(paths: Sequence[Path]) -> Comparison:
     if sum(entry.has_figures for entry in entries) < 2:
         lacking = [e for e in entries if not e.has_figures]
         fix = "let them take a step, or give others"
-        told = [Problem("; ".join(e.notes) or "has no figure", file=e.name, fix=fix) for e in lacking]
-        raise UserError([Problem("nothing can be compared: fewer than two have a figure", file="command line"), *told])
+        reasons = [Problem("; ".join(e.notes) or "has no figure", file=e.name, fix=fix) for e in lacking]
+        raise UserError([Problem("nothing can be compared: fewer than two have a figure", file="command line"), *reasons])
     _against_the_first(entries)
     return Comparison(entries, [*(f"{e.name}: {note}" for e in entries for note in e.notes), *_differences(entries)])
 
@@ -154,8 +154,8 @@ def _differences(entries: Sequence[Entry]) -> Iterator[str]:
     for key in MUST_AGREE:
         values = {str(e.values[key]): e.name for e in entries if e.values.get(key) is not None}
         if len(values) > 1:
-            told = ", ".join(f"{value} in {name}" for value, name in values.items())
-            yield f"{ROWS[key][0]} differs ({told}): the rates are not of the same work or machine"
+            text = ", ".join(f"{value} in {name}" for value, name in values.items())
+            yield f"{ROWS[key][0]} differs ({text}): the rates are not of the same work or machine"
     kinds = {e.kind for e in entries if e.has_figures}
     if "metrics" in kinds and len(kinds) > 1:
         yield "a metrics JSON counts padding as tokens; so do all rates of this table"

@@ -94,7 +94,7 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
     resolved = run.get("recipe") or {}
     per_step = tokens_per_step(resolved)
     steady = steady_step(metrics.steps)
-    told = run.get("distributed")
+    distributed = run.get("distributed")
     worlds = [a.world_size for a in metrics.attempts if a.world_size]
     tokens = per_step * count
     return {
@@ -102,11 +102,11 @@ def describe(run: Mapping[str, Any], metrics: Metrics) -> dict[str, Any] | None:
         "approx_tokens_per_rank": round(tokens),
         "approx_tokens_per_s_per_rank": round(tokens / wall, 2),
         "world_size": worlds[-1] if worlds else get(resolved, "world_size"),
-        "gpu0": get(told, "gpu0"),
-        "torch": get(told, "torch") or get(run, "versions", "torch"),
+        "gpu0": get(distributed, "gpu0"),
+        "torch": get(distributed, "torch") or get(run, "versions", "torch"),
         "model": get(resolved, "recipe", "model", "name"),
         "dataset": get(resolved, "recipe", "data", "name"),
-        "fsdp": get(told, "type") == "FSDP",
+        "fsdp": get(distributed, "type") == "FSDP",
         "bf16": mixed_precision(get(resolved, "train_args") or {}) == "bf16",
         STEADY: round(per_step / steady, 2) if steady else None,
     }

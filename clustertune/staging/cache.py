@@ -220,7 +220,7 @@ def ago(used: float) -> str:
 
 def _take(path: Path, kind: int, wait: Callable[[str], None] | None) -> Lock | None:
     """Lock a file that is made where it is absent. Raises OSError."""
-    told = False
+    announced = False
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -230,9 +230,9 @@ def _take(path: Path, kind: int, wait: Callable[[str], None] | None) -> Lock | N
             os.close(fd)
             if wait is None:
                 return None
-            if not told:
+            if not announced:
                 wait(holder)
-                told = True
+                announced = True
             time.sleep(POLL_SECONDS)
             continue
         except BaseException:

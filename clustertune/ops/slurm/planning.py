@@ -166,11 +166,11 @@ def make_plan(
     for want in wanted:
         before = None if bare else read(root, want.path)
         try:
-            item, told = _file(cluster, want, before, adopt=adopt, force=force)
+            item, more = _file(cluster, want, before, adopt=adopt, force=force)
         except UserError as error:
             problems += error.problems
             continue
-        found += told
+        found += more
         files += [item] if item.change.needed else []
         texts[want.path] = None if before is None else _decode(before)
         after[want.path] = _decode(item.change.after)
@@ -215,17 +215,17 @@ def _file(
     """What becomes of one file, and what there is to say about its other lines."""
     if want.shared:
         after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
-        told = rules.hosts_findings(cluster, foreign(before, BLOCK, shown=want.path)) if want.path == HOSTS else []
-        return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), told
+        findings = rules.hosts_findings(cluster, foreign(before, BLOCK, shown=want.path)) if want.path == HOSTS else []
+        return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), findings
     others = [(number, line) for number, line in foreign(before, BLOCK, shown=want.path) if entries(line)]
     if others and block(before, BLOCK, shown=want.path) is None:
         return _take_over(cluster, want, before or b"", adopt)
     after = with_block(before, BLOCK, want.lines, shown=want.path, origin=cluster.name, force=force)
-    told = [
+    findings = [
         finding(rules.EXTRA, WARN, f"line {number} sets again what the block sets: {text}", "keep one of them", want.path)
         for number, text in repeated(others, want.lines)
     ]
-    return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), told
+    return FileChange(Change(want.path, before, after, mode=want.mode), want.owner), findings
 
 
 def _take_over(cluster: Cluster, want: Wanted, before: bytes, adopt: bool) -> tuple[FileChange, list[Finding]]:

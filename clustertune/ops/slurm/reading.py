@@ -66,23 +66,23 @@ def _key(words: str) -> str:
 def losses(before: str, after: str) -> list[str]:
     """What of ``before`` is not in ``after``, and what has another value there; a sentence each, with the line."""
     ours = {entry.key: entry for entry in entries(after)}
-    told = []
+    lines = []
     for entry in entries(before):
         new = ours.get(entry.key)
         if new is None:
-            told.append(f"line {entry.line} is lost: {entry.text}")
+            lines.append(f"line {entry.line} is lost: {entry.text}")
         elif _same(new.text) != _same(entry.text):
-            told.append(f"line {entry.line} changes: {entry.text} becomes {new.text}")
-    return told
+            lines.append(f"line {entry.line} changes: {entry.text} becomes {new.text}")
+    return lines
 
 
 def repeated(outside: Sequence[tuple[int, str]], block: Sequence[str]) -> list[tuple[int, str]]:
     """Lines of an operator that set again what our block sets: Slurm takes the last one. Records of other names are no such."""
     ours = {entry.key for entry in entries("\n".join(block))}
-    told = []
+    lines = []
     for number, text in outside:
-        told += [(number, entry.text) for entry in entries(text) if entry.key in ours]
-    return told
+        lines += [(number, entry.text) for entry in entries(text) if entry.key in ours]
+    return lines
 
 
 def settings(text: str) -> dict[str, str]:
