@@ -72,7 +72,7 @@ def _judged(where: str, gb_s: float, seconds: float, expected: float, nominal: f
         text += f", {100 * gb_s / nominal:.2g} % of nominal ({nominal:.3g} GB/s)"
     text += f", {100 * share:.0f} % of what is expected"
     if share < ENOUGH and seconds < LEAST_S:
-        yield Seen(UNKNOWN, f"{text}; sizes were too small to tell")
+        yield Seen(UNKNOWN, f"{text}; sizes were too small to judge")
     elif share < ENOUGH:
         yield Seen(FAIL if share < HALF else WARN, text, hint)
     else:

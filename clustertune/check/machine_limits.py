@@ -239,13 +239,13 @@ def clock(m: Machine) -> Iterator[Seen]:
     if f.clock_offset_s is not None and f.clock_offset_s > OFFSET_S:
         yield Seen(WARN, f"off by {f.clock_offset_s:.1f} s", "as root: chronyc makestep; look at chronyc sources")
     elif f.clock_synchronised is False and m.in_container:
-        yield Seen(UNKNOWN, "nothing in this container tells")
+        yield Seen(UNKNOWN, "nothing in this container says it")
     elif f.clock_synchronised is False:
         yield Seen(WARN, "nothing keeps it right", fix)
     elif f.clock_synchronised:
         yield Seen(PASS, "synchronised" if f.clock_offset_s is None else f"off by {f.clock_offset_s * 1000:.1f} ms")
     else:
-        yield Seen(UNKNOWN, "nothing tells")
+        yield Seen(UNKNOWN, "nothing says it")
 
 
 # --- machine slurm --------------------------------------------------------------------------------------------------------

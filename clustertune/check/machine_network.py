@@ -116,7 +116,7 @@ def speed(m: Machine) -> Iterator[Seen]:
         return
     if nic.mbit is None:
         if not m.rehearsal and not nic.virtual:
-            yield Seen(UNKNOWN, f"{nic.name} does not tell its speed")
+            yield Seen(UNKNOWN, f"{nic.name} does not report its speed")
     elif nic.mbit < float(said) * 1000 * WHOLE:
         fix = f"look at cable, transceiver and switch port: ethtool {nic.name}; or correct network.gbit of the cluster file"
         yield Seen(WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {said:g}", fix)

@@ -103,7 +103,7 @@ def read(name: str) -> State | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
-        raise UserError(Problem("does not tell of a cluster", file=str(_path(name)), fix="remove it")) from None
+        raise UserError(Problem("describes no cluster", file=str(_path(name)), fix="remove it")) from None
 
 
 def names() -> list[str]:

@@ -112,7 +112,7 @@ def judge(seen: Seen) -> Cluster:
         return facts
     if seen.job:
         problem = Problem(
-            f"Slurm does not tell its nodes: {seen.silent or 'scontrol is not installed here'}",
+            f"Slurm does not report its nodes: {seen.silent or 'scontrol is not installed here'}",
             file="scontrol show nodes",
             fix="name the cluster: --cluster NAME, or run the same command again",
         )

@@ -57,7 +57,7 @@ _ONLY = (
     (
         "fp16.enabled",
         False,
-        "use bf16: fp16's loss scale leaves steps out, which nobody can tell from a step that is not finite",
+        "use bf16: fp16's loss scale leaves steps out, which look like steps that are not finite",
     ),
     ("tensor_parallel.autotp_size", 1, "use FSDP2 with parallelism_config_tp_size"),
 )

@@ -189,7 +189,7 @@ def _names(gpus: dict[str, Gpu]) -> Iterator[Found]:
             for word in getattr(gpu, key):
                 owner = owners.setdefault(plain(word), name)
                 if owner != name:
-                    message = f"{word!r} is also {owner}: what is found could not be told apart"
+                    message = f"{word!r} is also {owner}: what is found would fit both"
                     yield ("gpus", name, key), message, "keep one"
 
 

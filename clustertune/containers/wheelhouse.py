@@ -128,7 +128,7 @@ def _explain(stderr: str, verb: str, lock: Lock) -> Problem:
             "a file has another hash than the one that is locked: "
             + " ".join(plain[plain.find("DO NOT MATCH") :].split())[:600]
         )
-        fix = "do not install it: an index (or the lock) was altered; make lock-check tells which"
+        fix = "do not install it: an index (or the lock) was altered; make lock-check shows which"
         return Problem(message, file, named[1] if named else None, fix)
     if missing := re.search(r"No matching distribution found for (\S+)", plain):
         fix = (

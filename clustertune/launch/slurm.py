@@ -47,7 +47,7 @@ def call(words: Sequence[str], *, environ: Mapping[str, str] | None = None, time
     said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     text = "; ".join(re.sub(r"^\w+: (fatal: |error: )?", "", line) for line in said[:4])
     if any(word in text.lower() for word in _UNREACHABLE):
-        fix = "is this machine part of the cluster, and slurmctld up? scontrol ping tells"
+        fix = "is this machine part of the cluster, and slurmctld up? scontrol ping shows it"
         raise Unreachable(Problem(f"{words[0]}: {text}", fix=fix), ExitCode.AGAIN)
     raise UserError(Problem(f"{words[0]}: {text}", fix=_advice(text)))
 
@@ -62,8 +62,8 @@ def _advice(text: str) -> str | None:
             "scontrol show nodes lists Gres=; slurm.gres and compute.gpus of the cluster file say what",
         ),
         ("requested node configuration", "sinfo -N -l shows what the nodes have; the cluster file says more than that"),
-        ("more nodes than permitted", "the partition has fewer nodes or a MaxNodes: sinfo and scontrol show partition tell"),
-        ("time limit", "scontrol show partition tells MaxTime; slurm.time=HH:MM:SS asks for less"),
+        ("more nodes than permitted", "the partition has fewer nodes or a MaxNodes: sinfo and scontrol show partition show it"),
+        ("time limit", "scontrol show partition shows MaxTime; slurm.time=HH:MM:SS asks for less"),
         ("account", "export SBATCH_ACCOUNT=NAME before the same command"),
     ):
         if sign in lowered:

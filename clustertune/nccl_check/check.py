@@ -273,7 +273,7 @@ def not_kept(found: Mapping[str, Any], cluster: Cluster) -> str:
     whole = not found["hung"] and all(entry["correct"] for entry in found["results"])
     reasons = (
         (beside(cluster) is None, f"{cluster.name} was found by looking: it has no file to keep a result beside"),
-        (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs tells nothing of the cluster's GPUs"),
+        (found["backend"] == "gloo" and cluster.compute.gpus, "gloo between CPUs says nothing about the cluster's GPUs"),
         (strangers, f"{', '.join(strangers[:3])}: no compute node of {cluster.name}"),
         (found["nodes"] < min(2, len(cluster.compute_nodes)), "one node of several was measured"),
         (not whole, "something hung or was wrong: a plan would take its figures for good"),

@@ -94,7 +94,7 @@ def page() -> str:
         "```",
         "",
         f"These {len(rules)} rules look at what was measured and at NCCL's log, what is closest to a cause first. What",
-        "the nodes tell of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
+        "the nodes report of themselves is judged by rules of the [doctor](doctor.md), with the same verdict as there:",
         f"{', '.join(hosts)}.",
         "",
     ]

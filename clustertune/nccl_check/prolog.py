@@ -107,6 +107,6 @@ def decide(verdict: Verdict, on_fail: str) -> None:
         Problem(f"{finding.rule}: {finding.where + ': ' if finding.where else ''}{finding.found}", fix=finding.fix)
         for finding in faults
     ]
-    fix = "fix it, or nccl_check: {on_fail: warn} in the cluster file; clustertune nccl-check tells more"
+    fix = "fix it, or nccl_check: {on_fail: warn} in the cluster file; clustertune nccl-check shows more"
     head = Problem(verdict.headline, file=str(verdict.file or ""), key="nccl_check.on_fail", fix=fix)
     raise UserError([head, *problems], ExitCode.STOP)

@@ -29,7 +29,7 @@ LARGEST = 64 << 20
 """Bytes of a JSON file that is read."""
 NONE, NO_GPU = "-", "no GPU"
 OF_THE_SOURCE = (
-    "holds a mean over all steps, the first ones among them: no steady rate, so that warm-up cannot be told from speed"
+    "holds a mean over all steps, the first ones among them: no steady rate, so that it cannot be split into warm-up and speed"
 )
 
 

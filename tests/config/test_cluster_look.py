@@ -169,7 +169,7 @@ def test_looking_on_this_machine_raises_nothing(monkeypatch: pytest.MonkeyPatch,
         assert bool(found.notes) is not body.startswith("printf"), found.notes
         with monkeypatch.context() as inside:
             inside.setenv("SLURM_JOB_ID", "7")
-            with pytest.raises(UserError, match="Slurm does not tell its nodes") as caught:
+            with pytest.raises(UserError, match="Slurm does not report its nodes") as caught:
                 judge(cluster_look.collect())
             assert caught.value.code is ExitCode.AGAIN
 

@@ -56,7 +56,7 @@ def _version(cluster: Cluster, facts: NodeFacts, version: Version | None) -> Ite
     said = parse_version(cluster.slurm.version) if cluster.slurm and cluster.slurm.version else None
     if said and here - {str(said)}:
         text = f"installed here is {' and '.join(sorted(here))}, the cluster file says {said}: machines may differ"
-        yield finding(VERSION, WARN, text, "slurm: version: what sinfo --version tells on all machines")
+        yield finding(VERSION, WARN, text, "slurm: version: what sinfo --version shows on all machines")
     if version is None:
         fix = "install Slurm here, or write slurm.version into the cluster file"
         yield finding(VERSION, UNKNOWN, f"not installed here, not in the cluster file: words that all since {OLDEST} know", fix)
@@ -99,7 +99,7 @@ def _munge(node: Host, facts: NodeFacts) -> Iterator[Finding]:
 def _shape(cluster: Cluster, facts: NodeFacts) -> Iterator[Finding]:
     said = {key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)\b", facts.shape)}
     if not {"CPUs", "CoresPerSocket", "ThreadsPerCore", "RealMemory"} <= set(said):
-        yield finding(SHAPE, UNKNOWN, "slurmd -C does not tell: slurmd is not installed here")
+        yield finding(SHAPE, UNKNOWN, "slurmd -C shows nothing: slurmd is not installed here")
         return
     compute = cluster.compute
     sockets = said.get("Boards", 1) * said.get("SocketsPerBoard", said.get("Sockets", 1))
@@ -122,7 +122,7 @@ def _devices(cluster: Cluster, facts: NodeFacts) -> Iterator[Finding]:
     wanted = set(range(cluster.compute.gpus))
     if missing := sorted(wanted - set(facts.devices or ())):
         shown = ", ".join(f"/dev/nvidia{number}" for number in missing[:4]) + (", ..." if len(missing) > 4 else "")
-        fix = "nvidia-smi makes them where the driver is loaded; dmesg tells of a card that is gone"
+        fix = "nvidia-smi makes them where the driver is loaded; dmesg shows a card that is gone"
         yield finding(DEVICES, FAIL, f"{len(missing)} of {len(wanted)} devices missing: {shown}", fix)
     by_bus = [facts.minors[bus] for bus in sorted(facts.minors, key=str.lower)]
     if by_bus != sorted(by_bus):

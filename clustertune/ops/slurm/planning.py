@@ -313,13 +313,13 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
         yield Problem(text, file=file, key="slurm.partition", fix="another name, such as gpu")
     if slurm.version is not None and parse_version(slurm.version) is None:
         text = f"{slurm.version!r} is no release of Slurm"
-        yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version tells')
+        yield Problem(text, file=file, key="slurm.version", fix='write it as "22.05" or "24.11.5"; sinfo --version shows it')
     if re.fullmatch(r"[0:-]+", slurm.max_time):
         text = f"{slurm.max_time} is no time: no job may run"
         yield Problem(text, file=file, key="slurm.max_time", fix="UNLIMITED, or as 1-00:00:00")
     if real_memory(cluster) < cluster.compute.threads:
         text = f"{cluster.compute.memory_gb:g} GiB is less than 1 MiB for each of {cluster.compute.threads} threads"
-        yield Problem(text, file=file, key="compute.memory_gb", fix="GiB of one node, as free -g tells")
+        yield Problem(text, file=file, key="compute.memory_gb", fix="GiB of one node, as free -g shows")
     for host in cluster.nodes:
         if "compute" in host.roles or "slurmctld" in host.roles:
             for text, fix in _name_problems(host.name):
@@ -365,7 +365,7 @@ def parsed(cluster: Cluster, texts: Mapping[str, str]) -> list[Finding]:
         fix = "start munge, then plan again; or plan --try where it can be"
         return [finding(PARSER, UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, SLURM_CONF)]
     text = hide(re.sub(re.escape(name) + r"\S*/", "", said))  # it quotes the line that it cannot read
-    fix = "slurm.version of the cluster file must be what is installed; sinfo --version tells"
+    fix = "slurm.version of the cluster file must be what is installed; sinfo --version shows it"
     return [finding(PARSER, FAIL, text, fix, SLURM_CONF)]
 
 

@@ -375,7 +375,7 @@ def pool_bricks(s: Storage) -> Iterator[Seen]:
     if pool is None or s.wanted.pool is None:
         return
     if not said:
-        yield Seen(UNKNOWN, "mergerfs did not tell its settings", where=pool.path)
+        yield Seen(UNKNOWN, "mergerfs did not report its settings", where=pool.path)
         return
     again, meant = _anew(pool), s.wanted.pool.source.split(":")
     text = said.get("branches") or said.get("srcmounts") or ""
