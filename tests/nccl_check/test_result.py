@@ -90,7 +90,7 @@ def test_a_plan_reads_what_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"backend": "gloo"}, "tells nothing of the cluster's GPUs"),
+        ({"backend": "gloo"}, "says nothing about the cluster's GPUs"),
         ({"hosts": ["n1", "laptop"]}, "laptop: no compute node of mine"),
         ({"nodes": 1, "hosts": ["n1"]}, "one node of several"),
         ({"hung": [{}]}, "hung or was wrong"),

@@ -163,7 +163,7 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (xattr("branches", "/shared/data=RW:/shared-b/data=NC"), "pool-bricks", FAIL, "=NC"),
     (xattr("branches", "/shared/data=RW:/shared-b/data=RO,4G"), "pool-bricks", FAIL, "=RO"),
     (xattr("branches", "/shared/data=RW:/shared-b/data=RW:/x=RW"), "pool-bricks", FAIL, "also has /x"),
-    (lambda facts: facts.xattrs.clear(), "pool-bricks", UNKNOWN, "did not tell"),
+    (lambda facts: facts.xattrs.clear(), "pool-bricks", UNKNOWN, "did not report"),
     (xattr("cache.files", "off"), "pool-options", FAIL, "cache.files is off"),
     (xattr("cache.files", "partial"), "pool-options", WARN, "cache.files is partial"),
     (xattr("minfreespace", "4G"), "pool-options", WARN, "minfreespace is 4G"),
