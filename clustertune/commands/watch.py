@@ -86,7 +86,7 @@ def runs(
     from clustertune.errors import UserError
     from clustertune.launch import places
     from clustertune.monitor.status import Watcher
-    from clustertune.report.format import number
+    from clustertune.report.content import number
 
     where = below or places.runs(places.here())
     found = []

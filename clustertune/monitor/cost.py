@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.hardware import recognise
-from clustertune.config.prices import Price, price
+from clustertune.config.hardware import Price, price, recognise
 from clustertune.config.schema import Budget
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.events import read_object

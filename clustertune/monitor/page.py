@@ -11,7 +11,7 @@ from clustertune.errors import ExitCode
 from clustertune.monitor.cost import WARN_SHARE
 from clustertune.monitor.status import Node, Status
 from clustertune.report import plots
-from clustertune.report.format import UNKNOWN, duration, moment, number, percent, size
+from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.page import style
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
