@@ -32,6 +32,7 @@ from clustertune.commands import (
     compare,
     launchers,
     nccl_check,
+    new,
     ops,
     rehearse,
     submit,
@@ -391,7 +392,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
         )
 
 
-_BEFORE = (submit, sweep_commands, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
+_BEFORE = (submit, sweep_commands, new, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
 for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint):
     module.add(app)
 

@@ -37,7 +37,7 @@ ORDER = (
     ("monitor",),
     ("push",),
     ("chain", "rank", "summary"),
-    ("job", "launched", "raytrain", "sweep"),
+    ("job", "launched", "raytrain", "sweep", "draft"),
     ("bench",),
     ("arguments", "front"),
     ("commands",),

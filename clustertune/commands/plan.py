@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from clustertune.arguments import AsJson, ClusterOption, Tiny
+from clustertune.commands.new import DataOption, GpusOption, MethodOption, ModelOption
 
 Targets = Annotated[
     list[str] | None,
@@ -24,6 +25,10 @@ def add(app: typer.Typer) -> None:
 
 def plan(
     targets: Targets = None,
+    model: ModelOption = None,
+    gpus: GpusOption = None,
+    method: MethodOption = "lora",
+    data: DataOption = None,
     cluster: ClusterOption = None,
     tiny: Tiny = False,
     why: Annotated[
@@ -42,12 +47,16 @@ def plan(
     lengths: Annotated[str | None, typer.Option(metavar="FILE", help="Tokens per conversation, one number a line.")] = None,
     as_document: AsJson = False,
 ) -> None:
-    """Does a recipe fit, how long does it take, what does it cost, what limits it, what would be better."""
+    """Does a recipe fit, how long does it take, what does it cost, what limits it, what would be better.
+
+    --model plans a model that no recipe describes.
+    """
     from clustertune.commands import planning
 
     asked = planning.Asked(
         names=[t for t in targets or [] if "=" not in t], overrides=[t for t in targets or [] if "=" in t], cluster=cluster,
-        tiny=tiny, why=why, advise=advise, goal=goal, nodes=nodes, compare=compare, calibrate=calibrate, nccl_check=nccl_check,
+        model=model, gpus=gpus, method=method, data=data, tiny=tiny, why=why, advise=advise, goal=goal, nodes=nodes,
+        compare=compare, calibrate=calibrate, nccl_check=nccl_check,
         lengths=lengths, as_document=as_document,
     )  # fmt: skip
     planning.answer(asked)

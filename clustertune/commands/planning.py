@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
+import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +15,17 @@ import typer
 
 from clustertune import console
 from clustertune.arguments import path_argument
-from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster import load_cluster, of_gpus
 from clustertune.config.hardware import price
 from clustertune.config.load import did_you_mean
 from clustertune.config.resolve import resolve
 from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.serving import Evaluation, evaluation
+from clustertune.launch.shape import merge_seconds
 from clustertune.plan import document, words
 from clustertune.plan.constants import Constants
-from clustertune.plan.lengths import Lengths, read_lengths
+from clustertune.plan.lengths import Lengths, of_counts, read_lengths
 from clustertune.plan.place import Place, find_place
 from clustertune.plan.predict import GIB, Plan, make_plan, read_strategy
 
@@ -41,6 +44,10 @@ class Asked:
     names: list[str]
     overrides: list[str]
     cluster: str | None
+    model: str | None
+    gpus: str | None
+    method: str
+    data: str | None
     tiny: bool
     why: str | None
     advise: bool
@@ -56,12 +63,46 @@ class Asked:
 def answer(asked: Asked) -> None:
     """Do what was asked. Raises UserError; exits with 2 where a recipe does not fit."""
     _check_usage(asked)
-    place = find_place(load_cluster(asked.cluster), path_argument(asked.nccl_check) if asked.nccl_check else None)
+    check = path_argument(asked.nccl_check) if asked.nccl_check else None
     known = read_lengths(path_argument(asked.lengths)) if asked.lengths else None
+    if asked.model is not None:
+        _answer_model(asked, known)
+        return
+    place = find_place(of_gpus(asked.gpus) if asked.gpus else load_cluster(asked.cluster), check)
     if asked.calibrate:
         _calibrate(place, asked.names, known, asked.as_document)
         return
-    plans = [_plan(place, name, asked.overrides, asked.tiny, known) for name in asked.names]
+    size = [f"slurm.nodes={len(place.cluster.compute_nodes)}", f"slurm.gpus_per_node={place.cluster.compute.gpus}"]
+    asked = replace(asked, overrides=[*(size if asked.gpus else []), *asked.overrides])
+    if asked.data is not None:
+        from clustertune.data.measure import measure
+
+        found = measure(asked.data)
+        known = known or (of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
+        asked = replace(
+            asked, overrides=[*(f"data.{key}={_yaml(value)}" for key, value in found.section.items()), *asked.overrides]
+        )
+    _answer(asked, place, [_plan(place, name, asked.overrides, asked.tiny, known) for name in asked.names])
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value)
+
+
+def _answer_model(asked: Asked, known: Lengths | None) -> None:
+    """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
+    from clustertune import draft
+    from clustertune.commands.new import read
+
+    model, data, at = read(asked.model, asked.data, asked.method, asked.gpus, asked.cluster)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{asked.method}"
+    with draft.drafted(name, model, asked.method, data, at) as (made, folder):
+        plan = _plan(at.place, str(folder), asked.overrides, asked.tiny, known or made.lengths)
+        plan.notes.extend(made.assumed)
+        _answer(asked, at.place, [plan])
+
+
+def _answer(asked: Asked, place: Place, plans: list[Plan]) -> None:
     if asked.compare:
         _compare(plans, asked.as_document)
     elif asked.why is not None:
@@ -84,9 +125,19 @@ def _check_usage(asked: Asked) -> None:
         problems.append(
             Problem("no run was given", file="command line", key="--calibrate", fix="give run folders with metrics.jsonl")
         )
-    elif not calibrate and len(names) != wanted:
+    elif asked.model is not None and (names or compare or calibrate):
+        text = "--model plans one model, without a recipe"
+        problems.append(Problem(text, file="command line", key="--model", fix="leave the recipe, --compare or --calibrate out"))
+    elif not calibrate and len(names) != wanted and asked.model is None:
         text = f"{wanted} {'recipes are' if compare else 'recipe is'} wanted, {len(names)} given"
-        problems.append(Problem(text, file="command line", key="RECIPE", fix="clustertune plan RECIPE [section.key=value]..."))
+        problems.append(
+            Problem(
+                text,
+                file="command line",
+                key="RECIPE",
+                fix="clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME",
+            )
+        )
     if sum((compare, calibrate, asked.advise, asked.why is not None)) > 1:
         text = "--compare, --calibrate, --advise and --why exclude each other"
         problems.append(Problem(text, file="command line", fix="ask one after the other"))
@@ -96,6 +147,9 @@ def _check_usage(asked: Asked) -> None:
     if calibrate and asked.overrides:
         text = f"{asked.overrides[0]}: a run is taken as it was"
         problems.append(Problem(text, file="command line", key="--calibrate", fix="leave the overrides out"))
+    if asked.gpus is not None and asked.cluster is not None:
+        text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
+        problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
     if goal not in GOALS:
         problems.append(Problem(f"{goal!r} is no goal", file="command line", key="--goal", fix=did_you_mean(goal, GOALS)))
     if problems:
@@ -112,8 +166,12 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
 
     money = price(found.machine.gpu)
     better = [] if found.fits else remedies(found, given)
+    merge = merge_seconds(found.resolved)
+    whole = None if found.hours is None else found.hours * found.strategy.world_size
+    whole = None if whole is None or scored.gpu_hours is None else whole + scored.gpu_hours
     if as_document:
-        body = document.as_json(found, money) | {"evaluation": scored.as_json()}
+        body = document.as_json(found, money) | {"evaluation": scored.as_json(), "merge": {"seconds": merge, "gpu_hours": 0.0}}
+        body["total"] = {"gpu_hours": whole, "cost": document.spent(whole, money)}
         if not found.fits:
             body["remedies"] = [{"change": r.what, "overrides": r.arguments, "step_s": r.plan.step.seconds} for r in better]
         emit_json(body)
@@ -121,8 +179,11 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
         from clustertune.plan import tables
 
         tables.render(found, money, console.stderr)
-        cost = scored.gpu_hours and money and money.on_demand and scored.gpu_hours * money.on_demand
-        say(f"\n{scored}" + (f", {cost:.2f} {money.currency} on demand" if cost and money else ""))
+        say(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
+        say(str(scored))
+        if whole is not None:
+            spent = words.money(document.spent(whole, money))
+            say(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
     if found.fits:
         return
     if not as_document:
@@ -165,14 +226,17 @@ def _advise(place: Place, found: Plan, asked: Asked) -> None:
     )  # fmt: skip
     named = advisor.overrides(advice, source)
     if asked.as_document:
-        emit_json(document.advice_json(advice, named))
+        emit_json(document.advice_json(advice, named, place.cluster, price(found.machine.gpu)))
     else:
         from clustertune.plan import tables
 
-        recipe = [asked.names[0], *(["--cluster", asked.cluster] if asked.cluster else [])]
+        given = {"--model": asked.model, "--data": asked.data, "--gpus": asked.gpus, "--cluster": asked.cluster}
+        given |= {"--method": asked.method} if asked.model else {}
+        recipe = [*asked.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
-        tables.advice(advice, quoted, found, console.stderr, recipe=shlex.join(recipe))
-    if not advice.fitting:
+        money = price(found.machine.gpu)
+        tables.advice(advice, quoted, found, console.stderr, recipe=shlex.join(recipe), cluster=place.cluster, price=money)
+    if not any(option.starts(place.cluster) for option in advice.fitting):
         raise typer.Exit(int(ExitCode.CONFIG))
 
 

@@ -161,12 +161,14 @@ class Submission:
 
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
+        from clustertune.config.models import find_obstacles
         from clustertune.launch import megatron, shape, signal_margin
         from clustertune.launch import submit as launch
         from clustertune.staging import bundle
 
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
         problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
+        problems += find_obstacles(self.resolved)
         wrong = bundle.find_problems(self.resolved)
         problems += wrong
         if self.trains:

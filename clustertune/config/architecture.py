@@ -28,6 +28,7 @@ INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 _OLD_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "auto_map", "quantization_config"}
 """Keys of published ``config.json`` files that are not fields of the installed configuration class."""
 _ROPE_LISTS = ("short_factor", "long_factor", "mrope_section")
+_ROPE_SWITCHES = ("truncate", "mrope_interleaved")
 _MAX_INTEGER = 10**9
 _MAX_LAYERS = 10_000
 """Layers are counted one by one, which takes minutes and gigabytes above; published models have 126 at most."""
@@ -212,6 +213,9 @@ def _check_rope(rope: object, key: str) -> Iterator[Wrong]:
         elif name in ("rope_type", "type"):
             if not isinstance(value, str):
                 yield f"{key}.{name}", f"{_short(value)} is not a word", None
+        elif name in _ROPE_SWITCHES:
+            if not isinstance(value, bool):
+                yield f"{key}.{name}", "must be true or false", None
         elif not all(map(_positive, value if isinstance(value, list) and name in _ROPE_LISTS else [value])):
             yield f"{key}.{name}", f"{_short(value)} is not a positive number", None
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from clustertune.config.cluster_checks import read_cluster
 from clustertune.config.cluster_look import Seen, collect, judge
-from clustertune.config.cluster_schema import Cluster, same_host
+from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, same_host
+from clustertune.config.hardware import HARDWARE, read_hardware
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.schema import NAME
 from clustertune.config.yamlfile import read_yaml
@@ -53,6 +54,38 @@ def load_cluster(name_or_path: str | None = None, *, look: Callable[[], Seen] = 
     if exists or path.suffix in (".yaml", ".yml") or "/" in name_or_path:
         raise _refused(f"{name_or_path} {'is not a file' if exists else 'does not exist'}", fix)
     raise _refused(f"there is no cluster {name_or_path!r}", fix)
+
+
+def of_gpus(text: str) -> Cluster:
+    """The cluster of ``NODESxGPUSxNAME``, as ``2x8xh100-sxm``: nodes, GPUs of one, a GPU of ops/hardware.yaml.
+
+    What nobody said of its nodes is that file's ``nodes``; ``notes`` name it. Raises UserError.
+    """
+    known, found = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
+    if found is None or found[3] not in known:
+        what = "is not NODESxGPUSxNAME" if found is None else f"there are no figures of {found[3]}"
+        fix = f"write 2x8xh100-sxm; {(found and did_you_mean(found[3], known)) or 'known: ' + ', '.join(known)}"
+        raise UserError(Problem(f"{text[:60]!r}: {what}", file=COMMAND_LINE, key="--gpus", fix=fix))
+    nodes, each, name = int(found[1]), int(found[2]), found[3]
+    gpu = known[name]
+    kind = f"nvlink{gpu.nvlink}" if gpu.nvlink else "pcie"
+    around = read_hardware().nodes[kind]  # type: ignore[index]
+    link = kind if gpu.nvlink else gpu.host_link
+    note = (
+        f"beside the GPUs of {text} all is assumed ({HARDWARE.name}, nodes.{kind}): {each} x {around.gbit:g} Gbit/s "
+        f"{around.network} and {each * around.memory_gb:g} GiB of RAM; a cluster file states what there is"
+    )
+    return Cluster(
+        name=text,
+        nodes=tuple(Host(name=f"node{n}", address=f"node{n}", roles=("compute",)) for n in range(1, nodes + 1)),
+        compute=Compute(
+            gpus=each, gpu=name, interconnect=link if each > 1 else None, cores=each * around.cores,
+            threads=each * around.cores, memory_gb=each * around.memory_gb,
+        ),
+        network=Network(kind=around.network, gbit=around.gbit, ports=min(each, 64)),
+        source=f"--gpus {text}",
+        notes=(note,),
+    )  # fmt: skip
 
 
 def _refused(text: str, fix: str | None = None) -> UserError:

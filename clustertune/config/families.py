@@ -182,20 +182,26 @@ def _latent_attention(values: Values) -> Part:
 
 
 def deepseek_layer(values: Values, layer: int) -> LayerKind:
-    """DeepSeek-V2 and V3: dense for the first ``first_k_dense_replace`` layers; without the layer that predicts more tokens.
+    """DeepSeek-V2, V3 and GLM-4.5: dense for the first ``first_k_dense_replace`` layers; without the layer that predicts more
+    tokens.
 
-    V3's router has one correction per expert (``e_score_correction_bias``), which the published 671,026,419,200 hold, although
-    transformers keeps it as a buffer.
+    The router of V3 and GLM has one correction per expert (``e_score_correction_bias``), which the published 671,026,419,200
+    hold, although transformers keeps it as a buffer.
     """
     hidden = values.hidden
     bias = values.kind == "deepseek_v2" and values.flag("mlp_bias")
-    first = _latent_attention(values)
+    if values.kind == "glm4_moe":
+        first = attention(
+            values, layer, qkv_bias=values.flag("attention_bias"), qk_norm="head" if values.flag("use_qk_norm") else ""
+        )
+    else:
+        first = _latent_attention(values)
     if layer < int(values.get("first_k_dense_replace") or 0):
         return _together(first, gated("mlp", hidden, values.whole("intermediate_size"), bias=bias), norms=2 * hidden)
     inner = values.whole("moe_intermediate_size")
     routed = experts("mlp", values, values.whole("n_routed_experts"), inner)
     shared = gated("mlp.shared_experts", hidden, inner * values.whole("n_shared_experts"), bias=bias)
-    corrections = values.whole("n_routed_experts") if values.kind == "deepseek_v3" else 0
+    corrections = 0 if values.kind == "deepseek_v2" else values.whole("n_routed_experts")
     return _together(first, routed, shared, norms=2 * hidden + corrections)
 
 
@@ -335,6 +341,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(_Dense("attention_bias", "attention_bias", norms=4)),
     "gemma3_text": Family(_Dense("attention_bias", "attention_bias", qk_norm="head", norms=4)),
     "glm4": Family(_Dense("attention_bias", mlp=("gate_up_proj", "down_proj"), norms=4)),
+    "glm4_moe": Family(deepseek_layer),
     "gpt2": Family(_gpt2_layer, _GPT2, norm_bias=True, positions=True),
     "gpt_neox": Family(_gpt_neox_layer, _NEOX, norm_bias=True),
     "gpt_oss": Family(gpt_oss_layer),

@@ -100,6 +100,17 @@ class StorageFacts(Sourced):
     write_gb_s: Figure
 
 
+class NodeFacts(Sourced):
+    """The node around a GPU that nobody described, per GPU."""
+
+    network: Literal[NETWORKS]  # type: ignore[valid-type]
+    gbit: Figure
+    """Nominal speed of the port that each GPU has, Gbit/s."""
+    memory_gb: Figure
+    """RAM, GiB."""
+    cores: Annotated[int, Field(ge=1, le=1_000)]
+
+
 class HardwareFile(Section):
     """The whole file."""
 
@@ -108,9 +119,12 @@ class HardwareFile(Section):
     host_links: dict[Plain, LinkFacts]
     networks: dict[Plain, NetworkFacts]
     storage: StorageFacts
+    nodes: dict[Literal["nvlink5", "nvlink4", "nvlink3", "nvlink2", "pcie"], NodeFacts]
 
 
-NO_FIGURE = ("vendor", "generation", "compute_capability", "host_link", "nvlink", "names", "types", "sources", "hint")
+NO_FIGURE = (
+    "vendor", "network", "generation", "compute_capability", "host_link", "nvlink", "names", "types", "sources", "hint",
+)  # fmt: skip
 """Keys that hold no figure: all others have a source where they are given."""
 
 
@@ -135,7 +149,7 @@ def _find_problems(hardware: HardwareFile) -> Iterator[Found]:
 
 def _sources(hardware: HardwareFile) -> Iterator[Found]:
     entries: list[tuple[tuple[str, ...], Sourced]] = [(("storage",), hardware.storage)]
-    for kind in ("gpus", "links", "host_links", "networks"):
+    for kind in ("gpus", "links", "host_links", "networks", "nodes"):
         entries += [((kind, name), entry) for name, entry in getattr(hardware, kind).items()]
     for path, entry in entries:
         figures = [key for key in type(entry).model_fields if key not in NO_FIGURE]
@@ -153,6 +167,7 @@ def _missing(hardware: HardwareFile) -> Iterator[Found]:
     hosts = sorted({gpu.host_link for gpu in hardware.gpus.values()})
     networks = [name for name in NETWORKS if name not in ("none", "unknown")]
     for section, wanted in (
+        ("nodes", sorted({f"nvlink{gpu.nvlink}" if gpu.nvlink else "pcie" for gpu in hardware.gpus.values()})),
         ("links", [name for name in INTERCONNECTS if name != "none"]),
         ("host_links", hosts),
         ("networks", networks),

@@ -10,7 +10,7 @@ from clustertune.config.distribution import Distribution, mixed_precision
 from clustertune.config.findings import Found
 from clustertune.config.parameters import count
 from clustertune.config.resolved import Derived
-from clustertune.config.values import Values, attention_takes
+from clustertune.config.values import Values, attention_takes, has_sdpa
 
 PACKED = "packed_varlen"
 """The attention of packed conversations, each for itself: ``clustertune/training/packing.py``."""
@@ -64,12 +64,17 @@ def cannot_pack(architecture: Mapping[str, Any]) -> str | None:  # noqa: PLR0911
 
 
 def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Derived | None:
-    """``packed_varlen`` where conversations are packed, the recipe names no attention, and this one computes the model's."""
+    """What takes the place of sdpa where the recipe names no attention: ``packed_varlen`` where conversations are packed and it
+    computes the model's, ``eager`` where transformers has no sdpa for the model."""
     stated = (train.get("model_init_kwargs") or {}).get("attn_implementation")
-    if not packs(train) or stated or architecture is None or cannot_pack(architecture):
+    if stated or architecture is None:
         return None
-    reason = "packed: each conversation attends to itself alone, by torch's variable-length attention; sdpa would need a mask"
-    return Derived(f"train.{_KEY}", PACKED, reason)
+    if packs(train) and not cannot_pack(architecture):
+        reason = "packed: each conversation attends to itself alone, by torch's variable-length attention; "
+        return Derived(f"train.{_KEY}", PACKED, reason + "sdpa would need a mask")
+    if has_sdpa(kind := str(architecture["model_type"])):
+        return None
+    return Derived(f"train.{_KEY}", "eager", f"transformers has no scaled_dot_product_attention for {kind}")
 
 
 def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -101,6 +106,8 @@ def find_problems(
         yield attention, text, "use sdpa, or train.bf16=true"
     if named == PACKED and architecture is not None and (why := cannot_pack(architecture)):
         yield attention, f"{PACKED}: {why}", "leave it out: sdpa is taken"
+    if kind and (train.get("model_init_kwargs") or {}).get("attn_implementation") == "sdpa" and not has_sdpa(kind):
+        yield attention, f"transformers has no sdpa for {kind}", "leave it out: eager is taken"
     # The Trainer hands its own backend to accelerate, which then does not look at the file's (transformers/trainer.py:796).
     dynamo = acc.section(accelerate, "dynamo_config")
     filed = str(dynamo.get("dynamo_backend", "")).lower()

@@ -143,7 +143,7 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
     except UserError as error:
         problems += error.problems
         recipe = None
-    command_line, layers.beside, wrong = _read_overrides(overrides)
+    command_line, layers.beside, wrong = read_overrides(overrides)
     problems += wrong
     if recipe is None:
         return layers, problems
@@ -216,7 +216,7 @@ def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
     return Layer(f"base {base}", document)
 
 
-def _read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Document], list[Problem]]:
+def read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Document], list[Problem]]:
     """``section.key=value`` arguments: the recipe's, and those of each file beside it; the last of two for one key holds."""
     data: dict[str, Any] = {}
     beside: dict[str, dict[str, Any]] = {name: {} for name in BESIDE}

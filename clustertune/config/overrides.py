@@ -24,6 +24,15 @@ NF4 = {
 (https://huggingface.co/docs/bitsandbytes/fsdp_qlora)."""
 NVME = "/local_nvme"
 """The folder in accelerate's own examples of NVMe offload; a person writes the node's."""
+FSDP2 = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+    },
+}  # fmt: skip
+"""An accelerate file: FSDP2 over all ranks."""
+ALONE = {"distributed_type": "NO"}
+"""An accelerate file: one process."""
 _QUANTISATION = "train.model_init_kwargs.quantization_config"
 _SECTIONS = {"FSDP2": "fsdp_config", "ZeRO": "deepspeed_config"}
 
@@ -146,6 +155,12 @@ def loaded(resolved: Resolved, base: str) -> list[str]:
     if base == "nf4" and own is None:
         found += [f"{_QUANTISATION}.{key}={half if value == 'bfloat16' else value}" for key, value in NF4.items()]
     return found
+
+
+def loading(method: str) -> dict[str, object]:
+    """``train.model_init_kwargs`` of an adapter's base: bfloat16, with ``qlora`` quantised to NF4."""
+    four = {key: value == "true" or value for key, value in NF4.items() if key != "quant_method"}
+    return {"dtype": "bfloat16", **({_QUANTISATION.rpartition(".")[2]: four} if method == "qlora" else {})}
 
 
 def _megatron(resolved: Resolved, layout: Layout) -> list[str]:

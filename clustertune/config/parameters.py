@@ -37,6 +37,7 @@ _CONVERTED: dict[str, dict[str, str]] = {
     "qwen3_next": _QWEN,
     "deepseek_v2": _QWEN,
     "deepseek_v3": _QWEN,
+    "glm4_moe": _QWEN,
 }
 """Model types for which PEFT puts targets of the names that experts and routers had before transformers 5 onto the bare
 parameters that they are now: ``_MOE_TARGET_MODULE_MAPPING`` of peft/utils/transformers_weight_conversion.py."""

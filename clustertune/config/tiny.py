@@ -142,7 +142,7 @@ def _train(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
     result |= {key: None for key in ("pad_token", "eos_token") if train.get(key) is not None}
     init = train.get("model_init_kwargs")
     if isinstance(init, dict) and str(init.get("attn_implementation", "")).startswith("flash_attention"):
-        result["model_init_kwargs"] = {"attn_implementation": "sdpa"}
+        result["model_init_kwargs"] = {"attn_implementation": None}
     return result
 
 

@@ -181,12 +181,16 @@ def _export_gb(resolved: Resolved) -> float:
 
 
 def _merge_minutes(resolved: Resolved) -> float:
-    """Half an hour, and the model once read and once written; rounded up to ten minutes.
+    """Half an hour beside the merge itself; rounded up to ten minutes.
 
     Memory does not grow with the model: 192 MiB of buffers, and two shards of page cache for the device to keep up.
     """
-    seconds = 2 * (weight_bytes(resolved.architecture) or 0) / MERGE_BYTES_PER_SECOND
-    return 10 * math.ceil((30 + seconds / 60) / 10)
+    return 10 * math.ceil((30 + merge_seconds(resolved) / 60) / 10)
+
+
+def merge_seconds(resolved: Resolved) -> float:
+    """An estimate of the merge: the model once read and once written; 0 without an adapter."""
+    return 2 * (weight_bytes(resolved.architecture) or 0) / MERGE_BYTES_PER_SECOND if resolved.recipe.lora is not None else 0.0
 
 
 def _eval(resolved: Resolved, cluster: Cluster) -> Shape:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.overrides import Source
 from clustertune.plan import memory
 from clustertune.plan.candidates import Candidate, Refused, candidates
@@ -13,7 +14,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.host import host_parts
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Machine
-from clustertune.plan.predict import make_shape, read_strategy, real_length
+from clustertune.plan.predict import make_plan, make_shape, read_strategy, real_length
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import Strategy
@@ -36,16 +37,23 @@ class Option:
     """What it spends its time on, or why it does not fit."""
     burdens: int = 0
     """How many of these it needs beyond the recipe: a quantised base, host memory or NVMe for what a GPU would hold."""
+    hours: float | None = None
+    """Of the whole training; None where the number of steps is not known."""
 
     @property
     def strategy(self) -> Strategy:
         return self.candidate.strategy
 
     def key(self, goal: Goal) -> float:
-        """What is ranked: seconds of a step, GPU-seconds, or bytes."""
+        """What is ranked: time, GPU-time, or bytes. Time is the whole training's in hours, else a step's in seconds."""
         if goal == "memory":
             return self.needed
-        return self.step_s * (self.strategy.world_size if goal == "cost" else 1)
+        time = self.step_s if self.hours is None else self.hours
+        return time * (self.strategy.world_size if goal == "cost" else 1)
+
+    def starts(self, cluster: Cluster) -> bool:
+        """Whether this program starts it on the cluster: Megatron-Core only where the cluster file names its image."""
+        return self.strategy.kind != "Megatron" or cluster.container.megatron is not None
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ def advise(
         option = search.judge(candidate, best.get(candidate.family))
         if option is not None:
             best[candidate.family] = option
-    fitting = _ranked([o for o in best.values() if o.fits], goal)
+    fitting = _ranked([search.timed(o) for o in best.values() if o.fits], goal)
     losing = sorted((o for o in best.values() if not o.fits), key=lambda o: o.needed)
     return Advice(goal, fitting, losing, searched, {name: why for name, why in refused.items() if name not in best})
 
@@ -122,6 +130,14 @@ class _Search:
         option = Option(candidate, one.seconds, needed, True, _spent(one), self._burdens(here))
         return option if known is None or not known.fits or option.key(self.goal) < known.key(self.goal) else None
 
+    def timed(self, option: Option) -> Option:
+        """The option with the hours of its whole training."""
+        found = option.candidate
+        plan = make_plan(
+            found.resolved, self.machine, self.constants, lengths=self.lengths, chosen=found.strategy, sure=False
+        )  # fmt: skip
+        return replace(option, hours=plan.hours)
+
     def _burdens(self, here: Shape) -> int:
         places = (here.strategy.offload_params, here.strategy.offload_optimizer)
         return int(here.quantised and not self.shape.quantised) + int(places != ("none", "none"))
@@ -161,21 +177,14 @@ def reasons(advice: Advice) -> list[tuple[Option, str]]:
         winner = advice.fitting[0]
         ratio = option.key(advice.goal) / winner.key(advice.goal)
         words = {"time": "slower", "cost": "dearer", "memory": "more memory"}[advice.goal]
-        if ratio <= ALIKE and option.burdens > winner.burdens:
-            found.append((option, f"alike, with a quantised base or offloading: {option.why}"))
-            continue
-        if ratio <= ALIKE and option.needed > winner.needed:
-            found.append((option, f"alike, and {(option.needed - winner.needed) / GIB:.1f} GiB more per GPU: {option.why}"))
+        if ratio <= ALIKE:
+            text = "alike, with a quantised base or offloading" if option.burdens > winner.burdens else "alike"
+            if (more := option.needed - winner.needed) > 0:
+                text += f", and {more / GIB:.1f} GiB more per GPU"
+            found.append((option, f"{text}: {option.why}"))
             continue
         found.append((option, f"{ratio:.2f} x {words}: {option.why}"))
     return found + [(option, option.why) for option in advice.losing]
-
-
-def best_started(advice: Advice) -> Option | None:
-    """The best that this program starts, where the winner is one that it only plans (Megatron-Core)."""
-    if not advice.fitting or advice.fitting[0].strategy.kind != "Megatron":
-        return None
-    return next((option for option in advice.fitting if option.strategy.kind != "Megatron"), None)
 
 
 def overrides(advice: Advice, source: Source) -> dict[str, Sequence[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import Price
 from clustertune.plan import words
 from clustertune.plan.advise import Advice, reasons
@@ -14,12 +15,16 @@ from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 
 def cost(plan: Plan, price: Price | None) -> dict[str, Any] | None:
     """Money of the whole training; None where the hours or the price are unknown."""
-    if price is None or plan.hours is None:
+    return spent(None if plan.hours is None else plan.hours * plan.strategy.world_size, price)
+
+
+def spent(gpu_hours: float | None, price: Price | None) -> dict[str, Any] | None:
+    """Money of so many GPU-hours; None where they or the price are unknown."""
+    if price is None or gpu_hours is None:
         return None
-    hours = plan.hours * plan.strategy.world_size
     return {
-        "on_demand": None if price.on_demand is None else hours * price.on_demand,
-        "spot": None if price.spot is None else hours * price.spot,
+        "on_demand": None if price.on_demand is None else gpu_hours * price.on_demand,
+        "spot": None if price.spot is None else gpu_hours * price.spot,
         "currency": price.currency,
         "per_gpu_hour": {"on_demand": price.on_demand, "spot": price.spot},
         "date": price.date,
@@ -89,7 +94,9 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
     }
 
 
-def advice_json(advice: Advice, overrides: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def advice_json(
+    advice: Advice, overrides: Mapping[str, Sequence[str]], cluster: Cluster, price: Price | None
+) -> dict[str, Any]:
     """The document of ``plan --advise --json``."""
     why = {option.candidate.family: text for option, text in reasons(advice)}
     return {
@@ -101,7 +108,10 @@ def advice_json(advice: Advice, overrides: Mapping[str, Sequence[str]]) -> dict[
                 "strategy": o.candidate.family,
                 "fits": o.fits,
                 "engine": "megatron" if o.strategy.kind == "Megatron" else "trl",
+                "starts_here": o.starts(cluster),
                 "step_s": o.step_s if o.fits else None,
+                "hours": o.hours,
+                "cost": spent(None if o.hours is None else o.hours * o.strategy.world_size, price),
                 "needed_gib_per_gpu": o.needed / GIB,
                 "nodes": o.strategy.nodes,
                 "micro_batch": o.strategy.micro_batch,

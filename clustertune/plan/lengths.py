@@ -92,7 +92,12 @@ def read_lengths(path: Path) -> Lengths:
         raise UserError(Problem("holds no lengths", file=str(path), fix=fix)) from None
     if not pairs or any(length < 1 or count < 0 for length, count in pairs) or not 0 < sum(count for _, count in pairs) <= MOST:
         raise UserError(Problem(f"must hold 1 to {MOST} lengths of 1 token or more", file=str(path), fix=fix))
-    return Lengths(tuple(sorted(_thinned(pairs))), str(path))
+    return of_counts(pairs, str(path))
+
+
+def of_counts(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
+    """The lengths of a histogram: pairs of a length in tokens and how many conversations have it."""
+    return Lengths(tuple(sorted(_thinned(pairs))), source)
 
 
 def _thinned(pairs: Sequence[tuple[int, int]], most: int = 20_000) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from clustertune.config.cluster import known_clusters
 from clustertune.config.cluster_checks import ABOVE
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import HARDWARE, Gpu, LinkFacts, read_hardware
@@ -127,7 +128,7 @@ def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | 
         storage_write_bytes_per_s=write * GB,
         storage_note=storage_note,
         generation=_generation(gpu),
-        notes=tuple(_notes(compute.gpu or "", gpu, measured)),
+        notes=(*cluster.notes, *_notes(compute.gpu or "", gpu, measured)),
     )
 
 
@@ -226,7 +227,8 @@ def _problems(cluster: Cluster, measured: Measured | None, nodes: int) -> Iterat
     if not cluster.compute_nodes:
         yield Problem("no machine has the role compute", file=cluster.source, key="nodes", fix="give it to those that run jobs")
     if compute.gpus == 0:
-        yield Problem("0 GPUs: a plan is for training on GPUs", file=cluster.source, key="compute.gpus", fix="--cluster NAME")
+        fix = f"--gpus 2x8xh100-sxm (a GPU of {FIGURES}), or --cluster NAME: {', '.join(known_clusters())}"
+        yield Problem("0 GPUs: a plan is for training on GPUs", file=cluster.source, key="compute.gpus", fix=fix)
         return
     if compute.gpu not in known:
         what = f"there are no figures of {compute.gpu}" if compute.gpu else "which GPU it has is not known"

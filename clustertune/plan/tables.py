@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import Price
 from clustertune.plan import words
-from clustertune.plan.advise import Advice, best_started, reasons
+from clustertune.plan.advise import ALIKE, Advice, Option, reasons
 from clustertune.plan.calibration import Fit, unexplained
 from clustertune.plan.document import cost, memory_parts
 from clustertune.plan.predict import GIB, Plan
@@ -87,10 +89,7 @@ def _money(plan: Plan, price: Price | None) -> str:
         return f"no price of {plan.machine.gpu} in ops/prices.yaml"
     if money is None:
         return "unknown, as the time is"
-    words_ = [
-        f"{money[key]:,.2f} {price.currency} {key.replace('_', ' ')}" for key in ("on_demand", "spot") if money[key] is not None
-    ]
-    return f"{', '.join(words_)} (prices of {price.date})"
+    return f"{words.money(money)} (prices of {price.date})"
 
 
 def _bar(plan: Plan, console: Console) -> None:
@@ -132,35 +131,84 @@ def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Con
     console.print(Text(text), soft_wrap=True)
 
 
-def advice(found: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, console: Console, *, recipe: str) -> None:
-    """The ranking, the winner's overrides, and why the others lose."""
+ROWS = 5
+"""Strategies that the table of ``--advise`` shows; ``--json`` has all."""
+
+
+def advice(
+    found: Advice, overrides: Mapping[str, Sequence[str]], plan: Plan, console: Console, *, recipe: str, cluster: Cluster,
+    price: Price | None,
+) -> None:  # fmt: skip
+    """The winner with what it saves, the best of the others, what cannot be started here, and what nearly fits."""
+    here = [option for option in found.fitting if option.starts(cluster)]
+    elsewhere = [option for option in found.fitting if not option.starts(cluster)]
+    why = {option.candidate.family: text for option, text in reasons(replace(found, fitting=[*here, *elsewhere]))}
+    if here:
+        winner = here[0]
+        console.print(Text(f"{winner.candidate.family}: {_worth(winner, plan, price)}", style="bold"), soft_wrap=True)
+        console.print(Text(" ".join(["clustertune plan", recipe, *overrides[winner.candidate.family]])), soft_wrap=True)
+        console.print()
+        why[winner.candidate.family] = winner.why
     title = f"{found.searched:,} strategies searched, by {found.goal}"
-    table = _table("strategy", "nodes", "micro batch", "layers redone", "s a step", "GiB", title=title)
+    table = _table("strategy", "nodes", "micro batch", "redone", "s a step", "hours", "cost", "GiB", title=title)
     table.columns[0].no_wrap = True
-    for option in found.fitting:
-        used = option.strategy
+    shown = [*here[:ROWS], *elsewhere[:1]]
+    for index, option in enumerate(shown):
+        if index == len(here[:ROWS]):
+            table.add_section()
+        used, spent = option.strategy, _cost(option, price)
+        hours = "" if option.hours is None else _hours(option.hours)
+        name = option.candidate.family if option.starts(cluster) else f"not started here: {option.candidate.family}"
         table.add_row(
-            option.candidate.family, str(used.nodes), f"{used.micro_batch} x {used.accumulation}",
-            f"{used.recompute.share:.0%}", f"{option.step_s:.3g}", f"{option.needed / GIB:.1f}",
+            name, str(used.nodes), f"{used.micro_batch} x {used.accumulation}", f"{used.recompute.share:.0%}",
+            f"{option.step_s:.3g}", hours, "" if spent is None else f"{spent:,.0f}",
+            f"{option.needed / GIB:.1f}",
         )  # fmt: skip
     if found.fitting:
         console.print(table)
-    for option, text in reasons(found):
-        console.print(Text(f"- {option.candidate.family}: {text}"), soft_wrap=True)
-    if not found.fitting:
-        console.print(Text("Nothing fits: try more nodes (--nodes), or another GPU."))
-        return
-    winner = found.fitting[0]
-    started = best_started(found)
-    if started is not None:
-        text = f"\n{winner.candidate.family} is for Megatron-Bridge, which this program plans and does not start."
-        text += f" The best that it starts is {started.candidate.family}, {started.step_s / winner.step_s:.2f} x slower:"
+    for option in shown:
+        console.print(Text(f"- {option.candidate.family}: {why[option.candidate.family]}"), soft_wrap=True)
+    if elsewhere:
+        text = f"Megatron-Core runs in NVIDIA's image, which {cluster.name} does not name (container.megatron)."
         console.print(Text(text), soft_wrap=True)
-        console.print(Text(" ".join(["clustertune plan", recipe, *overrides[started.candidate.family]])), soft_wrap=True)
-    ratio = plan.step.seconds / winner.step_s
-    text = f"\n{winner.candidate.family}: {winner.why}; {ratio:.2f} x as fast as the recipe. To plan it:"
-    console.print(Text(text, style="bold"), soft_wrap=True)
-    console.print(Text(" ".join(["clustertune plan", recipe, *overrides[winner.candidate.family]])), soft_wrap=True)
+    for option in found.losing[: 1 if here else ROWS]:
+        console.print(Text(f"does not fit: {option.candidate.family}: {option.why}"), soft_wrap=True)
+    if left := len(here[ROWS:]) + len(elsewhere[1:]) + len(found.losing[1 if here else ROWS :]):
+        console.print(Text(f"and {left} more: --json lists all"))
+    if not here:
+        console.print(Text("Nothing that is started here fits: try more nodes (--nodes), or another GPU."))
+
+
+def _cost(option: Option, price: Price | None) -> float | None:
+    """Money of an option's training, on demand where that is offered."""
+    rate = None if price is None else price.spot if price.on_demand is None else price.on_demand
+    return None if rate is None or option.hours is None else option.hours * option.strategy.world_size * rate
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _worth(option: Option, plan: Plan, price: Price | None) -> str:
+    """An option's hours and money, and what it saves of the recipe's."""
+    seconds, spent, before = option.step_s, _cost(option, price), cost(plan, price)
+    told = f"{quantity(seconds, 's')} a step" if option.hours is None else f"{_hours(option.hours)} h"
+    told += f", {spent:,.2f} {price.currency}" if spent is not None and price is not None else ""
+    if not plan.fits:
+        return f"{told}; the recipe itself does not fit"
+    ratio = (plan.step.seconds if plan.hours is None or option.hours is None else plan.hours) / (option.hours or seconds)
+    if plan.hours is None and option.hours is not None:
+        return told
+    if abs(ratio - 1) < ALIKE - 1:
+        return f"{told}; as fast as the recipe"
+    if ratio < 1:
+        return f"{told}; {1 / ratio:.2f} times the recipe's time"
+    if option.hours is None or plan.hours is None:
+        return f"{told}; {ratio:.2f} x as fast as the recipe"
+    paid = (before or {}).get("on_demand") or (before or {}).get("spot")
+    saved = f" and {paid - spent:,.2f} {price.currency}" if price and paid and spent is not None and paid > spent else ""
+    saved = f"saves {_hours(plan.hours - option.hours)} h{saved} of the recipe's {_hours(plan.hours)} h"
+    return f"{told}; {saved} ({ratio:.2f} x as fast)"
 
 
 def calibration(found: Fit, console: Console) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from clustertune.config.load import did_you_mean
 from clustertune.errors import Problem, UserError
@@ -191,3 +192,9 @@ def _mfu(plan: Plan) -> list[str]:
             f"{number(plan.machine.peak_flops)} FLOP/s) = {plan.utilisation(hardware=hardware):.1%}"
         )
     return lines
+
+
+def money(found: Mapping[str, Any] | None) -> str:
+    """What something costs: ``35.67 USD on demand, 9.84 USD spot``; empty where that is not known."""
+    given = [(found[key], key.replace("_", " ")) for key in ("on_demand", "spot") if found[key] is not None] if found else []
+    return ", ".join(f"{value:,.2f} {found['currency']} {name}" for value, name in given) if found else ""

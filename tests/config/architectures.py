@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from clustertune.config.models import read_models
+
 
 def _model(
     kind: str, top: str, hidden: int, layers: int, heads: int, vocabulary: int, positions: int, **more: Any
@@ -73,10 +75,10 @@ def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 _LONG = [1.0 + index / 8 for index in range(48)]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **{name: dict(entry.config) for name, entry in read_models().items()},
     "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, 32, 32000, 4096),
     "meta-llama/Llama-3.1-8B-Instruct": _llama(4096, 14336, 32, 32, 8, 128256, 131072),
     "meta-llama/Llama-3.2-1B-Instruct": _llama(2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64, tie_word_embeddings=True),
-    "meta-llama/Llama-3.3-70B-Instruct": _llama(8192, 28672, 80, 64, 8, 128256, 131072),
     "meta-llama/Llama-3.1-405B": _llama(16384, 53248, 126, 128, 8, 128256, 131072),
     "mistralai/Mistral-7B-v0.1": _dense(
         "mistral", "MistralForCausalLM", (4096, 14336, 32, 32, 8, 32000, 32768), sliding_window=4096
@@ -105,9 +107,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=5632,
     ),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, 151936, 40960, tie_word_embeddings=True),
-    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8, 151936, 40960),
     "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8, 151936, 40960),
-    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 6144, 48, 32, 4, 151936, 40960, moe_intermediate_size=768),
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 12288, 94, 64, 4, 151936, 40960, moe_intermediate_size=1536),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": _dense(
         "qwen3_next",
@@ -135,8 +135,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         original_max_position_embeddings=4096,
         rope_scaling={"type": "longrope", "short_factor": _LONG, "long_factor": _LONG},
     ),
-    "microsoft/phi-4": _dense("phi3", "Phi3ForCausalLM", (5120, 17920, 40, 40, 10, 100352, 16384)),
-    "allenai/OLMo-2-1124-7B-Instruct": _dense("olmo2", "Olmo2ForCausalLM", (4096, 11008, 32, 32, 32, 100352, 4096)),
     "allenai/OLMo-2-1124-13B": _dense("olmo2", "Olmo2ForCausalLM", (5120, 13824, 40, 40, 40, 100352, 4096)),
     "THUDM/GLM-4-9B-0414": _dense("glm4", "Glm4ForCausalLM", (4096, 13696, 40, 32, 2, 151552, 32768), attention_bias=True),
     "CohereForAI/c4ai-command-r-v01": _dense("cohere", "CohereForCausalLM", (8192, 22528, 40, 64, 64, 256000, 131072)),
@@ -170,19 +168,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         n_group=1,
         topk_group=1,
     ),
-    "deepseek-ai/DeepSeek-V3": _deepseek(
-        "V3",
-        *(7168, 18432, 61, 128, 128, 129280, 163840),
-        q_lora_rank=1536,
-        n_routed_experts=256,
-        n_shared_experts=1,
-        num_experts_per_tok=8,
-        moe_intermediate_size=2048,
-        first_k_dense_replace=3,
-        n_group=8,
-        topk_group=4,
-    ),
-    "openai/gpt-oss-20b": _gpt_oss(24, 32),
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "meta-llama/Llama-4-Scout-17B-16E": _llama4(16, 1),
     "meta-llama/Llama-4-Maverick-17B-128E": _llama4(128, 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from clustertune.config.cluster import load_cluster
+from clustertune.config.cluster_schema import Container
 from clustertune.config.overrides import Source, share
 from clustertune.config.resolve import resolve
 from clustertune.plan import advise as advisor
@@ -22,6 +24,8 @@ from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Machine, machine
 from clustertune.plan.predict import make_plan, make_shape, read_strategy
 from clustertune.plan.strategy import Strategy
+from clustertune.plan.tables import ROWS
+from tests.command import run
 from tests.plan.world import FSDP2, LLAMA_8B, LLAMA_70B, LORA_SECTION, write_cluster, write_recipe
 
 REFERENCE = "rno-rtxpro6000"
@@ -153,7 +157,8 @@ def test_the_reference_recipe_finds_what_its_page_predicts(where: Callable[[int]
     advice = ask(source, place)
     check(advice, source, place)
     names = [option.candidate.family for option in advice.fitting]
-    assert names[0].startswith("HSDP") and names[0].endswith("nf4")
+    started = [option.candidate.family for option in advice.fitting if option.starts(load_cluster(REFERENCE))]
+    assert started[0].startswith("HSDP") and started[0].endswith("nf4") and not any("PP" in name for name in started)
     assert names.index("TP 8 x PP 2") < names.index("FSDP2 bf16")
     assert "HSDP 8 x 2 bf16" in [option.candidate.family for option in advice.losing]
     plan = make_plan(source.resolved, place, sure=False)
@@ -310,16 +315,33 @@ def test_what_is_quantised_or_offloaded_is_told_apart(tmp_path: Path, where: Cal
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_what_this_program_starts_is_named_beside_a_megatron_winner(tmp_path: Path, where: Callable[[int], Machine]) -> None:
-    """A line that can be planned and not run leaves a person where they were."""
-    from dataclasses import replace as changed
+def test_what_is_not_started_here_stands_below_the_line(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """A line that can be planned and not run leaves a person where they were; the image in the cluster file makes it run."""
+    recipe = write_recipe(tmp_path / "recipe", **CASES["70B LoRA"])
+    advice = ask(Source(resolve(recipe)), where(2))
+    file = tmp_path / "hgx.yaml"
+    plain = load_cluster(str(file))
+    image = {"runtime": "apptainer", "image": "/images/train.sif", "megatron": "/images/megatron.sif"}
+    other = plain.model_copy(update={"container": Container(**image)})
+    megatron = [option for option in advice.fitting if option.strategy.kind == "Megatron"]
+    assert megatron and not any(option.starts(plain) for option in megatron) and all(o.starts(other) for o in advice.fitting)
+    shown = run("plan", str(recipe), "--cluster", str(file), "--advise").err
+    first, table = shown.splitlines()[0], shown[shown.index("searched") :]
+    assert not first.startswith("TP") and table.count("not started here") == 1
+    rows = [line for line in table.splitlines() if re.search(r" \d+ x \d+ +\d+%", line)]
+    assert len(rows) == ROWS + 1 and "not started here" in rows[-1]
 
-    source = Source(resolve(write_recipe(tmp_path / "recipe", **CASES["70B LoRA"])))
-    advice = ask(source, where(2))
-    megatron = next(option for option in advice.fitting if option.strategy.kind == "Megatron")
-    others = [option for option in advice.fitting if option.strategy.kind != "Megatron"]
-    assert advisor.best_started(changed(advice, fitting=[megatron, *others])) is others[0]
-    assert advisor.best_started(changed(advice, fitting=others)) is None
+
+@pytest.mark.usefixtures("few_sizes")
+def test_a_winner_says_what_it_saves(tmp_path: Path, where: Callable[[int], Machine]) -> None:
+    """Hours and money first; what the model cannot tell from the recipe is no gain, and nothing is 0.97 times slower."""
+    train = {"max_steps": 2000, "activation_checkpointing": None}
+    recipe = write_recipe(tmp_path / "recipe", train=train, activation_checkpointing={"ratio": 1}, nodes=1)
+    shown = run("plan", str(recipe), "--cluster", str(tmp_path / "hgx.yaml"), "--advise").err
+    assert re.search(r"h, [\d,.]+ USD; saves [\d.]+ h and [\d,.]+ USD of the recipe's", shown.splitlines()[0])
+    words = shlex.split(shown.splitlines()[1])[1:]
+    again = run(*words, "--advise").err
+    assert "as fast as the recipe" in again.splitlines()[0] and not re.search(r" 0\.\d+ x", shown + again)
 
 
 @pytest.mark.usefixtures("few_sizes")

@@ -1,0 +1,131 @@
+"""``clustertune new``: a recipe folder from a model, data and GPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clustertune.arguments import AsJson, ClusterOption
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="HUB_ID|config.json", help="A model of the Hub, a config.json, or a recipe's model."),
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data", metavar="FILE|HUB_ID", help="Conversations: a file, a folder, or a dataset of the Hub.")
+]
+MethodOption = Annotated[str, typer.Option("--method", metavar="lora|qlora|full", help="What is trained.")]
+GpusOption = Annotated[
+    str | None,
+    typer.Option("--gpus", metavar="NODESxGPUSxNAME", help="As 2x8xh100-sxm, names of ops/hardware.yaml, without a cluster."),
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("new")(new)
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the recipe: a folder below recipes/, or a path.")],
+    model: ModelOption = None,
+    data: DataOption = None,
+    method: MethodOption = "lora",
+    gpus: GpusOption = None,
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a recipe folder: model, data, LoRA's targets, the distribution that the planner chooses; list what was assumed."""
+    from clustertune import draft
+    from clustertune.config.hardware import price
+    from clustertune.config.resolve import resolve
+    from clustertune.console import emit_json, say
+    from clustertune.plan.document import cost
+    from clustertune.plan.predict import GIB, make_plan
+    from clustertune.plan.words import money as in_words
+
+    folder = _target(name)
+    made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True)
+    with draft.drafted(folder.name, made_of, method, found, at) as (made, place):
+        machine = at.place.machine(int(made.recipe["slurm"]["nodes"]))
+        plan = make_plan(resolve(place), machine, at.place.constants, lengths=made.lengths)
+        (place / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
+        shutil.copytree(place, folder, dirs_exist_ok=True)
+    money = cost(plan, price(machine.gpu))
+    following = draft.commands(folder.name if "/" not in name else name, at.words)
+    if as_json:
+        told: dict[str, Any] = {
+            "folder": str(folder),
+            "files": sorted(path.name for path in folder.iterdir()),
+            "assumed": made.assumed,
+        }
+        emit_json(
+            told | {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
+        )
+        return
+    say(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    for one in made.assumed:
+        say(f"- {one}")
+    hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
+    spent = f", {words}" if (words := in_words(money)) else ""
+    say(
+        f"\nplanned: {hours}{spent} on {machine.name}, {plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU. "
+        "Next:\n"
+    )
+    say("\n".join(following))
+
+
+def read(
+    model: str | None, data: str | None, method: str, gpus: str | None, cluster: str | None, *, needs_data: bool = False
+) -> tuple[Any, Any, Any]:
+    """What the options name: the model, the measured data (None without), the place. Raises UserError with every problem."""
+    from clustertune import draft
+    from clustertune.config.load import did_you_mean
+    from clustertune.config.models import find_model, known_models
+    from clustertune.data.measure import measure
+    from clustertune.errors import Problem, UserError
+
+    problems: list[Problem] = []
+    if method not in draft.METHODS:
+        fix = did_you_mean(method, draft.METHODS)
+        problems.append(Problem(f"{method!r} is no method", file="command line", key="--method", fix=fix))
+    if model is None:
+        fix = f"--model OWNER/NAME or a config.json; known without the Hub: {', '.join(known_models())}"
+        problems.append(Problem("missing", file="command line", key="--model", fix=fix))
+    if data is None and needs_data:
+        fix = "--data FILE, a folder, or a dataset of the Hub"
+        problems.append(Problem("missing", file="command line", key="--data", fix=fix))
+    if gpus is not None and cluster is not None:
+        text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
+        problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
+    asked = ((find_model, (model,)), (measure, (data,)), (draft.where, (gpus, cluster)))
+    found: list[Any] = [None] * len(asked)
+    for index, (look, words) in enumerate(asked):
+        try:
+            found[index] = look(*words) if index == len(asked) - 1 or words[0] else None  # type: ignore[operator]
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return found[0], found[1], found[2]
+
+
+def _target(name: str) -> Path:
+    from clustertune.config.schema import NAME
+    from clustertune.errors import Problem, UserError
+
+    folder = Path(name) if "/" in name else Path("recipes", name)
+    text = fix = None
+    if not re.fullmatch(NAME, folder.name):
+        text = "must be letters, digits, '.', '_' and '-', 64 at most, the first a letter or digit"
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        text, fix = "is there already: nothing is written over", "choose another name, or remove it"
+    elif not folder.parent.is_dir() and "/" in name:
+        text, fix = f"{folder.parent} is no folder", "make it first"
+    if text:
+        raise UserError(Problem(text, file=str(folder), key="NAME", fix=fix))
+    return folder

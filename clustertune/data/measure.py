@@ -1,0 +1,137 @@
+"""Data that no recipe describes yet: in which format they are, how many conversations they hold, and about how many tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.load import RECIPES
+from clustertune.config.schema import NAME, Data
+from clustertune.config.yamlfile import parse_value, read_yaml
+from clustertune.data import prepare
+from clustertune.data.chats import messages_of, recognise
+from clustertune.data.sources import find_sources
+from clustertune.errors import Problem, UserError
+
+BYTES_PER_TOKEN = 4.0
+"""UTF-8 bytes of a token; assumed, a little below what English has with vocabularies of 100,000 tokens and more."""
+TURN_TOKENS = 5
+"""Tokens that a chat template puts around a message: Llama 3 five, Qwen's ChatML five."""
+LOOKED_AT = 200
+"""Rows of which the format is recognised, at most."""
+SEED = 42
+"""SFTConfig's, with which a recipe's eval split is chosen."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Data as a recipe's section ``data`` names them, and what was found in them."""
+
+    section: Mapping[str, Any]
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    """Training conversations by their estimated number of tokens; empty: they were not counted."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where the numbers of tokens are from."""
+        return f"{BYTES_PER_TOKEN:g} bytes a token assumed"
+
+
+def measure(given: str) -> Measured:
+    """A file, a folder or a Hub id: its format is recognised, its conversations are counted as ``prepare`` makes them.
+
+    Data of the Hub that a recipe trains on are taken as that recipe describes them. Raises UserError.
+    """
+    path = Path(given).expanduser()
+    if path.exists():
+        return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.resolve())})
+    known = {str(section["name"]): section for section in _of_recipes()}
+    if given in known:
+        return Measured({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")})
+    if not re.fullmatch(f"{NAME}/{NAME}", given):
+        fix = f"give a file, a folder, or one of the Hub: {', '.join(sorted(known))}"
+        raise UserError(Problem(f"there is no file {given!r}", file="command line", key="--data", fix=fix))
+    return _count({"name": given, "revision": _revision(given)})
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")[:64] or "data"
+
+
+def _of_recipes() -> Iterator[dict[str, Any]]:
+    for file in sorted([*RECIPES.glob("_base/*.yaml"), *RECIPES.glob("*/recipe.yaml")]):
+        section = read_yaml(file, str(file)).data.get("data")
+        if isinstance(section, dict) and section.get("revision"):
+            yield section
+
+
+def _revision(name: str) -> str:
+    import huggingface_hub
+
+    try:
+        return str(huggingface_hub.HfApi().dataset_info(name).sha)
+    except Exception as error:  # the exceptions of the Hub's clients have no common base
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "download it elsewhere and give the file or folder"
+        raise UserError(
+            Problem(f"{name} cannot be had from the Hub: {why}", file="command line", key="--data", fix=fix)
+        ) from None
+
+
+def _count(section: dict[str, Any]) -> Measured:
+    section |= _recognised(Data.model_validate({**section, "format": "messages"}))
+    data = Data.model_validate(section)
+    tokens: Counter[int] = Counter()
+    with tempfile.TemporaryDirectory(prefix="clustertune-data-") as folder:
+        with contextlib.redirect_stderr(io.StringIO()):  # it names a file of rejected rows that is gone in a moment
+            found = prepare.prepare(data, recipe_folder=Path(), seed=SEED, out=Path(folder, "data"))
+        with Path(folder, "data", "train.jsonl").open(encoding="utf-8") as lines:
+            tokens.update(_tokens(json.loads(line)) for line in lines)
+    counts = {name: found[name]["conversations"] for name in prepare.SPLITS}
+    mean = sum(length * count for length, count in tokens.items()) / max(1, counts["train"])
+    notes = [
+        f"{counts['train']:,} training conversations and {counts['eval']:,} for evaluation were counted ({section['format']})",
+        f"{mean:,.0f} tokens a conversation are estimated ({BYTES_PER_TOKEN:g} bytes a token): clustertune prepare counts them",
+    ]
+    if rejected := sum(found["rejected"].values()):
+        notes.append(f"{rejected:,} rows are left out: clustertune prepare names each")
+    return Measured(section | {"expect": {**counts, "mean_tokens": round(mean)}}, dict(tokens), tuple(notes))
+
+
+def _tokens(example: Mapping[str, Any]) -> int:
+    messages = messages_of(example)
+    texts = [str(message.get("content") or "") for message in messages] or [str(example.get("text") or "")]
+    size = sum(len(text.encode()) for text in texts)
+    return max(1, round(size / BYTES_PER_TOKEN) + TURN_TOKENS * len(messages))
+
+
+def _recognised(data: Data) -> dict[str, Any]:
+    """``format``, and ``columns`` where they are named otherwise, of the first row that has any. Raises UserError with the columns."""
+    ((_, source),) = find_sources(data, Path(), None)
+    columns: list[str] = []
+    for _, row in islice(source.records(), LOOKED_AT):
+        if not isinstance(row, dict):
+            continue
+        if (found := recognise(row)) is not None:
+            keys = dict(part.removeprefix("data.").split(": ", 1) for part in found.split(" and "))
+            if keys["format"] != "preference":
+                return {key: parse_value(value) for key, value in keys.items()}
+        columns = columns or sorted(map(str, row))
+    what = (
+        f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
+        if columns
+        else "no row can be read"
+    )
+    raise UserError(
+        Problem(what, file=source.shown, key="--data", fix="docs/data.md has the formats; data.columns names columns")
+    )

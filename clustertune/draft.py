@@ -1,0 +1,245 @@
+"""A recipe from a model, data and GPUs: what ``clustertune new`` writes, and ``plan --model`` plans."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clustertune.config.cluster import load_cluster, of_gpus
+from clustertune.config.load import read_overrides
+from clustertune.config.models import Model, size_of
+from clustertune.config.overrides import ALONE, FSDP2, Source, loading
+from clustertune.config.parameters import count
+from clustertune.config.resolve import resolve
+from clustertune.errors import Problem, UserError, storage_error
+from clustertune.plan.advise import Option, advise
+from clustertune.plan.lengths import Lengths, of_counts
+from clustertune.plan.place import Place, find_place
+from clustertune.plan.predict import GIB, fewest_nodes
+
+if TYPE_CHECKING:
+    from clustertune.data.measure import Measured
+
+METHODS = ("lora", "qlora", "full")
+BATCH = 32
+"""Sequences of an optimizer step at least, as the recipes here have; more where there are more ranks."""
+ANY_GPUS = "1x8xh100-sxm"
+"""What is planned on where neither GPUs nor a cluster are named."""
+_KINDS = ("NO", "DDP", "FSDP2")
+"""What is chosen from: torch's own strategies, which need no compiler on the node and no folder on an NVMe."""
+ROOM = 0.93
+"""Of a GPU's memory that a new recipe takes at most: other conversations and the allocator's gaps need the rest. Assumed."""
+_NO_DATA = {"name": "not-given", "input": "not-given", "format": "messages"}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The files of a recipe, and what was assumed."""
+
+    recipe: dict[str, Any]
+    accelerate: dict[str, Any]
+    architecture: Mapping[str, Any]
+    assumed: list[str]
+    lengths: Lengths | None = None
+
+
+def targets(architecture: Mapping[str, Any]) -> tuple[list[str] | str, str]:
+    """LoRA's ``target_modules``, and a sentence on them: every linear module of the layers; of a mixture, attention's."""
+    counted = count(architecture)
+    if counted is None:
+        return "all-linear", "LoRA on all linear modules"
+    linears = [linear for kind in counted.layers for linear in kind.linears]
+    mixture = any(linear.copies > 1 for linear in linears)
+    chosen = [one.name for one in linears if not one.bare and (not mixture or "attn" in one.name)]
+    names = list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
+    what = (
+        "the linear modules of attention: experts and routers stay frozen" if mixture else "every linear module of the layers"
+    )
+    return names, f"LoRA on {', '.join(names)}: {what}"
+
+
+@dataclass(frozen=True)
+class Where:
+    """On what is planned, as the command line says it."""
+
+    place: Place
+    sizes: tuple[int, ...]
+    """Numbers of nodes to try, the fewest first."""
+    gpus: int
+    """Of a node."""
+    words: tuple[str, ...]
+    """The options that name it again."""
+    assumed: bool = False
+    """Whether nobody named it."""
+
+
+def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> Where:
+    """``--gpus``, ``--cluster``, this place where it has GPUs, else :data:`ANY_GPUS`. Raises UserError."""
+    found, words = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
+    if nobody := not (gpus or cluster or found.compute.gpus):
+        found, words = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
+    most = len(found.compute_nodes)
+    sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
+    return Where(find_place(found, nccl_check), sizes, found.compute.gpus, words, nobody)
+
+
+@contextmanager
+def drafted(name: str, model: Model, method: str, data: Measured | None, at: Where) -> Iterator[tuple[Draft, Path]]:
+    """The recipe of the fewest nodes whose GPUs hold it, with its best distribution, in a folder that is gone afterwards.
+
+    Where none do, the fewest nodes on which it fits with host memory. Raises NothingFits, and UserError where it is refused.
+    """
+    found: Draft | None = None
+    for nodes in at.sizes:
+        made = draft(model, method, data, nodes, at.gpus)
+        with folder_of(made, name) as folder:
+            try:
+                chosen, burdens = choose(made, folder, at.place, method)
+            except NothingFits:
+                if nodes == at.sizes[-1] and found is None:
+                    raise
+                continue
+        found = chosen if not burdens else found or chosen
+        if not burdens:
+            break
+    assert found is not None
+    if at.assumed:
+        found.assumed.append(f"no GPUs were named: --gpus {at.words[1]}")
+    with folder_of(found, name) as folder:
+        yield found, folder
+
+
+class NothingFits(UserError):
+    """No distribution holds the model on these GPUs."""
+
+
+def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: int) -> Draft:
+    """A recipe before its distribution is chosen: FSDP2 over all GPUs, every layer recomputed."""
+    world = nodes * gpus
+    batch = world * -(-BATCH // world)
+    assumed = [*model.notes, *(data.notes if data else ())]
+    train: dict[str, Any] = {"global_batch_size": batch}
+    recipe: dict[str, Any] = {"base": "sft-full" if method == "full" else "sft-lora", "model": dict(model.section)}
+    recipe |= {"data": dict(data.section) if data else _NO_DATA, "train": train}
+    longest = model.architecture.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < 2048:
+        train["max_length"] = longest
+    if model.pad_token:
+        train["pad_token"] = model.pad_token
+    if method != "full":
+        train["model_init_kwargs"] = loading(method)
+        names, what = targets(model.architecture)
+        recipe["lora"] = {"target_modules": names}
+        assumed.append(what)
+    recipe["slurm"] = {"nodes": nodes, "gpus_per_node": gpus, "time": "24:00:00"}
+    if world > 1:
+        recipe["activation_checkpointing"] = {"ratio": 1}
+    else:
+        train["activation_checkpointing"] = True
+    assumed.append(
+        f"{batch} sequences of {train.get('max_length', 2048)} tokens a step, packed; rates, epochs and rank are those of "
+        f"{recipe['base']}"
+    )
+    assumed.append(
+        "the tokenizer has a chat template, as those of instruct models have; for a base model write model.chat_template"
+    )
+    lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
+    return Draft(recipe, FSDP2 if world > 1 else ALONE, model.architecture, assumed, lengths)
+
+
+def choose(made: Draft, folder: Path, place: Place, method: str) -> tuple[Draft, int]:
+    """The draft in ``folder`` with the fastest distribution that fits and that this program starts; and its burdens: what has
+    none goes first whatever it takes, as offloading depends on the node most.
+
+    The base stays as the method says. Raises NothingFits, with the fewest nodes on which FSDP2 would fit.
+    """
+    source = Source(resolve(folder))
+    nodes = source.resolved.recipe.slurm.nodes
+    machine = place.machine(nodes)
+    roomy = replace(machine, usable_bytes=int(ROOM * machine.usable_bytes))
+    advice = advise(source, roomy, place.constants, nodes=[nodes], lengths=made.lengths)
+
+    def allowed(option: Option) -> bool:
+        used = option.strategy
+        quantised = used.weight_bytes < 1
+        return used.kind in _KINDS and quantised == (method == "qlora")
+
+    fitting = sorted(filter(allowed, advice.fitting), key=lambda option: option.burdens)
+    found = next(iter(fitting), None)
+    if found is None:
+        why = next((option.why for option in advice.losing if allowed(option)), "no strategy is possible")
+        enough = fewest_nodes(source.resolved, place.constants, machine.usable_bytes, cudnn=machine.has_cudnn_attention)
+        fix = f"FSDP2 fits on {enough} such nodes" if enough and enough > nodes else "take larger GPUs"
+        fix += {"full": ", or --method lora", "lora": ", or --method qlora", "qlora": ""}[method]
+        raise NothingFits(Problem(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix))
+    arguments = found.candidate.arguments(source.resolved)
+    document, _, _ = read_overrides(arguments)
+    recipe = _over(made.recipe, document.data)
+    accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
+    said = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
+    said += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
+    return Draft(recipe, accelerate, made.architecture, [*made.assumed, said], made.lengths), found.burdens
+
+
+def _over(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in top.items():
+        merged[key] = _over(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+        if merged[key] is None:
+            del merged[key]
+    return merged
+
+
+@contextmanager
+def folder_of(made: Draft, name: str) -> Iterator[Path]:
+    """The draft as a recipe folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="clustertune-") as place:
+        folder = Path(place, name)
+        folder.mkdir()
+        write(made, folder)
+        yield folder
+
+
+def write(made: Draft, folder: Path) -> None:
+    """``recipe.yaml``, ``accelerate.yaml`` and ``model.json``."""
+    import yaml
+
+    def text(body: Mapping[str, Any]) -> str:
+        return yaml.safe_dump(dict(body), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+    try:
+        (folder / "recipe.yaml").write_text(text(made.recipe), encoding="utf-8")
+        (folder / "accelerate.yaml").write_text(text(made.accelerate), encoding="utf-8")
+        keys = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in made.architecture.items())
+        (folder / "model.json").write_text(f"{{\n{keys}\n}}\n", encoding="utf-8")
+    except OSError as error:
+        raise storage_error(error, "cannot be written", folder) from None
+
+
+def page(made: Draft, name: str, model: Model, words: Sequence[str]) -> str:
+    """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
+    lines = [
+        f"# {name}",
+        "",
+        f"{model.section['name']}, {size_of(made.architecture)} parameters. **Planned, not measured.** Assumed:",
+        "",
+    ]
+    lines += [f"- {one}" for one in made.assumed]
+    return "\n".join([*lines, "", "```sh", *commands(name, words), "```", ""])
+
+
+def commands(recipe: str, words: Sequence[str]) -> list[str]:
+    """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit."""
+    cluster = shlex.join(words) if words[0] == "--cluster" else "--cluster NAME"
+    return [
+        f"clustertune plan {recipe} {shlex.join(words)}",
+        f"clustertune run {recipe} --tiny --to export",
+        f"clustertune nccl-check {cluster}",
+        f"clustertune submit {recipe} {cluster}",
+    ]

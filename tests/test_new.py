@@ -1,0 +1,138 @@
+"""``clustertune new`` and ``plan --model``: from a model, data and GPUs to a recipe that plans and runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune.config.cluster import of_gpus
+from clustertune.config.load import RECIPES
+from clustertune.config.resolve import resolve
+from clustertune.data.measure import measure
+from clustertune.errors import UserError
+from tests.command import run
+
+CONVERSATIONS = RECIPES / "tiny-oasst2" / "conversations.jsonl"
+GPUS = ("--gpus", "2x8xh100-sxm")
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [{"role": "user", "content": "q" * 400}, {"role": "assistant", "content": "a" * 360}]},
+    "alpaca": {"instruction": "q" * 300, "input": "q" * 98, "output": "a" * 360},
+    "lima": {"conversations": ["q" * 400, "a" * 360]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q" * 400}, {"from": "gpt", "value": "a" * 360}]},
+}
+
+
+def rows(path: Path, row: dict[str, Any], count: int = 200) -> Path:
+    """A file of rows that differ."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
+        for number in range(count):
+            file.write(json.dumps(json.loads(json.dumps(row).replace("aaa", f"{number:03d}"[-3:], 1))) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_data_are_recognised_counted_and_measured(name: str, tmp_path: Path) -> None:
+    """190 of 200 are trained on; 760 bytes are 190 tokens, and two messages add five each."""
+    found = measure(str(rows(tmp_path / f"{name}.jsonl.gz", ROWS[name])))
+    assert found.section["format"] == name and found.section["expect"] == {"train": 190, "eval": 10, "mean_tokens": 200}
+    assert found.tokens == {200: 190}
+
+
+def test_data_of_no_known_format_are_named_by_their_columns(tmp_path: Path) -> None:
+    file = rows(tmp_path / "chat.jsonl", {"talk": [{"by": "human", "said": "x"}], "id": "1"})
+    with pytest.raises(UserError, match="id, talk are of no format"):
+        measure(str(file))
+
+
+def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
+    """The folder resolves, plans as it was said, and holds what was assumed; nothing is written over."""
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 500)
+    asked = ("new", tmp_path / "my-qwen", "--model", "Qwen/Qwen3-8B", "--data", data, *GPUS)
+    done = run(*asked, "--json")
+    assert done.code == 0, done.err
+    told = done.json
+    assert told["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"] and told["hours"] and told["cost"]
+    resolved = resolve(tmp_path / "my-qwen")
+    assert resolved.recipe.model.revision and resolved.recipe.slurm.nodes == 2 and resolved.world_size == 16
+    assert resolved.input_path == data.resolve() and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
+    assert all(one in (tmp_path / "my-qwen" / "README.md").read_text() for one in told["assumed"])
+    planned = run("plan", tmp_path / "my-qwen", *GPUS, "--json").json
+    assert planned["fits"] and planned["step_s"] == pytest.approx(told["step_s"], rel=0.05)
+    again = run(*asked)
+    assert again.code == 2 and "nothing is written over" in again.err
+
+
+def test_a_quantised_base_and_a_node_that_is_large_enough(tmp_path: Path) -> None:
+    """QLoRA of 70B takes one GPU of 141 GB where LoRA takes more; full fine-tuning finds the nodes it needs, or says so."""
+    asked = ("--model", "meta-llama/Llama-3.3-70B-Instruct", "--data", CONVERSATIONS)
+    done = run("new", tmp_path / "q", *asked, "--method", "qlora", "--gpus", "1x1xh200-sxm")
+    assert done.code == 0, done.err
+    body = yaml.safe_load((tmp_path / "q" / "recipe.yaml").read_text())
+    assert body["train"]["model_init_kwargs"]["quantization_config"]["load_in_4bit"] is True
+    assert "finetune_right_pad" in body["train"]["pad_token"]
+    refused = run("new", tmp_path / "l", *asked, "--gpus", "1x1xh200-sxm")
+    assert refused.code == 2 and "nothing fits on 1x1xh200-sxm" in refused.err and "qlora" in refused.err
+    assert not (tmp_path / "l").exists()
+    full = run("new", tmp_path / "f", *asked, "--method", "full", "--cluster", "dgx-h100")
+    assert full.code == 0 and resolve(tmp_path / "f").recipe.slurm.nodes > 1, full.err
+    offloaded = run("new", tmp_path / "o", *asked, "--method", "full", "--gpus", "1x8xh100-sxm")
+    assert offloaded.code == 0 and resolve(tmp_path / "o").distribution.offload_params == "cpu", offloaded.err
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    done = run("new", "../x y", "--model", "Qwen/Qwen3-8B", "--data", "no-such-file")
+    assert done.code == 2 and "letters, digits" in done.err
+    done = run("new", tmp_path / "x", "--method", "dora", "--gpus", "8h100", "--cluster", "dgx-h100")
+    keys = ("--method", "--model", "--data", "--gpus")
+    assert done.code == 2 and all(key in done.err for key in keys) and "exclude each other" in done.err
+
+
+def test_a_model_is_planned_without_files(tmp_path: Path) -> None:
+    """Hours and money with the evaluation and the merge; what was assumed; without data, what is missing."""
+    data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 400)
+    asked = ("plan", "--model", "Qwen/Qwen2.5-72B-Instruct", *GPUS, "--method", "lora")
+    found = run(*asked, "--data", data, "--json").json
+    assert found["fits"] and found["hours"] and found["parameters"] == 72_706_203_648
+    evaluation, total = found["evaluation"]["gpu_hours"], found["total"]
+    assert found["merge"]["seconds"] > 60 and evaluation > 0
+    assert total["gpu_hours"] == pytest.approx(found["gpu_hours"] + evaluation)
+    assert total["cost"]["on_demand"] == pytest.approx(total["gpu_hours"] * total["cost"]["per_gpu_hour"]["on_demand"])
+    assert any("380 training conversations" in line for line in found["assumptions"])
+    assert any("is assumed (hardware" in line and "2x8xh100-sxm" in line for line in found["assumptions"])
+    bare = run(*asked, "--json").json
+    assert bare["fits"] and bare["hours"] is None and bare["total"]["gpu_hours"] is None
+    shown = run(*asked, "--advise").err
+    assert "clustertune plan --model Qwen/Qwen2.5-72B-Instruct --gpus 2x8xh100-sxm --method lora" in shown
+
+
+def test_a_recipe_is_planned_on_gpus_and_on_other_data(tmp_path: Path) -> None:
+    data = rows(tmp_path / "mine.jsonl", ROWS["alpaca"], 2000)
+    found = run("plan", "llama8b-lima", "--gpus", "1x4xa100-sxm-80", "--data", data, "--json").json
+    assert found["cluster"] == "1x4xa100-sxm-80" and found["fits"] and found["hours"]
+    assert found["gpu_hours"] == pytest.approx(4 * found["hours"])
+
+
+def test_without_a_cluster_those_there_are_are_listed() -> None:
+    done = run("plan", "llama8b-lima", "--cluster", "local")
+    assert done.code == 2 and "--gpus 2x8xh100-sxm" in done.err and "nebius-h100" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("8xh100-sxm", "NODESxGPUSxNAME"), ("2x8xh100", "h100-sxm"), ("0x8xh100-sxm", "NODES")]
+)
+def test_gpus_that_are_not_understood(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        of_gpus(text)
+
+
+def test_the_node_around_the_gpus() -> None:
+    """NVLink and a port for each GPU where the GPU has it; PCI Express else; and a note that it is assumed."""
+    found, plain, one = of_gpus("4x8xh100-sxm"), of_gpus("1x2xl40s"), of_gpus("1x1xh100-sxm")
+    assert (found.compute.interconnect, found.network.ports, len(found.compute_nodes)) == ("nvlink4", 8, 4)
+    assert plain.compute.interconnect == "pcie4" and plain.network.kind == "ethernet" and one.compute.interconnect is None
+    assert all("is assumed" in cluster.notes[0] for cluster in (found, plain, one))
