@@ -36,8 +36,9 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     if differ := contradictions(resolved.architecture, config):
         fix = f"copy these keys from {file} into it, or name the model that it describes"
         raise UserError(Problem(f"not the sizes of the base: {differ}", file=f"{resolved.name}/model.json", fix=fix))
-    if isinstance(config.get("text_config"), dict) and config.get("model_type") != resolved.architecture.get("model_type"):
-        outer = ", ".join(config.get("architectures") or [str(config.get("model_type"))])
+    kind = config.get("model_type")
+    if isinstance(config.get("text_config"), dict) and kind and kind != resolved.architecture.get("model_type"):
+        outer = ", ".join(config.get("architectures") or [str(kind)])
         text = f"the base is a {outer}, and the recipe describes its text model"
         fix = f"save that alone as {resolved.architecture['architectures'][0]}, and name the folder in model.path"
         raise UserError(Problem(text, file=str(file), key="text_config", fix=fix))

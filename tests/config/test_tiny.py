@@ -46,7 +46,7 @@ def test_what_only_a_gpu_or_the_real_tokenizer_has_is_left_out() -> None:
     assert "tf32" not in args and "pad_token" not in args
     flash = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
     layer = tiny_layer({"train": flash}, Path("/x"), 2)
-    assert layer["train"]["model_init_kwargs"] == {"attn_implementation": "sdpa"}
+    assert layer["train"]["model_init_kwargs"] == {"attn_implementation": None}
 
 
 def test_overrides_lie_over_the_tiny_layer() -> None:
