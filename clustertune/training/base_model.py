@@ -36,20 +36,25 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     if differ := contradictions(resolved.architecture, config):
         fix = f"copy these keys from {file} into it, or name the model that it describes"
         raise UserError(Problem(f"not the sizes of the base: {differ}", file=f"{resolved.name}/model.json", fix=fix))
+    stored, asked = _stored(config), quantization.of(resolved.train_args)
+    reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
+    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.distribution.type)
+    if reason is None:
+        _refuse_wrapper(config, file, resolved)
+        return
+    if stored is None:
+        raise UserError(Problem(reason, key=RECIPE_KEY, fix=FIX))
+    raise UserError(Problem(reason, file=str(file), key="quantization_config", fix=FIX))
+
+
+def _refuse_wrapper(config: Mapping[str, Any], file: Path | None, resolved: Resolved) -> None:
+    """A model with pictures around the recipe's text model: LoRA's names match modules of the outer parts too."""
     kind = config.get("model_type")
     if isinstance(config.get("text_config"), dict) and kind and kind != resolved.architecture.get("model_type"):
         outer = ", ".join(config.get("architectures") or [str(kind)])
         text = f"the base is a {outer}, and the recipe describes its text model"
         fix = f"save that alone as {resolved.architecture['architectures'][0]}, and name the folder in model.path"
         raise UserError(Problem(text, file=str(file), key="text_config", fix=fix))
-    stored, asked = _stored(config), quantization.of(resolved.train_args)
-    reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
-    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.distribution.type)
-    if reason is None:
-        return
-    if stored is None:
-        raise UserError(Problem(reason, key=RECIPE_KEY, fix=FIX))
-    raise UserError(Problem(reason, file=str(file), key="quantization_config", fix=FIX))
 
 
 def parted_by(resolved: Resolved) -> str | None:
