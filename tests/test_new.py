@@ -59,7 +59,7 @@ def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     assert told["files"] == ["README.md", "accelerate.yaml", "model.json", "recipe.yaml"] and told["hours"] and told["cost"]
     resolved = resolve(tmp_path / "my-qwen")
     assert resolved.recipe.model.revision and resolved.recipe.slurm.nodes == 2 and resolved.world_size == 16
-    assert resolved.input_path == data.resolve() and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
+    assert resolved.recipe.data.input == str(data.resolve()) and resolved.recipe.data.expect.train == 475  # type: ignore[union-attr]
     assert all(one in (tmp_path / "my-qwen" / "README.md").read_text() for one in told["assumed"])
     planned = run("plan", tmp_path / "my-qwen", *GPUS, "--json").json
     assert planned["fits"] and planned["step_s"] == pytest.approx(told["step_s"], rel=0.05)

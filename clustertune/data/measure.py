@@ -116,7 +116,7 @@ def _tokens(example: Mapping[str, Any]) -> int:
 
 
 def _recognised(data: Data) -> dict[str, Any]:
-    """``format``, and ``columns`` where they are named otherwise, of the first row that has any. Raises UserError with the columns."""
+    """``format``, and ``columns`` where they are named otherwise, of the first row that has any. Raises UserError."""
     ((_, source),) = find_sources(data, Path(), None)
     columns: list[str] = []
     for _, row in islice(source.records(), LOOKED_AT):
@@ -127,11 +127,6 @@ def _recognised(data: Data) -> dict[str, Any]:
             if keys["format"] != "preference":
                 return {key: parse_value(value) for key, value in keys.items()}
         columns = columns or sorted(map(str, row))
-    what = (
-        f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
-        if columns
-        else "no row can be read"
-    )
-    raise UserError(
-        Problem(what, file=source.shown, key="--data", fix="docs/data.md has the formats; data.columns names columns")
-    )
+    named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
+    fix = "docs/data.md has the formats; data.columns names columns"
+    raise UserError(Problem(named if columns else "no row can be read", file=source.shown, key="--data", fix=fix))
