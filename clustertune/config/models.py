@@ -11,9 +11,9 @@ from typing import Any
 
 from clustertune.config import architecture as arch
 from clustertune.config.findings import Found, read_model
+from clustertune.config.hardware import IsoDate
 from clustertune.config.load import DESCRIPTION, RECIPES, did_you_mean, find_folder, read_layers, same_model
 from clustertune.config.parameters import parameter_count
-from clustertune.config.hardware import IsoDate
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME, HubCommit, HubName, Positive, Section
 from clustertune.config.values import Values, config_fields, modeling_classes
