@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clustertune.config.accelerate_file import ALONE, SHARDED
 from clustertune.config.cluster import load_cluster, of_gpus
 from clustertune.config.load import read_overrides
 from clustertune.config.models import Model, size_of
-from clustertune.config.overrides import ALONE, FSDP2, Source, loading
+from clustertune.config.overrides import Source, loading
 from clustertune.config.parameters import count
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError, storage_error
@@ -150,7 +151,7 @@ def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: in
         "the tokenizer has a chat template, as those of instruct models have; for a base model write model.chat_template"
     )
     lengths = of_counts(list(data.tokens.items()), data.source) if data and data.tokens else None
-    return Draft(recipe, FSDP2 if world > 1 else ALONE, model.architecture, assumed, lengths)
+    return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
 
 
 def choose(made: Draft, folder: Path, place: Place, method: str) -> tuple[Draft, int]:

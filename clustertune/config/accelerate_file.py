@@ -98,6 +98,17 @@ _DEFAULT_STAGE, _UNKNOWN_STAGE = 2, 3
 """accelerate's own ``zero_stage`` (utils/dataclasses.py, DeepSpeedPlugin); what is taken where the file is not recorded."""
 
 
+SHARDED = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+    },
+}  # fmt: skip
+"""An accelerate file: FSDP2 over all ranks."""
+ALONE = {"distributed_type": "NO"}
+"""An accelerate file: one process."""
+
+
 def key_of(name: str) -> str:
     """The full key path of an FSDP setting, or of the size of an axis of the mesh, as errors name it."""
     return f"parallelism_config.parallelism_config_{name}_size" if name in AXES else f"fsdp_config.fsdp_{name}"

@@ -24,15 +24,6 @@ NF4 = {
 (https://huggingface.co/docs/bitsandbytes/fsdp_qlora)."""
 NVME = "/local_nvme"
 """The folder in accelerate's own examples of NVMe offload; a person writes the node's."""
-FSDP2 = {
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
-    },
-}  # fmt: skip
-"""An accelerate file: FSDP2 over all ranks."""
-ALONE = {"distributed_type": "NO"}
-"""An accelerate file: one process."""
 _QUANTISATION = "train.model_init_kwargs.quantization_config"
 _SECTIONS = {"FSDP2": "fsdp_config", "ZeRO": "deepspeed_config"}
 
