@@ -340,6 +340,7 @@ COMPANIONS = {
     "host-memory": {"shape-refused"},
     "accumulated-loss": {"packed-see-each-other"},
     "much-evaluation": {"saves-often"},
+    "checkpoint-of-another-world": {"package-missing"},  # the made stack has no DeepSpeed
 }
 """Faults that come together: what is seen beside the one that is meant. ``versions-differ`` comes with every other release."""
 
