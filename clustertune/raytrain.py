@@ -186,7 +186,7 @@ class RankAgent(Agent):
         ended = threading.Event()
         threading.Thread(target=self._pass_stop_on, args=(child, stop, ended), daemon=True).start()
         try:
-            first = environment["LOCAL_RANK"] == "0"
+            first = environment.get("LOCAL_RANK") == "0"
             with monitored(self.run_path, self.plan, self.node, of_run=self.node == 0) if first else contextlib.nullcontext():
                 code = self._watch(child)
         finally:

@@ -152,7 +152,7 @@ def test_prepare_in_the_agreed_shape(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("prepare", TINY, "--out", tmp_path / "data", "--json")
     found = strict(out)
     made = ["tokens", "sequences", "labelled_share", "tokens_per_s"]
-    assert code == 0 and list(found) == ["dir", "train", "eval", "rejected", *made]
+    assert code == 0 and list(found) == ["dir", "train", "eval", "rejected", "unused", *made]
     assert {"conversations", "messages", "tokens", "sequences"} <= set(found["train"])
     for key in ("tokens", "sequences"):
         assert found[key] == found["train"][key] + found["eval"][key] > 0

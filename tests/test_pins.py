@@ -26,7 +26,7 @@ EVIDENCE = re.compile(
 """Where a version is part of a measurement, of a machine's recorded facts or of a release's known fault, none of which moves
 with the pin, and what is made from the pins, which tests/containers/ and tests/config/test_library_facts.py hold to them."""
 
-COMES_WITH = {"pyarrow": "datasets, which names the versions that it reads and writes"}
+COMES_WITH = dict.fromkeys(("fsspec", "pyarrow"), "datasets, which names the versions that it reads and writes")
 """Packages that are imported here and pinned by the one that brings them."""
 
 PEERS = {"flash_attn", "litgpt", "lightning"}

@@ -49,6 +49,9 @@ class _HashedFiles(FileSystem):  # type: ignore[misc]
             yield stream
             self.records[Path(path).name] = FileRecord(stream.size, stream.digest.hexdigest())
 
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        Path(path).mkdir(exist_ok=True)  # torch makes parents too: a run folder that was deleted would be made anew
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)

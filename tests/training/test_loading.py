@@ -155,16 +155,16 @@ def test_a_base_in_4_bits_is_quantised_by_rows(benches: Benches, ranks: int, siz
 
 
 def test_a_rank_that_is_killed_loses_nothing(benches: Benches) -> None:
-    """kill -9 in the third step, after a save in the second: the same command again ends with the same bytes."""
-    bench = benches("llama")
-    killed, whole = bench.make("killed", 2, fsdp(SLICES)), bench.train("unbroken", 2, fsdp(SLICES))
+    """kill -9 in the third step, while the save of the second is written: the same command again ends with the same bytes."""
+    bench, often = benches("llama"), "train.save_steps=1"
+    killed, whole = bench.make("killed", 2, fsdp(SLICES), often), bench.train("unbroken", 2, fsdp(SLICES), often)
     codes = bench.forge.run(killed, 2, breaks="killed", accelerate=str(killed / "given.yaml"), seconds=60)
     assert codes[1] == -9 and codes[0] not in (0, -14), said(killed)
     assert [e["step"] for e in events(killed, "step")] == [1, 2]
     assert bench.forge.run(killed, 2, attempt=2) == [0, 0], said(killed)
-    assert events(killed, "start")[-1]["resumed_from"] == "step-000002"
+    assert events(killed, "start")[-1]["resumed_from"] in ("step-000001", "step-000002")
     steps, states = lossless(whole)
-    assert lossless(killed)[0] == steps and lossless(killed)[1][-1] == states[-1]
+    assert set(lossless(killed)[0]) == set(steps) and lossless(killed)[1][-1] == states[-1], "a step made twice is the same"
 
 
 @pytest.mark.jobs
