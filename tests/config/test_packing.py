@@ -83,7 +83,7 @@ def test_what_the_recipe_says_is_left_alone(given: list[str], expected: str | No
     ],
 )
 def test_an_architecture_that_it_does_not_compute(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
-    """sdpa with its mask and a warning; refused where the recipe asks for it by name."""
+    """sdpa with its mask and a warning, eager where sdpa leaves something out; refused where the recipe asks for it by name."""
     shutil.copytree(REPO / "recipes" / "_base", tmp_path / "_base")
     folder = shutil.copytree(REPO / "recipes" / "tiny-oasst2", tmp_path / "tiny")
     model = {**json.loads((folder / "model.json").read_text()), **changes}
@@ -91,7 +91,8 @@ def test_an_architecture_that_it_does_not_compute(changes: dict[str, Any], why: 
     (folder / "model.json").write_text(json.dumps(model))
     (folder / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\n")
     resolved = resolve(folder, ["lora.target_modules=all-linear"])
-    assert attention(resolved) is None and why in masked(resolved)[0] and "train.packing=false" in masked(resolved)[0]
+    assert attention(resolved) == ("eager" if why in ("soft cap", "sinks") else None)
+    assert why in masked(resolved)[0] and "train.packing=false" in masked(resolved)[0]
     with pytest.raises(UserError) as caught:
         resolve(folder, ["lora.target_modules=all-linear", f"{KEY}={PACKED}"])
     assert any(problem.key == KEY and why in str(problem) for problem in caught.value.problems)
