@@ -124,7 +124,7 @@ class StateWriter:
             resident = int(sight.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             free = min(free, limit - ranks * resident)
         need = (size - self.copied_bytes) * ranks
-        if need <= COPY_SHARE * free:
+        if need <= COPY_SHARE * max(0, free):  # a copy that is there needs nothing more
             return None
         return f"a copy of the state takes {need / 1e9:,.1f} GB of this node's memory, {free / 1e9:,.1f} GB are free"
 
