@@ -191,7 +191,7 @@ class Given:
     """``slurmdbd.conf``: a database and slurmdbd are started too. None: no accounting."""
     partition: str = "gpu"
     user: str = ""
-    """Whom the daemons run as; empty: whoever starts them."""
+    """The user that the daemons run as; empty: the user who starts them."""
 
     def moved(
         self, root: Path, *, names: Sequence[str], addresses: Sequence[str], login: str, login_address: str

@@ -127,7 +127,8 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
     for key, text, known in (("--collectives", args.collectives, COLLECTIVES), ("--scopes", args.scopes, SCOPES)):
         for word in text.split(",") if text is not None else []:
             if word not in known:
-                yield wrong(key, f"{word!r} is none of {', '.join(known)}", did_you_mean(word, known) or "name some of them")
+                fix = did_you_mean(word, known) or "name some of them"
+                yield wrong(key, f"unknown: {word!r}; known: {', '.join(known)}", fix)
     if args.backend not in ("auto", "nccl", "gloo"):
         yield wrong("--backend", f"{args.backend!r} is no backend", "auto, nccl or gloo")
     sizes = {}

@@ -128,7 +128,7 @@ def _is_true(value: object) -> bool:
     return str(value).lower() in {"true", "1", "yes"}
 
 
-def fsdp_version(body: Mapping[str, Any]) -> int | None:
+def fsdp_generation(body: Mapping[str, Any]) -> int | None:
     """1 or 2, accelerate's own being 1; None without FSDP."""
     if body.get("distributed_type") != "FSDP":
         return None
@@ -143,7 +143,7 @@ def recomputes(body: Mapping[str, Any]) -> bool:
 def sharding_strategy(body: Mapping[str, Any]) -> str:
     """torch's ShardingStrategy, which under FSDP2 is ``FULL_SHARD`` or, without resharding, ``SHARD_GRAD_OP``."""
     config = section(body, "fsdp_config")
-    if fsdp_version(body) == 2:
+    if fsdp_generation(body) == 2:
         return "SHARD_GRAD_OP" if str(config.get("fsdp_reshard_after_forward")).lower() == "false" else "FULL_SHARD"
     return str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
 
@@ -151,7 +151,7 @@ def sharding_strategy(body: Mapping[str, Any]) -> str:
 def state_dict_type(body: Mapping[str, Any]) -> str:
     """torch's StateDictType; accelerate's own is sharded under FSDP2, else full."""
     given = section(body, "fsdp_config").get("fsdp_state_dict_type")
-    default = "SHARDED_STATE_DICT" if fsdp_version(body) == 2 else "FULL_STATE_DICT"
+    default = "SHARDED_STATE_DICT" if fsdp_generation(body) == 2 else "FULL_STATE_DICT"
     return default if given is None else str(given).upper()
 
 

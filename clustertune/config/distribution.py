@@ -229,7 +229,7 @@ def _kind(recipe: Recipe, accelerate: Mapping[str, Any], deepspeed: Mapping[str,
         return "Megatron"
     named = str(accelerate.get("distributed_type", "NO"))
     if named == "FSDP":
-        return "FSDP2" if acc.fsdp_version(accelerate) == 2 else "FSDP1"
+        return "FSDP2" if acc.fsdp_generation(accelerate) == 2 else "FSDP1"
     if named == "DEEPSPEED":
         return f"ZeRO-{acc.zero_stage(accelerate, deepspeed)}"
     return "DDP" if named == "MULTI_GPU" else "NO"

@@ -63,7 +63,7 @@ def _quantized(
     config: Mapping[str, Any], train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None
 ) -> Iterator[Found]:
     path = ("train", "model_init_kwargs", "quantization_config")
-    kind, version = str(accelerate.get("distributed_type")), acc.fsdp_version(accelerate)
+    kind, version = str(accelerate.get("distributed_type")), acc.fsdp_generation(accelerate)
     four, storage = config.get("load_in_4bit"), str(config.get("bnb_4bit_quant_storage", "uint8"))
     text = quantization.cast_away(config, train, kind)
     if text is None and four and version == 2 and storage == "uint8":

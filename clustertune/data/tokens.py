@@ -164,7 +164,7 @@ def _make(dataset: Path, out: Path, tokenizer: Any, what: dict[str, Any], chunk:
 def _share(
     dataset: Path, home: Path, out: Path, tokenizer: Any, what: Mapping[str, Any], chunk: int
 ) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """Link the tokens that lie in ``home`` into ``out``, made by whoever has its lock first. Returns as :func:`_tokenise`."""
+    """Link the tokens in ``home`` into ``out``. The first holder of its lock makes them. Returns as :func:`_tokenise`."""
     home.mkdir(parents=True, exist_ok=True)
     with locked(home):
         if find_problems(home, KIND, allow_extra=True):

@@ -262,7 +262,7 @@ def publish(job: Job, journal: Journal) -> None:
 
 # --- pipeline -------------------------------------------------------------------------------------------------------------
 
-# All threads along one line of pieces: file after file, each piece taken in order and made by whoever is free.
+# The threads share one queue of pieces, file after file. A free thread takes the next piece.
 
 
 class _Line:
@@ -362,7 +362,7 @@ def _work(line: _Line, worker: Worker, journal: Journal, torch: Future[int], adv
 def write_shards(job: Job, journal: Journal, todo: list[Shard], workers: int, advance: Callable[[int], None]) -> None:
     """Write output files into staging and note each in the journal when it is on the device.
 
-    ``advance`` is told the bytes of weights that are written. Raises UserError (exit 73) where the storage fails.
+    ``advance`` is called with the number of bytes of weights written. Raises UserError (exit 73) where the storage fails.
     """
     if not todo:
         return

@@ -102,7 +102,7 @@ def test_a_model_with_pictures_is_lifted() -> None:
 
 
 def test_a_config_of_its_own(tmp_path: Path) -> None:
-    """A config.json that is not listed: its folder is the model's, and what is wrong in it is told by key."""
+    """A config.json that is not listed: its folder is the model's, and each wrong key is named."""
     place = tmp_path / "Own model"
     place.mkdir()
     (place / "config.json").write_text(json.dumps({**read_models()["Qwen/Qwen3-8B"].config, "num_hidden_layers": 20}))

@@ -105,7 +105,7 @@ def test_make_gives_the_cluster_on() -> None:
         (["x.log"], "files are read only with --logs"),
         (["--logs", "no/such.log", "also/not.log"], "also/not.log: cannot be read"),
         (["--collectives", "all_reduc"], "did you mean all_reduce?"),
-        (["--collectives", ""], "'' is none of"),
+        (["--collectives", ""], "unknown: ''"),
         (["--scopes", "worlds"], "did you mean world?"),
         (["--backend", "mpi"], "'mpi' is no backend"),
         (["--min", "1X"], "'1X' is no size"),
