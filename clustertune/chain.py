@@ -27,8 +27,8 @@ from clustertune.launch.agent import Agent
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
-from clustertune.monitor import cost, live
-from clustertune.report import source
+from clustertune.monitor import live
+from clustertune.report import cost, source
 from clustertune.rundir import SCHEMA, STAGES, RunDir
 from clustertune.staging import bundle, needs
 from clustertune.storage import storage_cause

@@ -26,9 +26,9 @@ from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, Plan, check_fence
-from clustertune.monitor import cost
 from clustertune.monitor.nvml import gpu_names
 from clustertune.process import die_with_parent
+from clustertune.report import cost
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from clustertune.monitor import store
 from clustertune.monitor.sampler import is_over, listen_to_parent
+from clustertune.report.telemetry import FOLDER
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Monitor
@@ -46,8 +47,8 @@ class Alerts:
         body = {"time": round(time.time(), 3), "run": str(self.run), **vars(alert)}
         text = json.dumps(body)
         say(f"alert: {alert.kind}: {alert.text}")
-        (self.run / store.FOLDER).mkdir(exist_ok=True)
-        store.append(self.run / store.FOLDER / "alerts.jsonl", text + "\n")
+        (self.run / FOLDER).mkdir(exist_ok=True)
+        store.append(self.run / FOLDER / "alerts.jsonl", text + "\n")
         try:
             if self.site.command:
                 words = list(self.site.command)

@@ -27,7 +27,7 @@ _RUN = {
 
 
 def _values(status: Status) -> Mapping[str, float | None]:
-    cost, latest = status.cost, status.latest
+    cost, latest = status.cost.training, status.latest
     return {
         "step": status.step, "steps": status.steps, "step_seconds": status.step_s,
         "planned_step_seconds": status.planned_step_s, "tokens_per_second": status.tokens_per_s, "mfu": status.mfu,

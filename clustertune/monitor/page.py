@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode
-from clustertune.monitor.cost import WARN_SHARE
 from clustertune.monitor.status import Node, Status
 from clustertune.report import plots
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
+from clustertune.report.cost import WARN_SHARE
 from clustertune.report.page import style
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
@@ -49,7 +49,7 @@ def draw(status: Status, now: float | None = None) -> str:
 
 def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
     """The figures that come first: name, value, and what it is held against."""
-    cost, budget = status.cost, status.budget
+    cost, rates, budget = status.cost.training, status.cost.rates, status.budget
     planned = status.planned_hours
     yield (
         "Step",
@@ -67,15 +67,15 @@ def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
     if status.mfu is not None:
         yield "MFU", percent(status.mfu), f"HFU {percent(status.latest.get('hfu'))}"
     yield "To the last step", duration(status.eta_s), f"{duration(planned * 3600)} planned in all" if planned else ""
-    yield "GPU-hours", f"{cost.gpu_hours:.2f}", "of all ranks, lost work too"
+    yield "GPU-hours", number(cost.gpu_hours, 2), "of all ranks, lost work too"
     if cost.usd is not None:
         at_end = f"{status.usd_at_end:,.2f} at the end" if status.usd_at_end else ""
-        if planned and cost.price and cost.price.on_demand and cost.attempts:
-            at_end += f"; {planned * cost.attempts[-1].ranks * cost.price.on_demand:,.2f} planned"
+        if planned and rates.usd and status.cost.attempts:
+            at_end += f"; {planned * status.cost.attempts[-1].ranks * rates.usd:,.2f} planned"
         yield "US dollars", f"{cost.usd:,.2f}", at_end
     if cost.kwh is not None:
         co2 = f", {cost.co2_kg:.2f} kg CO2" if cost.co2_kg is not None else ""
-        yield "kWh", f"{cost.kwh:.3f}", f"by {cost.energy_from}{co2}"
+        yield "kWh", f"{cost.kwh:.3f}", f"by {status.cost.energy_from}{co2}"
     if budget and status.budget_used is not None:
         limits = ", ".join(f"{value:g} {key.replace('_', ' ')}" for key, value in budget.model_dump().items() if value)
         yield "Budget used", f"{status.budget_used:.0%}", f"of {limits}; warns at {WARN_SHARE:.0%}"

@@ -15,8 +15,9 @@ from pathlib import Path
 from clustertune.monitor import store
 from clustertune.monitor.machine import Machine
 from clustertune.monitor.nvml import Gpus
-from clustertune.monitor.store import Row, Writer
+from clustertune.monitor.store import Writer
 from clustertune.process import die_with_parent
+from clustertune.report.telemetry import FOLDER, Row
 
 LEAST_SECONDS = 0.5
 """What a last row is written for."""
@@ -48,7 +49,7 @@ def main(run: Path, attempt: int, node: int) -> None:
     machine.sample(0.0)
     gpus.sample(0.0)
     about["energy"] = "counter" if gpus.counts_energy else "power samples" if gpus.names else None
-    writer = Writer(run / store.FOLDER, host, about)
+    writer = Writer(run / FOLDER, host, about)
     ended = False
     while not ended:
         ended = is_over(every - (time.monotonic() - before))

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.schema import Budget
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import ExitCode
 from clustertune.evaluate import scores
 from clustertune.events import read_object
 from clustertune.launch.plan import OUTCOME, Plan, read_attempts
-from clustertune.monitor import cost, store
 from clustertune.monitor.nvml import SLOWED
+from clustertune.report import cost, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, Reader
 from clustertune.rundir import RunDir
@@ -51,7 +51,7 @@ class Node:
     """One machine of the newest attempt."""
 
     name: str
-    row: store.Row | None
+    row: telemetry.Row | None
     """Its newest sample; None: nothing was measured."""
     stragglers: tuple[int, ...]
     """Ranks on it that the others wait for."""
@@ -101,8 +101,8 @@ class Status:
                 key: getattr(self, key) for key in ("state", "step", "steps", "tokens_per_s", "mfu", "planned_step_s", "step_s")
             },
             "eta_s": self.eta_s,
-            "usd": self.cost.usd,
-            "kwh": self.cost.kwh,
+            "usd": self.cost.training.usd,
+            "kwh": self.cost.training.kwh,
             "nodes": [node.as_dict() for node in self.nodes],
             "alerts": [vars(alert) for alert in self.alerts],
         }
@@ -110,7 +110,7 @@ class Status:
     def summary(self, path: Path) -> dict[str, Any]:
         """One run of ``runs --json``."""
         head = {"run": str(path), "recipe": self.recipe, "state": self.state, "step": self.step, "steps": self.steps}
-        return {**head, "score": self.score, "gpu_hours": self.cost.gpu_hours, "usd": self.cost.usd, "kwh": self.cost.kwh}
+        return {**head, "score": self.score, **{key: getattr(self.cost.training, key) for key in ("gpu_hours", "usd", "kwh")}}
 
 
 class Watcher:
@@ -118,7 +118,7 @@ class Watcher:
 
     def __init__(self, path: Path) -> None:
         self.run = RunDir(path)
-        self._metrics, self._telemetry = Reader(), store.Reader(path / store.FOLDER)
+        self._metrics, self._telemetry = Reader(), telemetry.Reader(path / telemetry.FOLDER)
 
     def look(self, now: float | None = None) -> Status:
         """The status now. Raises UserError where the folder is no run."""
@@ -126,8 +126,8 @@ class Watcher:
         document = self.run.read()
         with contextlib.suppress(OSError):
             self._metrics.follow(self.run.metrics)
-        metrics, telemetry = self._metrics.result(), self._telemetry.read()
-        return _Look(self.run, document, metrics, self._metrics.latest, telemetry, moment).status()
+        nodes, metrics = self._telemetry.read(), self._metrics.result()
+        return _Look(self.run, document, metrics, self._metrics.latest, nodes, moment).status()
 
 
 @dataclass
@@ -138,27 +138,14 @@ class _Look:
     document: Mapping[str, Any]
     metrics: Metrics
     latest: Mapping[str, Any]
-    telemetry: Mapping[str, store.NodeTelemetry]
+    measured: Mapping[str, telemetry.NodeTelemetry]
     now: float
 
     def __post_init__(self) -> None:
         plans = read_attempts(self.run.path)
         self.plan: Plan | None = plans[-1][1] if plans else None
         self.outcome = read_object(plans[-1][0] / OUTCOME) if plans else {}
-        joules: dict[int, float] = {}
-        for node in self.telemetry.values():
-            for attempt, value in node.joules.items():
-                joules[attempt] = joules.get(attempt, 0.0) + value
-        heads = [node.about for node in self.telemetry.values()]
-        try:
-            found = cost.price_of(self.document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
-        except UserError:  # a price file with faults is for the commands that ask for prices
-            found = None
-        self.cost = cost.add_up(
-            cost.of_attempts(self.run.path, joules), found, now=self.now,
-            energy_from=next((str(head["energy"]) for head in heads if head.get("energy")), None),
-            co2=get(self.document, "cluster", "monitor", "co2_kg_per_kwh"),
-        )  # fmt: skip
+        self.cost = cost.of_run(self.run.path, self.document, self.metrics, self.measured, self.now)
 
     def status(self) -> Status:
         told = self.document.get("forecast")
@@ -166,18 +153,18 @@ class _Look:
         recent = [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
         state = self._state()
         eta = self._eta(step, steps) if state == "training" else None
-        rate, reach = self.cost.price, get(told, "step_s_range")
+        rate, reach, usd = self.cost.rates.usd, get(told, "step_s_range"), self.cost.training.usd
         ranks = self.plan.world_size if self.plan else None
         budget = get(self.document, "recipe", "recipe", "budget")
         limit = Budget.model_validate(budget) if budget else None
-        more = eta / 3600 * ranks * rate.on_demand if eta and ranks and rate and rate.on_demand else None
+        more = eta / 3600 * ranks * rate if eta and ranks and rate else None
         return Status(
             title=self.run.path.resolve().name, recipe=get(self.document, "recipe", "name"), state=state, step=step,
             steps=steps,
             step_s=statistics.median(recent) if recent else None, tokens_per_s=self.latest.get("tokens_per_second"),
             mfu=self.latest.get("mfu"), planned_step_s=get(told, "step_s"), planned_range=tuple(reach) if reach else None,
             planned_tokens_per_s=get(told, "tokens_per_s"), planned_hours=get(told, "hours"), eta_s=eta, cost=self.cost,
-            usd_at_end=self.cost.usd + more if self.cost.usd is not None and more is not None else None,
+            usd_at_end=usd + more if usd is not None and more is not None else None,
             budget=limit, budget_used=cost.used(limit, self.cost) if limit else None, score=self._score(),
             nodes=tuple(self._nodes()), alerts=tuple(self._alerts(state, limit)), metrics=self.metrics, latest=self.latest,
         )  # fmt: skip
@@ -196,7 +183,7 @@ class _Look:
         if self.plan is None:
             return "failed" if stages.get("train") == "failed" else "waiting"
         if not self.outcome:
-            seen = max((node.last.time for node in self.telemetry.values() if node.last), default=0.0)
+            seen = max((node.last.time for node in self.measured.values() if node.last), default=0.0)
             return "lost" if min(self._silence, self.now - seen) > SILENT_SECONDS else "training"
         return _STATES.get(int(self.outcome.get("code", ExitCode.FAILED)), "failed")
 
@@ -232,7 +219,7 @@ class _Look:
     def _nodes(self) -> Iterator[Node]:
         if self.plan is None:
             return
-        by_index = {node.about.get("node"): node for node in self.telemetry.values()}
+        by_index = {node.about.get("node"): node for node in self.measured.values()}
         for index, planned in enumerate(self.plan.nodes):
             found = by_index.get(index)
             name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name

@@ -9,25 +9,22 @@ place of the one before: nothing is ever rewritten, and 64 nodes of 8 GPUs need 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clustertune.monitor import machine, nvml
+from clustertune.report.telemetry import Row, Values, read_rows
 
-FOLDER = "telemetry"
 TIERS = ((10, 180), (60, 360), (900, None))
 """Seconds of a row, and after how many rows a file is replaced (so that up to twice as many are kept)."""
 SCHEMA = "clustertune.telemetry/1"
-Values = Mapping[str, float | None]
 _JOIN: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "max": max,
@@ -36,23 +33,11 @@ _JOIN: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one node measured at one time."""
-
-    time: float
-    """Unix seconds of its end."""
-    attempt: int
-    node: Values
-    gpus: tuple[Values, ...] = ()
-    problems: Mapping[str, str] = field(default_factory=dict)
-    """By GPU, or by what could not be read."""
-
-    def line(self) -> str:
-        """The row as it stands in a file."""
-        parts = [round(self.time, 1), self.attempt, _rounded(self.node, machine.COLUMNS)]
-        parts.append([_rounded(gpu, nvml.COLUMNS) for gpu in self.gpus])
-        return json.dumps([*parts, dict(self.problems)] if self.problems else parts, separators=(",", ":")) + "\n"
+def line(row: Row) -> str:
+    """A row as it stands in a file."""
+    parts = [round(row.time, 1), row.attempt, _rounded(row.node, machine.COLUMNS)]
+    parts.append([_rounded(gpu, nvml.COLUMNS) for gpu in row.gpus])
+    return json.dumps([*parts, dict(row.problems)] if row.problems else parts, separators=(",", ":")) + "\n"
 
 
 def _rounded(values: Values, columns: Mapping[str, tuple[str, int]]) -> list[float | None]:
@@ -124,7 +109,7 @@ class Writer:
             path.replace(_old(path))
             append(path, self.head)
             self._counts[seconds] = 0
-        append(path, row.line())
+        append(path, line(row))
         self._counts[seconds] += 1
         coarser = next((tier for tier, _ in TIERS if tier > seconds), None)
         if coarser is not None:
@@ -150,84 +135,3 @@ def append(path: Path, text: str) -> None:
         os.write(handle, text.encode())
     finally:
         os.close(handle)
-
-
-# --- reading -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class NodeTelemetry:
-    """What a reader keeps of one node."""
-
-    about: dict[str, Any] = field(default_factory=dict)
-    last: Row | None = None
-    joules: dict[int, float] = field(default_factory=dict)
-    """By attempt, of all GPUs together."""
-    peak_gib: float = 0.0
-    """Of a GPU, the largest."""
-    lowest_free_gib: float | None = None
-
-
-class Reader:
-    """Follows ``telemetry/``: each :meth:`read` takes what was appended since the one before, and keeps little of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.nodes: dict[str, NodeTelemetry] = {}
-        self._places: dict[Path, tuple[int, int]] = {}
-        """By file: inode and the byte that is read next."""
-
-    def read(self) -> dict[str, NodeTelemetry]:
-        """The nodes by the name of their files."""
-        for path in sorted(self.folder.glob("*.jsonl")) if self.folder.is_dir() else ():
-            with contextlib.suppress(OSError):
-                self._follow(path)
-        return self.nodes
-
-    def _follow(self, path: Path) -> None:
-        with path.open("rb") as lines:
-            found = os.fstat(lines.fileno())
-            inode, place = self._places.get(path, (0, 0))
-            if inode == found.st_ino and place >= found.st_size:
-                return
-            lines.seek(place if inode == found.st_ino else 0)
-            node = self.nodes.setdefault(_node_of(path), NodeTelemetry())
-            for row in _parse(lines, node.about):
-                self._take(node, row)
-            self._places[path] = (found.st_ino, lines.tell())
-
-    def _take(self, node: NodeTelemetry, row: Row) -> None:
-        if node.last is None or row.time >= node.last.time:
-            node.last = row
-        known = [joules for gpu in row.gpus if (joules := gpu.get("energy_j")) is not None]
-        if known:
-            node.joules[row.attempt] = max(node.joules.get(row.attempt, 0.0), sum(known))
-        node.peak_gib = max([node.peak_gib, *(gib for gpu in row.gpus if (gib := gpu.get("memory_gib")) is not None)])
-
-
-def _node_of(path: Path) -> str:
-    return re.sub(r"\.\d+s(\.old)?\.jsonl$", "", path.name)
-
-
-def read_rows(paths: Sequence[Path]) -> Iterator[Row]:
-    """The rows of files, in their order; of a file that is not there none."""
-    for path in paths:
-        with contextlib.suppress(OSError), path.open("rb") as lines:
-            yield from _parse(lines, {})
-
-
-def _parse(lines: Any, about: dict[str, Any]) -> Iterator[Row]:
-    """The rows of lines, each by the columns of the head before it; ``about`` takes the newest head."""
-    for line in iter(lines.readline, b""):
-        if not line.endswith(b"\n"):  # it is being written, or its writer was killed
-            lines.seek(-len(line), os.SEEK_CUR)
-            return
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            body = json.loads(line)
-            if isinstance(body, dict):
-                about.update(body)
-            elif len(body) >= 4:
-                columns = about["gpu_columns"]
-                gpus = tuple(dict(zip(columns, gpu, strict=False)) for gpu in body[3])
-                node = dict(zip(about["node_columns"], body[2], strict=False))
-                yield Row(float(body[0]), int(body[1]), node, gpus, body[4] if len(body) > 4 else {})

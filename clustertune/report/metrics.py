@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -20,7 +20,6 @@ class StepRecord(NamedTuple):
     attempt: int
     time: float | None = None
     """Unix seconds."""
-    epoch: float | None = None
     loss: float | None = None
     token_accuracy: float | None = None
     learning_rate: float | None = None
@@ -100,9 +99,9 @@ class Steps(Sequence[StepRecord]):
         """One field of all records, times ``factor``: a view, as a list of a million numbers would be 32 MB."""
         return _Column(self._columns[name], factor)
 
-    def known(self, name: str) -> list[float]:
-        """One field of the records that have it."""
-        return [value for value in self._columns[name] if value != _MISSING]
+    def known(self, name: str, skip: int = 0) -> Sequence[float]:
+        """One field of the records that have it, without the first ``skip`` records. 8 bytes a value."""
+        return array("d", (value for value in islice(self._columns[name], skip, None) if value != _MISSING))
 
     def attempt_of(self, step: int) -> int | None:
         """The attempt whose record of this step is here; None where there is none."""
@@ -123,13 +122,22 @@ class Steps(Sequence[StepRecord]):
         for column, value in zip_longest(self._columns.values(), (step, attempt, *numbers)):
             column.insert(at, _MISSING if value is None else value)
 
-    def drop(self, after: int, attempt: int) -> int:
-        """Remove the records behind step ``after`` of ``attempt`` and those before it. Returns how many."""
-        attempts = self._columns["attempt"]
+    def drop(self, after: int, attempt: int) -> list[tuple[int, int, float | None, float | None]]:
+        """Remove the records behind step ``after`` of ``attempt`` and those before it.
+
+        Returns for each attempt that lost some: its number, its last step, when that was done, and when the last step was done
+        that it keeps (Unix seconds; None where no line says).
+        """
+        attempts, times, found = self._columns["attempt"], self.column("time"), []
         lost = [at for at in range(bisect_right(self.numbers, after), len(self)) if attempts[at] <= attempt]
+        for number, places in groupby(lost, attempts.__getitem__):
+            first, *rest = places
+            kept = times[first - 1] if first and attempts[first - 1] == number else None
+            last = rest[-1] if rest else first
+            found.append((number, self.numbers[last], times[last], kept))
         for at in reversed(lost):
             self._remove(at)
-        return len(lost)
+        return found
 
     def _remove(self, at: int) -> None:
         for column in self._columns.values():
@@ -170,6 +178,8 @@ class StageRecord:
     seconds: float | None = None
     """Of all its tries that ended, failed ones included."""
     tries: int = 1
+    spans: tuple[tuple[float, float | None], ...] = ()
+    """When each try began and ended, Unix seconds; None: it was killed, or still runs."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,8 @@ class Attempt:
     """None: it was killed, or still runs."""
     repeated: int = 0
     """Steps of earlier attempts that it had to do again."""
+    lost_seconds: float = 0.0
+    """Of its own training, spent on steps that a later attempt had to do again."""
     begun: float | None = None
     """When its training began, Unix seconds."""
     ended: float | None = None
@@ -297,7 +309,13 @@ class Reader:
         attempt = self._attempt(event)
         lost = self.steps.drop(start, number)
         world = _maybe_whole(event.get("world_size"))
-        attempt.update(start_step=start, world_size=world, repeated=lost, begun=_number(event.get("time")))
+        repeated = max((step for _, step, _, _ in lost), default=start) - start
+        attempt.update(start_step=start, world_size=world, repeated=repeated, begun=_number(event.get("time")))
+        for one, _, ended, kept in lost:
+            before = self.attempts.setdefault(one, {})
+            since = before.get("begun") if kept is None else kept
+            if ended is not None and since is not None:
+                before["lost_seconds"] = before.get("lost_seconds", 0.0) + max(0.0, ended - since)
         for step in [step for step, record in self.evals.items() if step > start and record.attempt <= number]:
             del self.evals[step]
 
@@ -354,7 +372,12 @@ class Reader:
         before = self.stages.get(name, StageRecord(name, status, tries=0))
         seconds = _number(event.get("seconds"))
         total = before.seconds if seconds is None else (before.seconds or 0.0) + seconds
-        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1))
+        spans, time = before.spans, _number(event.get("time"))
+        if time is not None and status == "started":
+            spans += ((time, None),)
+        elif time is not None and spans:
+            spans = (*spans[:-1], (spans[-1][0], time))
+        self.stages[name] = StageRecord(name, status, total, max(before.tries + (status == "started"), 1), spans)
 
     def _on_stop(self, event: dict[str, Any]) -> None:
         reason = event.get("reason")

@@ -13,7 +13,8 @@ from typing import Any
 from clustertune.config.resolve import resolve
 from clustertune.launch.plan import Node, Plan
 from clustertune.monitor import machine, nvml
-from clustertune.monitor.store import FOLDER, Row, Writer
+from clustertune.monitor.store import Writer
+from clustertune.report.telemetry import FOLDER, Row
 from clustertune.rundir import SCHEMA, RunDir
 
 GPU = "NVIDIA H100 80GB HBM3"

@@ -16,8 +16,9 @@ import pytest
 
 from clustertune.config.cluster_schema import Monitor
 from clustertune.errors import UserError
-from clustertune.monitor import cost, live, openmetrics, page
+from clustertune.monitor import live, openmetrics, page
 from clustertune.monitor.status import Alert, Watcher
+from clustertune.report import cost
 from clustertune.report.metrics import read_metrics
 from clustertune.rundir import RunDir
 from tests.command import run
@@ -234,7 +235,7 @@ def test_dollars_without_a_price_are_refused(folder: Path) -> None:
     found = Watcher(folder).look()
     with pytest.raises(UserError, match="price") as caught:
         cost.check(RunDir(folder), found.budget)
-    assert caught.value.code == 2 and found.budget_used is None and found.cost.usd is None
+    assert caught.value.code == 2 and found.budget_used is None and found.cost.training.usd is None
 
 
 def test_a_budget_changes_no_fingerprint() -> None:

@@ -16,7 +16,9 @@ import pytest
 from clustertune.host.sight import Sight
 from clustertune.monitor import machine, nvml, store
 from clustertune.monitor.machine import Machine
-from clustertune.monitor.store import Row, Writer
+from clustertune.monitor.store import Writer
+from clustertune.report import telemetry
+from clustertune.report.telemetry import Row
 
 HERE = Path(__file__).parent
 
@@ -56,7 +58,7 @@ class Sampler:
 
     def rows(self) -> list[Row]:
         files = list((self.run / "telemetry").glob("*.10s.jsonl"))
-        return list(store.read_rows(files))
+        return list(telemetry.read_rows(files))
 
     def wait(self, more: int) -> Row:
         """The newest row, once so many have been added."""
@@ -86,7 +88,7 @@ def test_a_driver_is_read_whole(tmp_path: Path, library: Path) -> None:
     assert [gpu["xid"] for gpu in row.gpus] == [None, 79]
     assert any((row.gpus[0]["nvlink_tx_mb_s"] or 0) > (row.gpus[0]["pcie_tx_mb_s"] or 0) > 0 for row in sampler.rows())
     sampler.end()
-    (node,) = store.Reader(tmp_path / "telemetry").read().values()
+    (node,) = telemetry.Reader(tmp_path / "telemetry").read().values()
     assert node.about["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and node.about["energy"] == "counter"
     assert node.joules == {3: 6000.0}
 
@@ -107,7 +109,7 @@ def test_without_a_counter_energy_is_the_power_samples(tmp_path: Path, library: 
     sampler = Sampler(tmp_path, library, energy=-1)
     rows = [sampler.wait(4), *sampler.rows()]
     sampler.end()
-    (node,) = store.Reader(tmp_path / "telemetry").read().values()
+    (node,) = telemetry.Reader(tmp_path / "telemetry").read().values()
     assert node.about["energy"] == "power samples"
     first, last = rows[1], sampler.rows()[-1]
     seconds = last.time - first.time
@@ -180,7 +182,7 @@ def test_a_month_of_64_nodes_stays_below_200_mb(tmp_path: Path) -> None:
     for at in range(0, 3 * 86400, 10):
         writer.add(wide_row(at))
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("node1*")}
-    row = len(wide_row(month).line())
+    row = len(store.line(wide_row(month)))
     assert sizes["node1.900s.jsonl"] == pytest.approx(3 * 96 * row, rel=0.02), "nothing of the whole time is thrown away"
     assert sizes["node1.10s.jsonl"] + sizes["node1.10s.old.jsonl"] < 2.1 * 180 * row
     assert sizes["node1.60s.jsonl"] + sizes["node1.60s.old.jsonl"] < 2.1 * 360 * row
@@ -198,7 +200,7 @@ def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
             writer.add(Row(row.time, 1, {"cpu": 0.5}, gpus))
     for at in (2000, 2100):
         writer.add(wide_row(at))
-    (joined,) = [row for row in store.read_rows([tmp_path / "n.900s.jsonl"]) if row.attempt == 1]
+    (joined,) = [row for row in telemetry.read_rows([tmp_path / "n.900s.jsonl"]) if row.attempt == 1]
     (gpu,) = joined.gpus
     assert gpu["power_w"] == pytest.approx(100 + 445, abs=31) and gpu["temperature_c"] == 89 and gpu["energy_j"] == 4450
     assert joined.node["cpu"] == 0.5 and joined.node["load"] is None
@@ -206,7 +208,7 @@ def test_thinning_keeps_means_peaks_and_the_energy(tmp_path: Path) -> None:
 
 def test_a_reader_follows_files_that_grow_tear_and_are_replaced(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "n", {"node": 0})
-    reader = store.Reader(tmp_path)
+    reader = telemetry.Reader(tmp_path)
     writer.add(wide_row(0))
     assert reader.read()["n"].last == wide_row(0)
     with (tmp_path / "n.10s.jsonl").open("a") as out:

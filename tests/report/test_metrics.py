@@ -193,5 +193,5 @@ def test_records_come_in_any_order_and_nothing_is_confused_with_nan() -> None:
     records = [StepRecord(3, 1, loss=math.nan), StepRecord(1, 1), StepRecord(2, 1, loss=math.inf), StepRecord(1, 2, loss=5.0)]
     steps = Steps(records)
     assert [(s.step, s.attempt) for s in steps] == [(1, 2), (2, 1), (3, 1)]
-    assert steps.known("loss")[:2] == [5.0, math.inf] and math.isnan(steps.known("loss")[2])
-    assert steps.drop(1, 1) == 2 and list(steps) == [StepRecord(1, 2, loss=5.0)]
+    assert list(steps.known("loss"))[:2] == [5.0, math.inf] and math.isnan(steps.known("loss")[2])
+    assert steps.drop(1, 1) == [(1, 3, None, None)] and list(steps) == [StepRecord(1, 2, loss=5.0)]

@@ -1,0 +1,270 @@
+"""What a run took: hours of its GPUs, money, energy and CO2, by stage and attempt; and the budget that a recipe sets it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertune.config.hardware import Price, price, recognise
+from clustertune.config.schema import Budget
+from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.events import read_object
+from clustertune.launch.plan import OUTCOME, Plan, read_attempts
+from clustertune.report.content import get
+from clustertune.report.metrics import Metrics
+from clustertune.report.telemetry import NodeTelemetry
+from clustertune.rundir import RunDir
+
+WARN_SHARE = 0.8
+"""Of the budget."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What something took. None: not known."""
+
+    seconds: float | None = None
+    """From its begin to its end, of all its tries."""
+    gpu_hours: float | None = None
+    """Of all ranks: each has a GPU, or is a process where there is none."""
+    usd: float | None = None
+    """At the on-demand price."""
+    kwh: float | None = None
+    """Of the GPUs."""
+    co2_kg: float | None = None
+
+    def __add__(self, other: Spent) -> Spent:
+        """The sum of what is known."""
+        pairs = {key: [v for v in (value, getattr(other, key)) if v is not None] for key, value in vars(self).items()}
+        return Spent(**{key: sum(known) if known else None for key, known in pairs.items()})
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What hours and energy are multiplied by."""
+
+    price: Price | None = None
+    co2: float | None = None
+    """kg per kWh, as the site says; None or 0: not told."""
+
+    @property
+    def usd(self) -> float | None:
+        """US dollars of a GPU-hour, on demand; None without such a price."""
+        return self.price.on_demand if self.price is not None and self.price.currency == "USD" else None
+
+    def spent(self, seconds: float, gpus: int | None, kwh: float | None = None) -> Spent:
+        """Of some seconds on so many GPUs. Without a GPU there is no price."""
+        hours = None if gpus is None else seconds / 3600 * gpus
+        usd = hours * self.usd if hours is not None and gpus and self.usd is not None else None
+        return Spent(seconds, hours, usd, kwh, kwh * self.co2 if kwh is not None and self.co2 else None)
+
+
+@dataclass(frozen=True)
+class AttemptCost:
+    """One attempt at training."""
+
+    attempt: int
+    begun: float
+    """Unix seconds."""
+    ended: float | None
+    """None: it runs, as far as its files tell."""
+    seen: float
+    """The last sign of it, Unix seconds."""
+    ranks: int
+    code: int | None = None
+    """Exit code of its outcome."""
+    kwh: float | None = None
+    """None: no GPU told of energy or power."""
+    lost_seconds: float = 0.0
+    """Spent on steps that a later attempt had to do again."""
+
+    def seconds(self, now: float) -> float:
+        """Until it ended, was seen last, or now."""
+        return max(0.0, (self.ended or min(now, self.seen)) - self.begun)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A run so far."""
+
+    attempts: tuple[AttemptCost, ...]
+    by_attempt: tuple[Spent, ...]
+    training: Spent
+    """The sum of the attempts: what a budget counts."""
+    lost: Spent
+    """Of the training, on steps that were done again. Its energy is the attempts' by the share of their time."""
+    stages: Mapping[str, Spent]
+    """By stage, in the order in which they began; ``train`` is the training. What has no end yet is left out."""
+    energy_from: str | None
+    """``counter`` or ``power samples``."""
+    rates: Rates
+
+    @property
+    def total(self) -> Spent:
+        """Of all stages."""
+        return sum(self.stages.values(), Spent())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The costs in ``report.json``."""
+        parts = zip(self.attempts, self.by_attempt, strict=True)
+        return {
+            "total": vars(self.total),
+            "stages": {name: vars(spent) for name, spent in self.stages.items()},
+            "attempts": [
+                {"attempt": one.attempt, "ranks": one.ranks, "exit_code": one.code, **vars(spent)} for one, spent in parts
+            ],
+            "lost": vars(self.lost),
+            "energy_from": self.energy_from,
+            "usd_per_gpu_hour": self.rates.usd,
+            "co2_kg_per_kwh": self.rates.co2,
+        }
+
+
+def of_run(
+    run: Path, document: Mapping[str, Any], metrics: Metrics, telemetry: Mapping[str, NodeTelemetry], now: float
+) -> Cost:
+    """Add up what a run took. ``now``: Unix seconds."""
+    heads, joules = [node.about for node in telemetry.values()], dict[int, float]()
+    for node in telemetry.values():
+        for attempt, value in node.joules.items():
+            joules[attempt] = joules.get(attempt, 0.0) + value
+    try:
+        found = price_of(document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
+    except UserError:  # a price file with faults is for the commands that ask for prices
+        found = None
+    rates = Rates(found, get(document, "cluster", "monitor", "co2_kg_per_kwh"))
+    lost_seconds = {attempt.attempt: attempt.lost_seconds for attempt in metrics.attempts}
+    attempts = of_attempts(run, joules, lost_seconds)
+    by_attempt = tuple(rates.spent(one.seconds(now), one.ranks, one.kwh) for one in attempts)
+    lost = [
+        rates.spent(one.lost_seconds, one.ranks, one.kwh and one.kwh * min(1.0, one.lost_seconds / (one.seconds(now) or 1)))
+        for one in attempts
+        if one.lost_seconds
+    ]
+    training = sum(by_attempt, Spent(0.0, 0.0))
+    evaluated = [value / 3.6e6 for attempt, value in joules.items() if attempt < 0]
+    stages: dict[str, Spent] = {}
+    for record in metrics.stages:
+        kwh = sum(evaluated) if record.stage == "eval" and evaluated else None
+        if record.stage == "train" and attempts:
+            stages["train"] = training
+        elif record.seconds is not None:
+            stages[record.stage] = rates.spent(record.seconds, _gpus_of(document, record.stage), kwh)
+    energy = next((str(head["energy"]) for head in heads if head.get("energy")), None) if joules else None
+    return Cost(tuple(attempts), by_attempt, training, sum(lost, Spent()), stages, energy, rates)
+
+
+def _gpus_of(document: Mapping[str, Any], stage: str) -> int | None:
+    """GPUs that a stage beside the training holds: its job's, or all of the machine that runs the chain; None: not told.
+
+    A machine without a GPU counts as one, as its processes do.
+    """
+    if document.get("jobs"):
+        nodes, each = (get(document, "jobs", stage, key) for key in ("nodes", "gpus_per_node"))
+        return nodes * each if isinstance(nodes, int) and isinstance(each, int) else None
+    gpus = get(document, "host", "gpus")
+    return (gpus or 1) if isinstance(gpus, int) else None
+
+
+def of_attempts(
+    run: Path, joules: Mapping[int, float] | None = None, lost_seconds: Mapping[int, float] | None = None
+) -> list[AttemptCost]:
+    """Every attempt that had a plan; ``joules`` by attempt, as the samplers measured."""
+    found = []
+    for folder, plan in read_attempts(run):
+        outcome, number = read_object(folder / OUTCOME), plan.attempt
+        kwh = joules[number] / 3.6e6 if joules and number in joules else None
+        lost = lost_seconds.get(number, 0.0) if lost_seconds else 0.0
+        seen, ended, code = _last_sign(folder, plan), outcome.get("time"), outcome.get("code")
+        found.append(AttemptCost(number, plan.begun, ended, seen, plan.world_size, code, kwh, lost))
+    return found
+
+
+def _last_sign(folder: Path, plan: Plan) -> float:
+    """When a rank of an attempt last wrote something, Unix seconds."""
+    newest = plan.begun
+    for path in folder.glob("rank-*"):
+        try:
+            newest = max(newest, path.stat().st_mtime)
+        except OSError:
+            continue
+    return newest
+
+
+def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | None:
+    """The price of a run's GPU: as its first rank, a sampler (``names``) or its cluster file calls it. Raises UserError."""
+    told = [get(document, "distributed", "gpu0"), *names, get(document, "cluster", "compute", "gpu")]
+    gpu = next((found for name in told if name and (found := recognise(str(name)))), None)
+    return price(gpu) if gpu else None
+
+
+def of_points(cost: Cost, paired: Any) -> list[dict[str, Any]]:
+    """For each score of an evaluation with its base: the difference, and what the run took for each point that it rose.
+
+    A point is a hundredth of the score. Null where the score is not higher, or where the cost is not known.
+    """
+    total, found = cost.total, []
+    for task, rows in paired.items() if isinstance(paired, Mapping) else ():
+        for key, row in rows.items():
+            points = 100 * row["difference"]
+            each = {
+                f"{name}_per_point": value / points if value is not None and points > 0 else None
+                for name, value in (("usd", total.usd), ("kwh", total.kwh), ("gpu_hours", total.gpu_hours))
+            }
+            found.append({"task": task, "score": key, **row, **each})
+    return found
+
+
+# --- the budget --------------------------------------------------------------------------------------------------------
+
+
+def limit_hours(budget: Budget, rates: Rates) -> float:
+    """GPU-hours that a budget allows. Raises UserError (exit 2) for dollars where there is no price in dollars."""
+    hours = [] if budget.gpu_hours is None else [budget.gpu_hours]
+    if budget.usd is not None:
+        if not rates.usd:
+            fix = "add it with its on_demand price in USD, or give budget.gpu_hours"
+            text = "the GPU of this run has no price in US dollars"
+            raise UserError(Problem(text, file="ops/prices.yaml", key="budget.usd", fix=fix))
+        hours.append(budget.usd / rates.usd)
+    return min(hours)
+
+
+def used(budget: Budget, cost: Cost) -> float | None:
+    """The share of its budget that a run has used; None where it cannot be said."""
+    try:
+        return (cost.training.gpu_hours or 0.0) / limit_hours(budget, cost.rates)
+    except UserError:
+        return None
+
+
+def _hours(attempts: Iterable[AttemptCost]) -> float:
+    now = time.time()
+    return sum(attempt.seconds(now) / 3600 * attempt.ranks for attempt in attempts)
+
+
+def deadline(run: RunDir, budget: Budget, number: int, gpus: Sequence[str] = ()) -> float:
+    """Unix time at which attempt ``number``, which has begun, will have used up what is left. Raises UserError (exit 2)."""
+    attempts = {attempt.attempt: attempt for attempt in of_attempts(run.path)}
+    this = attempts.pop(number)
+    left = limit_hours(budget, Rates(price_of(run.read(), gpus))) - _hours(attempts.values())
+    return this.begun + left * 3600 / this.ranks
+
+
+def over(budget: Budget) -> UserError:
+    """What ends a run that has used up its budget (exit 93)."""
+    told = ", ".join(f"{key}: {value:g}" for key, value in budget.model_dump().items() if value is not None)
+    fix = "raise budget in the recipe, or on the command line: the same run goes on from its newest checkpoint"
+    return UserError(Problem(f"the budget of this run is used up ({told})", key="budget", fix=fix), ExitCode.STOP)
+
+
+def check(run: RunDir, budget: Budget | None) -> None:
+    """Refuse another attempt of a run that has used up its budget (exit 93)."""
+    attempts = of_attempts(run.path) if budget is not None else []
+    if budget is None or not attempts:
+        return
+    if _hours(attempts) >= limit_hours(budget, Rates(price_of(run.read()))):
+        raise over(budget)
