@@ -4,10 +4,10 @@ last and fsynced with its directory. A folder without a valid manifest does not 
 A manifest, and not a renamed directory, is the commit: on a mergerfs pool a directory rename can move the files of one
 brick only and still return 0.
 
-Digests are SHA-256, with one exception: the weights of a merged model are safetensors (no code in them), gigabytes each and
+Digests are SHA-256, with two exceptions: the weights of a merged model are safetensors (no code in them), gigabytes each and
 made faster than SHA-256 runs on a core without instructions for it (0.4 GB/s on a Xeon of 2.5 GHz, XXH3-128: over 3). Their
-records carry XXH3-128, which finds every kind of damage but not a forger. A checkpoint holds pickles, where a forged file is
-foreign code: there any other digest than SHA-256 makes the manifest unreadable.
+records carry XXH3-128, which finds every kind of damage but not a forger. So do the tensors of a checkpoint. Its other files
+may be pickles, where a forged file is foreign code: there any other digest than SHA-256 makes the manifest unreadable.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ GIT_SHA1 = "git_sha1"
 _WORDS = {SHA256: "SHA-256", XXH3_128: "XXH3-128"}
 _FAST_KINDS = {"merged", "staged"}
 """Kinds of folder whose files may carry XXH3-128."""
+_FAST_NAMES = {"checkpoint": (".distcp", ".safetensors")}
+"""Ends of the names of files that may in a folder of another kind: tensors, which no reader unpickles."""
 _AROUND = {"parcel", "staged"}
 """Kinds of folder whose manifest names the files of the folders below it."""
 _HUB = "hub"
@@ -189,7 +191,8 @@ def seal(folder: Path, kind: str, meta: Mapping[str, Any], records: Mapping[str,
     """
     if records is None:
         records = record_files(folder, list_files(folder))
-    assert kind in _FAST_KINDS or all(r.algorithm == SHA256 for r in records.values()), f"a {kind} takes SHA-256 only"
+    slow = [name for name, record in records.items() if not _allows(kind, name, record)]
+    assert not slow, f"a {kind} takes SHA-256 only for {slow}"
     for directory in sorted({(folder / name).parent for name in records} | {folder}):
         fsync_path(directory)
     body = {
@@ -202,6 +205,11 @@ def seal(folder: Path, kind: str, meta: Mapping[str, Any], records: Mapping[str,
     write_durably(folder / MANIFEST, json.dumps(body, indent=1, sort_keys=True) + "\n")
     fsync_path(folder.parent)
     return Manifest(kind, dict(records), dict(meta))
+
+
+def _allows(kind: str, name: str, record: FileRecord) -> bool:
+    """Whether a file of such a folder may carry its digest."""
+    return record.algorithm == SHA256 or kind in _FAST_KINDS or name.endswith(_FAST_NAMES.get(kind, ("/",)))
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -222,7 +230,7 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
             if name.startswith("/") or ".." in Path(name).parts:
                 raise ValueError(f"file name {name!r} leaves the folder")
             files[name] = parse_record(record)
-            if files[name].algorithm != SHA256 and body["kind"] not in _FAST_KINDS:
+            if not _allows(body["kind"], name, files[name]):
                 raise ValueError(f"a {body['kind']} takes SHA-256 only, {name} has {files[name].algorithm}")
         found = Manifest(str(body["kind"]), files, dict(body["meta"]))
     except FileNotFoundError:

@@ -1,8 +1,9 @@
 """Reading chosen tensors out of a checkpoint that is not trusted: hash first, restricted unpickler, no process group.
 
 torch writes the index of a distributed checkpoint (``.metadata``) as a pickle and reads it with a plain ``pickle.load``,
-which runs whatever stands in it; its shards carry no checksum that is looked at (199 of 200 single-bit flips load in
-silence). :mod:`clustertune.checkpoint.restricted` reads the index, and the shards are hashed before they are read.
+which runs whatever stands in it; its shards carry no checksum that is looked at (199 of 200 single-bit flips load
+without a message). :mod:`clustertune.checkpoint.restricted` reads the index, ours or torch's, and the shards are hashed
+before they are read.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class _IndexedReader(dcp.FileSystemReader):  # type: ignore[misc]
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._index
+
+    read_data = restricted.read_data
 
 
 class ShardedSource:

@@ -1,5 +1,6 @@
 """torch's distributed checkpoints read as data: tensors and plain values, never code.
 
+The shards that are written today hold no pickle (:mod:`clustertune.checkpoint.shards`); those of earlier releases do.
 torch 2.13 writes the index (``.metadata``) and every value that is no tensor as pickles, and runs what stands in them when
 it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoadPlanner.load_bytes`` a ``torch.load`` with
 ``weights_only=False``. Who can write to a checkpoint can seal it anew, so digests do not protect.
@@ -8,6 +9,7 @@ it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoad
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from clustertune.checkpoint import shards
 from clustertune.errors import Problem, UserError
 
 _METADATA_CLASSES = (
@@ -65,9 +68,9 @@ def _member(owner: Any, name: Any) -> Any:
 
 
 def read_index(data: bytes) -> Metadata:
-    """The index in a ``.metadata``. Raises ``pickle.UnpicklingError`` where it holds anything else."""
+    """The index in a ``.metadata``, JSON or pickle. Raises ``pickle.UnpicklingError`` where it holds anything else."""
     try:
-        index = IndexUnpickler(io.BytesIO(data)).load()
+        index = shards.parse_index(data) if data.startswith(b"{") else IndexUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # unpickling hostile bytes raises nearly every exception there is
@@ -84,6 +87,7 @@ def read_index(data: bytes) -> Metadata:
 def install() -> None:
     """Have torch read every distributed checkpoint of this process so, also where accelerate asks it to."""
     FileSystemReader.read_metadata = _read_metadata
+    FileSystemReader.read_data = read_data
     DefaultLoadPlanner.load_bytes = _load_bytes
 
 
@@ -102,9 +106,19 @@ def _read_metadata(reader: Any, *_args: Any, **kwargs: Any) -> Metadata:
     return index
 
 
+_read_pickles = FileSystemReader.read_data
+
+
+def read_data(reader: Any, plan: Any, planner: Any) -> Any:
+    """Replaces :meth:`FileSystemReader.read_data`."""
+    plain = all(isinstance(reader.storage_data[item.storage_index], shards.Place) for item in plan.items)
+    return (shards.read_data if plain else _read_pickles)(reader, plan, planner)
+
+
 def _load_bytes(planner: Any, read_item: Any, value: io.BytesIO) -> None:
     """Replaces :meth:`DefaultLoadPlanner.load_bytes`."""
-    found, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
+    old, name = value.getvalue().startswith(b"PK"), read_item.dest_index.fqn  # torch.save's container, and no JSON
+    found = torch.load(value, weights_only=True) if old else json.load(value)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], found)
     else:

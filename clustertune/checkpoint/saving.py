@@ -7,7 +7,6 @@ saves at a time would cross their collectives, so one thread here saves both. to
 from __future__ import annotations
 
 import copy
-import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from clustertune.checkpoint.shards import Planner, Writer, as_bytes
 from clustertune.host.sight import Sight
 from clustertune.host.system import memory
 from clustertune.manifest import FileRecord, new_hasher, record_files
@@ -33,52 +32,6 @@ from clustertune.plan.host import COPY_SHARE
 
 _PEER = timedelta(hours=24)
 """How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
-PIECE = 16 << 20
-
-
-class _HashedFiles(FileSystem):  # type: ignore[misc]
-    """torch's files, and the record of each once it is written: nothing is read again."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as raw:
-            stream = _Hashed(raw)
-            yield stream
-            self.records[Path(path).name] = FileRecord(stream.size, stream.digest.hexdigest())
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        Path(path).mkdir(exist_ok=True)  # torch makes parents too: a run folder that was deleted would be made anew
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
-
-
-class _Hashed(io.IOBase):
-    """A stream that hashes what goes through it, in order. It cannot seek."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw, self.digest, self.size = raw, new_hasher("sha256"), 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self._raw.write(data)
-        count = memoryview(data).nbytes
-        self.size += count
-        return count
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def fileno(self) -> int:
-        self._raw.flush()  # else an fsync would not see every byte
-        return int(self._raw.fileno())
 
 
 @dataclass(frozen=True)
@@ -96,8 +49,8 @@ def digest(tensors: list[torch.Tensor], algorithm: str = "xxh3_128") -> str:
     """The digest (hex) over the bytes of tensors, in their order."""
     found = new_hasher(algorithm)
     for tensor in tensors:
-        for piece in tensor.detach().reshape(-1).view(torch.uint8).split(PIECE):
-            found.update(memoryview(piece.cpu().numpy()))
+        for piece in as_bytes(tensor):
+            found.update(piece)
     return found.hexdigest()
 
 
@@ -156,10 +109,9 @@ class StateWriter:
         def write() -> Written:
             began, records = time.perf_counter(), dict[str, FileRecord]()
             for name, state in states.items():
-                writer = dcp.FileSystemWriter(folder / name)
-                writer.fs = files = _HashedFiles()
-                dcp.save(state, storage_writer=writer, process_group=self._group)
-                records |= {f"{name}/{file}": record for file, record in files.records.items()}
+                writer = Writer(folder / name)
+                dcp.save(state, storage_writer=writer, planner=Planner(), process_group=self._group)
+                records |= {f"{name}/{file}": record for file, record in writer.records.items()}
             records |= record_files(folder, [name for name in names() if name not in records])
             return Written(records, hashed(), time.perf_counter() - began)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
 from clustertune import manifest
-from clustertune.checkpoint import saving
+from clustertune.checkpoint import restricted, saving, shards
 from clustertune.checkpoint.saving import StateWriter
 
 
@@ -28,7 +34,72 @@ def test_the_digest_of_each_file_is_known_when_it_is_written(tmp_path: Path, mon
         patch.setattr(manifest, "hash_file", lambda *_: pytest.fail("a file was read"))
         written = StateWriter().start(tmp_path, found, lambda: "digest", lambda: manifest.list_files(tmp_path)).result()
     assert set(written.records) == set(manifest.list_files(tmp_path)) and len(written.records) == 4
-    assert written.records == manifest.record_files(tmp_path, written.records) and written.digest == "digest"
+    assert written.digest == "digest"
+    for name, record in written.records.items():
+        assert record == manifest.hash_file(tmp_path / name, record.algorithm)
+        assert record.algorithm == (manifest.XXH3_128 if name.endswith(".distcp") else manifest.SHA256)
+
+
+def test_the_shards_are_safetensors_and_hold_no_pickle(tmp_path: Path) -> None:
+    found = states()
+    StateWriter().start(tmp_path, found, str, list).result()
+    stored = load_file(tmp_path / "model_0" / "__0_0.distcp")
+    assert all(torch.equal(stored[f"model.{name}"], value) for name, value in found["model_0"]["model"].items())
+    assert load_file(tmp_path / "other_0" / "__0_0.distcp")["o.lr"].numpy().tobytes() == b"0.5"
+
+
+@pytest.mark.parametrize("value", [{1, 2}, ({3: "int"},), b"bytes", object()])
+def test_a_value_that_json_does_not_give_back_is_not_saved(value: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="numbers and words"):
+        StateWriter().start(tmp_path, {"other_0": {"o": {"x": [value]}}}, str, list).result()
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["ours", "torch's"])
+def test_what_was_saved_is_loaded(old: bool, tmp_path: Path) -> None:
+    """Of earlier releases too, whose files torch made. All kinds of values, in part."""
+    restricted.install()
+    kept = [None, True, 3, 0.1, 1e300, math.inf, "text", [0.9, 0.999], []]
+    tensors = [torch.randn(3, 5, 2).to(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
+    tensors += [torch.tensor(7), torch.tensor([True, False]), torch.empty(0, 4), torch.arange(5, dtype=torch.uint8)]
+    state = {
+        "values": {f"v{at}": one for at, one in enumerate(kept)},
+        "tensors": {f"t{at}": one for at, one in enumerate(tensors)},
+    }
+    writer = dcp.FileSystemWriter(tmp_path) if old else shards.Writer(tmp_path)
+    dcp.save(state, storage_writer=writer, planner=None if old else shards.Planner(), no_dist=True)
+    read = {
+        "values": dict.fromkeys(state["values"]),
+        "tensors": {at: torch.zeros_like(one) for at, one in state["tensors"].items()},
+    }
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert list(read["values"].values()) == kept
+    assert all(one.float().equal(other.float()) for one, other in zip(read["tensors"].values(), tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", "clustertune 9"),
+        ("tensors", {"a": 1}),
+        ("values", {"a": ["../x", 0, 1]}),
+        ("values", {"a": ["x", -1, 1]}),
+        ("paths", 3),
+    ],
+)
+def test_an_index_that_is_none_is_refused(key: str, value: object) -> None:
+    body = {"format": "clustertune 1", "tensors": {}, "values": {}, "paths": {}, key: value}
+    with pytest.raises(pickle.UnpicklingError):
+        restricted.read_index(json.dumps(body).encode())
+
+
+def test_a_shard_that_is_cut_short_is_said(tmp_path: Path) -> None:
+    restricted.install()
+    found = states()["model_0"]
+    dcp.save(found, storage_writer=shards.Writer(tmp_path), planner=shards.Planner(), no_dist=True)
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointException, match="cut short"):
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_a_copy_keeps_its_values_and_its_memory() -> None:

@@ -29,19 +29,19 @@ HERE = __name__
 
 def slow() -> None:
     """No file is whole before the next step was taken, or training waits for it."""
-    from clustertune.checkpoint import saving
+    from clustertune.checkpoint import saving, shards
     from clustertune.training.trainer import Trainer
 
-    fileno, start, agree, finish = saving._Hashed.fileno, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
+    put, start, agree, finish = shards.Writer._put, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
     go = threading.Event()
 
     def begin(self: Any, *args: Any) -> Any:
         go.clear()
         return start(self, *args)
 
-    def write(self: Any) -> int:  # asked for once a file, for its fsync
+    def write(self: Any, *args: Any) -> None:
         assert go.wait(60)
-        return fileno(self)
+        put(self, *args)
 
     def step(self: Any, *args: Any) -> bool:
         stop = agree(self, *args)
@@ -52,7 +52,7 @@ def slow() -> None:
         go.set()
         finish(self)
 
-    saving.StateWriter.start, saving._Hashed.fileno = begin, write  # type: ignore[method-assign]
+    saving.StateWriter.start, shards.Writer._put = begin, write  # type: ignore[method-assign]
     Trainer.agree, Trainer.finish_save = step, end  # type: ignore[method-assign]
 
 
@@ -65,13 +65,13 @@ def no_room() -> None:
 
 def full() -> None:
     """The disk of rank 1 is full behind training."""
-    from clustertune.checkpoint import saving
+    from clustertune.checkpoint import shards
 
-    def write(self: Any, data: Any) -> int:
+    def write(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "shard")
 
     if os.environ["RANK"] == "1":
-        saving._Hashed.write = write  # type: ignore[method-assign]
+        shards.write_all = write
 
 
 def killed() -> None:
@@ -100,7 +100,7 @@ def killed_later(seconds: float | None = None) -> None:
 
 
 def shards(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the manifests of a run say of the shards and of the state, by checkpoint. Torch's index names its save."""
+    """What the manifests of a run say of the shards and of the state, by checkpoint."""
     found = {}
     for checkpoint in store.list_checkpoints(folder / "checkpoints"):
         made = manifest.read_manifest(checkpoint.path)

@@ -113,15 +113,15 @@ def plant(checkpoint: Path, place: str, canary: Path) -> None:
     name, _, value = place.partition("!")
     (file,) = checkpoint.glob(name)
     if value:  # the first value of a distributed checkpoint that is no tensor
-        index = restricted.read_index((file / ".metadata").read_bytes())
-        item = next(i for i, info in index.storage_data.items() if not hasattr(index.state_dict_metadata[i.fqn], "size"))
+        index = json.loads((file / ".metadata").read_bytes())
         body = io.BytesIO()
         torch.save(Canary(canary), body)
-        shard = file / index.storage_data[item].relative_path
-        index.storage_data[item].offset, index.storage_data[item].length = shard.stat().st_size, len(body.getvalue())
+        spot = next(iter(index["values"].values()))
+        shard = file / spot[0]
+        spot[1:] = shard.stat().st_size, len(body.getvalue())
         with shard.open("ab") as out:
             out.write(body.getvalue())
-        (file / ".metadata").write_bytes(pickle.dumps(index))
+        (file / ".metadata").write_text(json.dumps(index))
     elif file.name == ".metadata":
         file.write_bytes(pickle.dumps(Canary(canary)))
     else:

@@ -1,0 +1,255 @@
+"""The files of a distributed checkpoint without a pickle: safetensors for each rank, hashed on its way, and an index in JSON.
+
+torch 2.13's own ``SerializationFormat.SAFETENSORS`` is no way: it builds each file in memory, values that are no tensor
+stand before its header, so that nothing opens it, and torch's reader cannot read it. The names of the files are torch's.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from clustertune.manifest import SHA256, XXH3_128, FileRecord, new_hasher
+from clustertune.tensorfile import Tensor, build_header, byte_size
+
+INDEX = ".metadata"
+PIECE = 16 << 20
+"""Bytes that are hashed and written at a time; both release the interpreter's lock."""
+_FORMAT = "clustertune 1"
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass
+class Place(_StorageInfo):  # type: ignore[misc]
+    """Where the bytes of a value stand, ``length`` from the absolute ``offset`` of a file on; of a tensor's chunk also what."""
+
+    dtype: torch.dtype | None = None
+    shape: torch.Size | None = None
+
+
+def as_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes, :data:`PIECE` at a time."""
+    for piece in tensor.detach().reshape(-1).view(torch.uint8).split(PIECE):
+        yield memoryview(piece.cpu().numpy())
+
+
+class Planner(DefaultSavePlanner):  # type: ignore[misc]
+    """torch's planner, with values that are no tensor as JSON. TypeError for one that JSON does not give back."""
+
+    def transform_object(self, write_item: Any, value: Any) -> Any:
+        if write_item.type != WriteItemType.BYTE_IO:
+            return value
+        _check(value, write_item.index.fqn)
+        return io.BytesIO(json.dumps(value).encode())
+
+
+def _check(value: Any, name: str) -> None:
+    if isinstance(value, list | tuple):
+        for one in value:
+            _check(one, name)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            _check(one if isinstance(key, str) else {str}, name)
+    elif not (value is None or isinstance(value, str | int | float)):  # bool is an int
+        raise TypeError(f"{name} is a {type(value).__name__}: a checkpoint keeps tensors, numbers and words")
+
+
+class Writer(FileSystemWriter):  # type: ignore[misc]
+    """torch's writer of one rank. ``records`` holds each file that it wrote, fsynced: nothing is read again."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.records: dict[str, FileRecord] = {}
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        Path(self.path).mkdir(exist_ok=True)  # torch makes parents too: a run folder that was deleted would be made anew
+        return plan
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+        # The widest elements first, so that each tensor is aligned; values that are no tensor are bytes.
+        entries = sorted(((_describe(item, planner), item) for item in plan.items), key=lambda e: -_width(e[0]))
+        done: Future[list[WriteResult]] = Future()
+        if not entries:  # other ranks hold all of it
+            done.set_result([])
+            return done
+        name, names = f"{plan.storage_data.prefix}0.distcp", dict[str, int]()
+        tensors = []
+        for entry, _ in entries:
+            names[entry.name] = again = names.get(entry.name, -1) + 1  # one rank may hold several chunks of a tensor
+            tensors.append(Tensor(f"{entry.name}#{again}" if again else entry.name, *_rest(entry)))
+        header = build_header(tensors)
+        self._put(name, self._content(header, entries, planner), XXH3_128)
+        results, at = [], len(header)
+        for entry, item in entries:
+            results.append(WriteResult(item.index, entry.size, _StorageInfo(name, at, entry.size)))
+            at += entry.size
+        done.set_result(results)
+        return done
+
+    def _content(self, header: bytes, entries: list[tuple[Tensor, Any]], planner: Any) -> Iterator[Any]:
+        yield header
+        for entry, item in entries:
+            value = planner.resolve_data(item)
+            if isinstance(value, io.BytesIO):
+                yield value.getbuffer()
+                continue
+            assert value.nbytes == entry.size, f"{entry.name}: {value.nbytes} bytes, planned {entry.size}"
+            yield from as_bytes(value)
+
+    def _put(self, name: str, content: Iterator[Any], algorithm: str) -> None:
+        """Write a new file, and keep its digest."""
+        found, size = new_hasher(algorithm), 0
+        with Path(self.path, name).open("xb", buffering=0) as out:
+            for piece in content:
+                found.update(piece)
+                write_all(out, piece)
+                size += memoryview(piece).nbytes
+            os.fsync(out.fileno())
+        self.records[name] = FileRecord(size, found.hexdigest(), algorithm)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for part in results for result in part}
+        self._put(INDEX, iter([write_index(metadata, places)]), SHA256)
+
+
+def write_all(out: Any, piece: Any) -> None:
+    """Write all bytes: an unbuffered write may take only some."""
+    rest = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
+    while rest:
+        rest = rest[out.write(rest) :]
+
+
+def _describe(item: Any, planner: Any) -> Tensor:
+    """A value that is to be written, as an entry of the file's header."""
+    name, nowhere = item.index.fqn, Path()
+    if item.type == WriteItemType.BYTE_IO:
+        size = planner.resolve_data(item).getbuffer().nbytes
+        return Tensor(name, "U8", (size,), nowhere, 0, size)
+    dtype, shape = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+    if dtype not in _NAMES:
+        raise TypeError(f"{name} is of {dtype}, which safetensors has no name for")
+    return Tensor(name, _NAMES[dtype], shape, nowhere, 0, byte_size(_NAMES[dtype], shape))
+
+
+def _width(entry: Tensor) -> int:
+    return int(_DTYPES[entry.dtype].itemsize)
+
+
+def _rest(entry: Tensor) -> tuple[Any, ...]:
+    return entry.dtype, entry.shape, entry.file, entry.offset, entry.size
+
+
+def write_index(metadata: Metadata, places: dict[MetadataIndex, Any]) -> bytes:
+    """The index as JSON: of each tensor dtype, size and the chunks with their files; of each other value its file."""
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            values[name] = _spot(places[MetadataIndex(name)])
+            continue
+        chunks = [
+            [list(chunk.offsets), list(chunk.sizes), *_spot(places[MetadataIndex(name, chunk.offsets)])]
+            for chunk in entry.chunks
+        ]
+        tensors[name] = {"dtype": _NAMES[entry.properties.dtype], "size": list(entry.size), "chunks": chunks}
+    paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
+    body = {"format": _FORMAT, "tensors": tensors, "values": values, "paths": paths}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _spot(place: Any) -> list[Any]:
+    return [place.relative_path, place.offset, place.length]
+
+
+def parse_index(data: bytes) -> Metadata:
+    """The index that :func:`write_index` wrote. Raises ValueError for anything else; names of files are not looked at."""
+    try:
+        body = json.loads(data)
+        if body["format"] != _FORMAT:
+            raise ValueError(f"format {body['format']!r}, this release reads {_FORMAT!r}")
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in body["values"]}
+        places = {MetadataIndex(name): Place(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
+        for name, tensor in body["tensors"].items():
+            dtype, chunks = _DTYPES[tensor["dtype"]], []
+            for offsets, sizes, file, *span in tensor["chunks"]:
+                shape = torch.Size(_counts(sizes))
+                chunks.append(ChunkStorageMetadata(torch.Size(_counts(offsets)), shape))
+                place = Place(str(file), *_counts(span), dtype=dtype, shape=shape)
+                if place.length != byte_size(tensor["dtype"], shape):
+                    raise ValueError(f"a chunk of {name} has {place.length} bytes")
+                places[MetadataIndex(name, chunks[-1].offsets)] = place
+            size = torch.Size(_counts(tensor["size"]))
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+        paths = {name: tuple(path) for name, path in body["paths"].items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return Metadata(entries, planner_data=paths, storage_data=places)
+
+
+def _counts(values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.80} are no sizes")
+    return values
+
+
+def read_data(reader: Any, plan: Any, planner: Any) -> Future[None]:
+    """``FileSystemReader.read_data`` where the index gives a :class:`Place`. Raises OSError for a file that is cut short."""
+    for item in sorted(plan.items, key=lambda item: _order(reader.storage_data[item.storage_index])):
+        place = reader.storage_data[item.storage_index]
+        with Path(reader.path, place.relative_path).open("rb") as src:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(_read(src, place.offset, place.length)))
+                continue
+            start, rows = (item.storage_offsets[0], item.lengths[0]) if place.shape else (0, 1)
+            row = place.length // max(1, *place.shape[:1]) if place.shape else place.length
+            data = _read(src, place.offset + start * row, rows * row)
+        shape = torch.Size([rows, *place.shape[1:]]) if place.shape else place.shape
+        found = torch.frombuffer(data, dtype=place.dtype) if data else torch.empty(0, dtype=place.dtype)
+        offsets = torch.Size([0, *item.storage_offsets[1:]]) if place.shape else item.storage_offsets
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(narrow_tensor_by_index(found.view(shape), offsets, item.lengths))
+        planner.commit_tensor(item, target)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def _order(place: Any) -> tuple[str, int]:
+    return place.relative_path, place.offset
+
+
+def _read(src: Any, offset: int, length: int) -> bytearray:
+    if offset + length > os.fstat(src.fileno()).st_size:
+        raise OSError(f"{src.name} is cut short")
+    data = bytearray(length)
+    src.seek(offset)
+    if src.readinto(data) != length:
+        raise OSError(f"{src.name} is cut short")
+    return data
