@@ -111,11 +111,11 @@ def eval_folder(below: Path, model: Path, data: Path | None, settings: Mapping[s
     """``<parent>-<name>-<12 hex>`` of a model: the same command finds its result, two models of one name never share it."""
     import hashlib  # loads OpenSSL
 
-    place = model.resolve()
-    identity = [str(place), str(data.resolve()) if data else None, dict(settings)]
+    resolved = model.resolve()
+    identity = [str(resolved), str(data.resolve()) if data else None, dict(settings)]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    words = (re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].strip("._") for part in (place.parent.name, place.name))
-    return below / "-".join([*(word for word in words if word), digest])
+    parts = (re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].strip("._") for part in (resolved.parent.name, resolved.name))
+    return below / "-".join([*(word for word in parts if word), digest])
 
 
 Device = Annotated[

@@ -116,7 +116,7 @@ def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = Non
     if "forecast" in run.read() or (cluster is None and not visible_gpus()):
         return
     from clustertune.config.cluster import load_cluster
-    from clustertune.plan.place import forecast
+    from clustertune.plan.calibrated import forecast
 
     try:
         found = forecast(resolved, cluster or load_cluster(None))

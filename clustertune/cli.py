@@ -113,8 +113,8 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
     return resolved
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from clustertune import __version__
 
         typer.echo(f"clustertune {__version__}")

@@ -20,8 +20,8 @@ from clustertune.config.parameters import count
 from clustertune.config.resolve import resolve
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.plan.advise import Option, advise
+from clustertune.plan.calibrated import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import Lengths, of_counts
-from clustertune.plan.place import Place, find_place
 from clustertune.plan.predict import GIB, fewest_nodes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def targets(architecture: Mapping[str, Any]) -> tuple[list[str] | str, str]:
 class Where:
     """On what is planned, as the command line says it."""
 
-    place: Place
+    place: CalibratedCluster
     sizes: tuple[int, ...]
     """Numbers of nodes to try, the fewest first."""
     gpus: int
@@ -87,7 +87,7 @@ def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None)
         found, words = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
     most = len(found.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return Where(find_place(found, nccl_check), sizes, found.compute.gpus, words, nobody)
+    return Where(find_calibrated(found, nccl_check), sizes, found.compute.gpus, words, nobody)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: in
     return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
 
 
-def choose(made: Draft, folder: Path, place: Place, method: str) -> tuple[Draft, int]:
+def choose(made: Draft, folder: Path, place: CalibratedCluster, method: str) -> tuple[Draft, int]:
     """The draft in ``folder`` with the fastest distribution that fits and that this program starts; and its burdens: what has
     none goes first whatever it takes, as offloading depends on the node most.
 

@@ -32,7 +32,7 @@ from clustertune.launch.judge import Outcome, any_node_failed, judge
 from clustertune.launch.plan import Node, Plan
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import prolog
-from clustertune.nccl_check.place import Nodes
+from clustertune.nccl_check.target import Nodes
 from clustertune.process import STOP_SIGNALS, Stopped
 from clustertune.rundir import STAGES, RunDir, keep_private
 from clustertune.training.events import EventLog
@@ -87,9 +87,9 @@ class JobChain(chain.Chain):
         backend, here = ("nccl", "GPUs") if has_gpus() else ("gloo", "no GPU here: gloo between CPU ranks")
         cpus = min(self.allocation.cpus_per_node or 1 << 20, len(os.sched_getaffinity(0)))
         ranks = self.resolved.world_size // nodes
-        place = Nodes(self.allocation, self.cluster, bool(self.allocation.gpus_per_node), os.environ)
+        target = Nodes(self.allocation, self.cluster, bool(self.allocation.gpus_per_node), os.environ)
         say(f"nccl-check: {wanted.seconds} s at most")
-        found = prolog.run(place, prolog.options_for(wanted.seconds, backend, here, ranks, cpus, nodes), folder, say)
+        found = prolog.run(target, prolog.options_for(wanted.seconds, backend, here, ranks, cpus, nodes), folder, say)
         with contextlib.closing(EventLog(self.run.metrics, 0)) as log:
             log.write("nccl", **found.event())
         say(f"nccl-check, {found.seconds:.0f} s: {found.headline}")
@@ -115,10 +115,10 @@ class JobChain(chain.Chain):
             with secrets.lent({GIVEN: str(servers)} if servers else {}):
                 super().run_stage(stage)
             return
-        words = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
-        words += ["--servers", str(servers)] if servers else []
+        command_line = [sys.executable, "-m", "clustertune", "part", stage, "--run-dir", str(self.run.path.resolve())]
+        command_line += ["--servers", str(servers)] if servers else []
         command = step.on_first_node(
-            words,
+            command_line,
             self.cluster,
             binds=container.places_of(self.resolved, self.run.path),
             host=self.allocation.nodes[0],
@@ -213,7 +213,7 @@ class JobChain(chain.Chain):
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = asked_file(folder).touch if contained else None
         step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
-        self.outcome = judge(folder, plan, asked=bool(self.signals))
+        self.outcome = judge(folder, plan, requested=bool(self.signals))
         with contextlib.suppress(OSError):  # a full disk is what it may have to tell
             self.outcome.write(folder)
         return self.outcome
@@ -242,8 +242,8 @@ def step_command(
 def _cpus(allocation: Allocation, environ: Mapping[str, str]) -> int | None:
     """CPUs of a step's task on each node. Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a
     step that wants both."""
-    asked = environ.get("SLURM_CPUS_PER_TASK", "")
-    return int(asked) if asked.isdigit() else allocation.cpus_per_node
+    requested = environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(requested) if requested.isdigit() else allocation.cpus_per_node
 
 
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
@@ -283,9 +283,9 @@ def check_megatron_image(run: RunDir, cluster: Cluster, allocation: Allocation) 
         return
     found, notes = image.look(inner.container)
     assert found is not None  # both images are named where one is
-    words = [sys.executable, "-m", stack.MODULE]
+    command = [sys.executable, "-m", stack.MODULE]
     gpus, host, binds = bool(allocation.gpus_per_node), allocation.nodes[0], [run.path.resolve()]
-    seen = stack.ask(step.on_first_node(words, inner, binds=binds, host=host, gpus=gpus, environ=os.environ), found.image)
+    seen = stack.ask(step.on_first_node(command, inner, binds=binds, host=host, gpus=gpus, environ=os.environ), found.image)
     for text in notes:
         say(f"warning: {text}")
     if problems := megatron.judge(seen, found.image):

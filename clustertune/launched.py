@@ -22,7 +22,7 @@ OUTCOME_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchrunCall:
     """This call among the calls of a run."""
 
     node: int
@@ -49,16 +49,16 @@ class Place:
 class TorchrunChain(Chain):
     """Node 0's call: all stages, of which the training takes part on every node."""
 
-    place: Place = field(kw_only=True)
+    call: TorchrunCall = field(kw_only=True)
     server: torchrun.RendezvousServer = field(kw_only=True)
     nodes: tuple[Node, ...] = ()
 
     def train(self) -> dict[str, Any]:
         """Wait for the calls of all nodes, then train on all of them."""
-        if self.place.job:
+        if self.call.job:
             newest, _ = store.newest_whole(self.run.checkpoints)
-            progress.check(self.run.path, self.place.job, newest.step if newest else 0)
-        self.nodes = self.server.gather(self.place.wait)
+            progress.check(self.run.path, self.call.job, newest.step if newest else 0)
+        self.nodes = self.server.gather(self.call.wait)
         return super().train()
 
     def make_plan(self, attempt: int, from_step: int) -> Plan:
@@ -66,11 +66,11 @@ class TorchrunChain(Chain):
         return Plan(
             attempt=attempt,
             nodes=self.nodes,
-            ranks_per_node=self.place.ranks_per_node,
+            ranks_per_node=self.call.ranks_per_node,
             launcher="torchrun",
-            job=self.place.job,
+            job=self.call.job,
             from_step=from_step,
-            port=self.place.port,
+            port=self.call.port,
         )
 
     def run_attempt(self, plan: Plan) -> Outcome:
@@ -78,7 +78,7 @@ class TorchrunChain(Chain):
         folder = self.run.attempt(plan.attempt)
         plan.write(folder)
         self.server.tell(plan.attempt)
-        take_part(self.run.path, plan.attempt, self.place, quiet=self.quiet)
+        take_part(self.run.path, plan.attempt, self.call, quiet=self.quiet)
         torchrun.await_nodes(self.run.path, plan)
         outcome = judge(folder, plan)
         with contextlib.suppress(OSError):  # a full disk is what it may have to tell
@@ -86,23 +86,23 @@ class TorchrunChain(Chain):
         return outcome
 
 
-def take_part(run_path: Path, attempt: int, place: Place, *, quiet: bool) -> int:
+def take_part(run_path: Path, attempt: int, call: TorchrunCall, *, quiet: bool) -> int:
     """Run this node's ranks of an attempt; 0 where they ended by themselves."""
-    _, environment = place.describe()
+    _, environment = call.describe()
     os.environ.update(environment)  # each node's own: interfaces may have other names elsewhere
-    return node.main(run_path, attempt, place.node, quiet=quiet)
+    return node.main(run_path, attempt, call.node, quiet=quiet)
 
 
-def join(run_path: Path, place: Place, *, quiet: bool) -> ExitCode:
+def join(run_path: Path, call: TorchrunCall, *, quiet: bool) -> ExitCode:
     """Another node's call: wait for node 0's, run this node's ranks of its attempt, and end with the attempt's own code.
 
     Raises UserError where node 0 does not call, or its call does not fit this one.
     """
-    here, _ = place.describe()
-    say(f"node {place.node} waits for node 0 in {run_path}")
-    attempt = torchrun.RendezvousClient(run_path, place.node, place.nodes, place.ranks_per_node, here, place.wait).join()
+    here, _ = call.describe()
+    say(f"node {call.node} waits for node 0 in {run_path}")
+    attempt = torchrun.RendezvousClient(run_path, call.node, call.nodes, call.ranks_per_node, here, call.wait).join()
     if isinstance(attempt, ExitCode):
         return attempt
-    ended = take_part(run_path, attempt, place, quiet=quiet)
+    ended = take_part(run_path, attempt, call, quiet=quiet)
     judged = torchrun.await_outcome(RunDir(run_path).attempt(attempt), OUTCOME_SECONDS)
     return judged if judged is not None else ExitCode.OK if ended == 0 else ExitCode.AGAIN

@@ -138,8 +138,8 @@ def _explain(error: BaseException, log: Path) -> UserError:
         return error
     if isinstance(error, KeyboardInterrupt):
         return UserError(Problem("interrupted", fix="run the same command again to go on"), ExitCode.AGAIN)
-    if (said := storage_cause(error)) is not None:
-        return storage_error(said, "training stopped", Path(said.filename or log.parent))
+    if (cause := storage_cause(error)) is not None:
+        return storage_error(cause, "training stopped", Path(cause.filename or log.parent))
     first = f"{type(error).__name__}: {error}".splitlines()[0]
     if is_full(log.parent):
         problem = Problem(f"no space left: {first}", file=str(log), fix="free space, then run the same command again")

@@ -336,7 +336,7 @@ class RayChain(Chain):
             text = (str(error or "").strip().splitlines() or ["it said nothing"])[-1]
             problem = Problem(f"Ray started no rank: {text}", file=str(folder))
             return Outcome(ExitCode.AGAIN if self.asked else ExitCode.FAILED, [problem], asked=bool(self.asked))
-        outcome = judge(folder, plan, asked=bool(self.asked))
+        outcome = judge(folder, plan, requested=bool(self.asked))
         if outcome.code is ExitCode.OK and error is not None:
             outcome = replace(outcome, code=ExitCode.FAILED, problems=[Problem(f"Ray: {error}", file=str(folder))])
         if not (folder / OUTCOME).exists():

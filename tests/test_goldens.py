@@ -11,7 +11,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.launch import signal_margin
-from clustertune.plan.place import find_place
+from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from tests import goldens
 from tests.goldens import GOLDEN, PLANS, RUNS
@@ -73,7 +73,7 @@ def test_a_tiny_run_is_short_and_another_run(name: str) -> None:
 
 @cache
 def plan(recipe: str, *overrides: str, cluster: str | None = None) -> Plan:
-    place = find_place(load_cluster(cluster or cluster_of(recipe)))
+    place = find_calibrated(load_cluster(cluster or cluster_of(recipe)))
     found = resolve(recipe, overrides)
     return make_plan(found, place.machine(found.recipe.slurm.nodes), place.constants)
 

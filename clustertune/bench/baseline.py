@@ -30,12 +30,12 @@ def arguments_of(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
         fitted = build.fit_to_device(given["sft"], cuda=cuda).values
         return build.spelt({k: v for k, v in fitted.items() if k != "pad_token"}, SFTConfig.__dataclass_fields__) | NOTHING_ELSE
     shared = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "seed")
-    asked: dict[str, Any] = {key: given[key] for key in shared} | NOTHING_ELSE
+    requested: dict[str, Any] = {key: given[key] for key in shared} | NOTHING_ELSE
     if not cuda:
-        asked |= {"use_cpu": True, "bf16": given["bf16"]}
+        requested |= {"use_cpu": True, "bf16": given["bf16"]}
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":  # the Trainer refuses both at once
-        asked["gradient_checkpointing"] = False
-    return asked
+        requested["gradient_checkpointing"] = False
+    return requested
 
 
 def prepare_device(given: Mapping[str, Any], *, cuda: bool) -> None:
@@ -83,10 +83,10 @@ def main(settings: Path, out: Path) -> None:
     elif given["chat_template"]:
         tokenizer = AutoTokenizer.from_pretrained(given["model"])
         tokenizer.chat_template = given["chat_template"]
-    asked = arguments_of(given, cuda=cuda) | {"max_steps": schedule.total}
+    requested = arguments_of(given, cuda=cuda) | {"max_steps": schedule.total}
     trainer = Baseline(
         model=given["model"],
-        args=SFTConfig(str(out), **asked),
+        args=SFTConfig(str(out), **requested),
         train_dataset=load_dataset("json", data_files=given["data"], split="train").select_columns(["messages"]),
         processing_class=tokenizer,
         peft_config=LoraConfig(**given["lora"]) if given["lora"] else None,

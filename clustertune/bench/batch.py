@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clustertune.bench import ask, peer
-from clustertune.bench.ask import Asked, Bench
+from clustertune.bench import peer, preparation
+from clustertune.bench.preparation import Bench, BenchRequest
 from clustertune.config.cluster import argument, named
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_folder
@@ -35,9 +35,9 @@ class BenchJob(batch.BatchJob):
     """What the job runs, with the shape of the job among its overrides."""
 
 
-def job_folder(asked: Asked) -> Path:
+def job_folder(request: BenchRequest) -> Path:
     """Where the job's files lie: beside the run folder, which the job makes."""
-    return asked.run_path.absolute().with_name(asked.run_path.name + ".job")
+    return request.run_path.absolute().with_name(request.run_path.name + ".job")
 
 
 def _description(bench: Bench, cluster: Cluster) -> str:
@@ -46,9 +46,9 @@ def _description(bench: Bench, cluster: Cluster) -> str:
     return json.dumps({"schema": SCHEMA, "cluster": cluster.model_dump(mode="json"), **recipes}, indent=1) + "\n"
 
 
-def recorded(asked: Asked) -> tuple[Cluster, Bench] | None:
+def recorded(request: BenchRequest) -> tuple[Cluster, Bench] | None:
     """What was decided when the job was submitted; None for a job by hand. Raises UserError where it cannot be read."""
-    file = job_folder(asked) / DESCRIPTION
+    file = job_folder(request) / DESCRIPTION
     if not file.exists():
         return None
     try:
@@ -56,36 +56,36 @@ def recorded(asked: Asked) -> tuple[Cluster, Bench] | None:
         if body["schema"] != SCHEMA:
             raise ValueError(f"schema {body['schema']}, this release reads {SCHEMA}")
         recipes = (Resolved.from_dict(body[key]) for key in ("whole", "measured"))
-        return Cluster.model_validate(body["cluster"]), ask.as_made(asked, *recipes)
+        return Cluster.model_validate(body["cluster"]), preparation.as_made(request, *recipes)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         fix = "clustertune bench RECIPE --submit writes it anew"
         raise UserError(Problem(f"cannot be read: {error!r}", file=str(file), fix=fix)) from None
 
 
-def make(asked: Asked, cluster: Cluster, word: str | None, out: Path, time: str | None) -> BenchJob:
+def make(request: BenchRequest, cluster: Cluster, word: str | None, out: Path, time: str | None) -> BenchJob:
     """The job. ``word``: how the cluster was named. Raises UserError."""
     if cluster.slurm is None:
         fix = "add a slurm section to its file, or --cluster names another one; without --submit it runs here"
         raise UserError(Problem(f"cluster {cluster.name} has no Slurm", file=cluster.source, key="slurm", fix=fix))
-    resolved, overrides = resolve_on(asked.recipe, asked.overrides, cluster, tiny=asked.tiny)
+    resolved, overrides = resolve_on(request.recipe, request.overrides, cluster, tiny=request.tiny)
     require_startable(resolved)
-    shape = replace(train_shape(resolved, cluster), minutes=_minutes(asked, cluster, time))
-    bench = ask.make(replace(asked, overrides=tuple(overrides)))
+    shape = replace(train_shape(resolved, cluster), minutes=_minutes(request, cluster, time))
+    bench = preparation.make(replace(request, overrides=tuple(overrides)))
     return BenchJob(
         shape=shape,
         script=render(shape),
-        folder=job_folder(asked),
-        arguments=tuple(arguments(asked, cluster, word, out, tuple(overrides))),
+        folder=job_folder(request),
+        arguments=tuple(arguments(request, cluster, word, out, tuple(overrides))),
         out=out.absolute(),
         bench=bench,
         beside={DESCRIPTION: _description(bench, cluster)},
     )
 
 
-def _minutes(asked: Asked, cluster: Cluster, time: str | None) -> int:
+def _minutes(request: BenchRequest, cluster: Cluster, time: str | None) -> int:
     longest = parse_minutes(cluster.slurm.max_time) if cluster.slurm else None
     if time is None:
-        wanted = START_MINUTES + ROUND_MINUTES * asked.rounds * (1 + len(asked.against))
+        wanted = START_MINUTES + ROUND_MINUTES * request.rounds * (1 + len(request.against))
         return int(min(wanted, longest) if longest else wanted)
     minutes = parse_minutes(time)
     if minutes is None or minutes < 1:
@@ -103,19 +103,24 @@ def render(shape: Shape) -> str:
     return batch.render("bench", shape, note, SCRIPT.read_text())
 
 
-def arguments(asked: Asked, cluster: Cluster, word: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:
+def arguments(request: BenchRequest, cluster: Cluster, word: str | None, out: Path, overrides: tuple[str, ...]) -> list[str]:
     """The command line of the job: what was given here, in a form that another folder understands."""
-    schedule = asked.schedule
-    against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in asked.against]
-    words = [
-        str(find_folder(asked.recipe)[0].absolute()),
+    schedule = request.schedule
+    against = [word if word in peer.NAMES else str(Path(word).expanduser().absolute()) for word in request.against]
+    command_line = [
+        str(find_folder(request.recipe)[0].absolute()),
         *overrides,
         "--inside",
         "--cluster",
         argument(word or named(cluster)),
     ]
-    words += ["--steps", str(schedule.steps), "--warmup", str(schedule.warmup), "--profile", str(schedule.profiled)]
-    words += ["--rounds", str(asked.rounds), *(part for word in against for part in ("--against", word))]
-    flags = {"--tiny": asked.tiny, "--synthetic": asked.synthetic, "--no-ends": not asked.ends, "--replace": asked.replace}
-    words += [flag for flag, given in flags.items() if given]
-    return [*words, "--run-dir", str(asked.run_path.absolute()), "--out", str(out.absolute())]
+    command_line += ["--steps", str(schedule.steps), "--warmup", str(schedule.warmup), "--profile", str(schedule.profiled)]
+    command_line += ["--rounds", str(request.rounds), *(part for word in against for part in ("--against", word))]
+    flags = {
+        "--tiny": request.tiny,
+        "--synthetic": request.synthetic,
+        "--no-ends": not request.ends,
+        "--replace": request.replace,
+    }
+    command_line += [flag for flag, given in flags.items() if given]
+    return [*command_line, "--run-dir", str(request.run_path.absolute()), "--out", str(out.absolute())]

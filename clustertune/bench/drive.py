@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import chain, job
-from clustertune.bench import ask, peer
-from clustertune.bench.ask import Bench
+from clustertune.bench import peer, preparation
+from clustertune.bench.preparation import Bench
 from clustertune.config.cluster_schema import Cluster
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
@@ -55,36 +55,36 @@ def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, gi
 
     Raises UserError where the recipe's own training fails; what ends a peer is told in the result.
     """
-    path = bench.asked.run_path
+    path = bench.request.run_path
     chain.check_folder(bench.measured, path)
     keep_private(cluster)
     with RunDir(path).lock():
         made = _open(bench, command, cluster, given)
-        found = Found(made.run, peers=[Peer(word) for word in bench.asked.against])
+        found = Found(made.run, peers=[Peer(word) for word in bench.request.against])
         if made.run.stage("prepare") is None:
             made.run_stage("prepare")
         if isinstance(made, job.JobChain):
             made.check_nodes()
-        for number in range(1, bench.asked.rounds + 1):
-            together = bench.asked.interleave and any(one.failed is None for one in found.peers)
+        for number in range(1, bench.request.rounds + 1):
+            together = bench.request.interleave and any(one.failed is None for one in found.peers)
             if not together:
-                say(f"round {number} of {bench.asked.rounds}: {bench.measured.name}")
+                say(f"round {number} of {bench.request.rounds}: {bench.measured.name}")
                 _ours(made, found)
-            for place, one in enumerate(found.peers):
+            for position, one in enumerate(found.peers):
                 if one.failed is not None:
                     continue
-                say(f"round {number} of {bench.asked.rounds}: {one.word}{', a step each in turn' if together else ''}")
-                _theirs(made, found, bench, one, f"{place}-{number}", together=together)
+                say(f"round {number} of {bench.request.rounds}: {one.word}{', a step each in turn' if together else ''}")
+                _theirs(made, found, bench, one, f"{position}-{number}", together=together)
     return found
 
 
 def _open(bench: Bench, command: list[str], cluster: Cluster | None, given: Allocation | None) -> chain.Chain:
     """The run folder, with the conversations that are made up for it, and the chain that runs in it."""
-    path, resolved = bench.asked.run_path, bench.measured
-    if bench.made is not None and not ask.made_file(path).exists():
-        say(f"conversations made up: {ask.make_conversations(bench):,} in {ask.made_file(path)}")
+    path, resolved = bench.request.run_path, bench.measured
+    if bench.made is not None and not preparation.made_file(path).exists():
+        say(f"conversations made up: {preparation.make_conversations(bench):,} in {preparation.made_file(path)}")
     run = chain.open_run(resolved, path, command)
-    bench.asked.schedule.write(path)
+    bench.request.schedule.write(path)
     run.write_own_files(resolved)
     if given is None:
         return chain.Chain(run, resolved)
@@ -115,7 +115,7 @@ def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str,
     """
     folder = (made.run.path / PEERS / f"round-{name}").absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    schedule = bench.asked.schedule
+    schedule = bench.request.schedule
     turns = folder / "turns" if together else None
     if turns is not None:  # the profiler would see two programs
         schedule = replace(schedule, profiled=0, turns=str(turns))
@@ -142,11 +142,11 @@ def _theirs(made: chain.Chain, found: Found, bench: Bench, one: Peer, name: str,
 
 def _ours_in_turn(made: chain.Chain, found: Found, bench: Bench, turns: Path) -> None:
     """One training of the recipe whose steps alternate with those of a peer that was started."""
-    replace(bench.asked.schedule, turns=str(turns)).write(made.run.path)
+    replace(bench.request.schedule, turns=str(turns)).write(made.run.path)
     try:
         _ours(made, found)
     finally:
-        bench.asked.schedule.write(made.run.path)
+        bench.request.schedule.write(made.run.path)
         (turns / str(OURS)).write_text(str(GONE))
 
 
@@ -157,17 +157,17 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _on_nodes(made: chain.Chain, order: Path, plan: Plan) -> list[str]:
-    words = peer.node_command(order)
+    command = peer.node_command(order)
     if not isinstance(made, job.JobChain):
-        return words
-    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        return command
+    requested = os.environ.get("SLURM_CPUS_PER_TASK", "")
     binds = container.places_of(made.resolved, made.run.path)
     return step.in_step(
-        words,
+        command,
         made.cluster,
         binds=[*binds, order.parent],
         nodes=len(plan.nodes),
-        cpus=int(asked) if asked.isdigit() else made.allocation.cpus_per_node,
+        cpus=int(requested) if requested.isdigit() else made.allocation.cpus_per_node,
         gpus=bool(made.allocation.gpus_per_node),
         environ=os.environ,
     )

@@ -66,9 +66,9 @@ def words_of(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for text in given for word in text.split(",") if word.strip()))
 
 
-def take_turns(words: Sequence[str], *, here: bool) -> bool:
+def take_turns(arguments: Sequence[str], *, here: bool) -> bool:
     """Whether steps alternate where nobody said: on this machine's CPUs, with peers that know of turns."""
-    return here and bool(words) and set(words) <= set(NAMES) and not visible_gpus()
+    return here and bool(arguments) and set(arguments) <= set(NAMES) and not visible_gpus()
 
 
 def title(word: str) -> str:
@@ -94,11 +94,11 @@ def settings(resolved: Resolved, run: RunDir, model: str, schedule: BenchSchedul
     }
 
 
-def prepare(folder: Path, run: RunDir, plan: Plan, start: Sequence[str], told: Mapping[str, Any]) -> Path:
+def prepare(folder: Path, run: RunDir, plan: Plan, start: Sequence[str], recorded: Mapping[str, Any]) -> Path:
     """Write what the nodes of a round read. Returns the file that each of them is given."""
     folder.mkdir(parents=True)
     plan.write(folder)
-    (folder / SETTINGS).write_text(json.dumps(told, indent=1) + "\n")
+    (folder / SETTINGS).write_text(json.dumps(recorded, indent=1) + "\n")
     order = folder / ORDER
     order.write_text(json.dumps({"run": str(run.path.absolute()), "start": list(start)}) + "\n")
     return order
@@ -119,9 +119,9 @@ def run_node(order: Path, node: int) -> int:
     elif len(plan.nodes) > 1:
         address, port = plan.nodes[0].address, rendezvous.free_port(plan.port or rendezvous.first_port(os.getpid(), 1))
         rendezvous.publish(folder, address, port)
-    words = [str(folder / SETTINGS), str(folder)]
+    arguments = [str(folder / SETTINGS), str(folder)]
     turns = json.loads((folder / SETTINGS).read_bytes())["schedule"].get("turns")
-    command = local.accelerate_command(run, run.resolved(), words, plan, node, address, port, start=record["start"])
+    command = local.accelerate_command(run, run.resolved(), arguments, plan, node, address, port, start=record["start"])
     # The model is a folder; the user's tokens are none of another program's business.
     known = {key: value for key, value in os.environ.items() if key not in secrets.SECRET}
     with (folder / f"node-{node}.{LOG}").open("ab") as log:
@@ -175,11 +175,11 @@ def why(folder: Path) -> str:
 
 def main() -> int:
     """The program of one node: which one, Slurm says; without it the only one."""
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("order", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("order", type=Path)
     node = os.environ.get("SLURM_NODEID", "0")
     try:
-        return run_node(asked.parse_args().order, int(node) if node.isdigit() else 0)
+        return run_node(parser.parse_args().order, int(node) if node.isdigit() else 0)
     except UserError as error:
         sys.stderr.write(f"error: {error.problems[0]}\n")
         return int(error.code)

@@ -10,8 +10,8 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import peak_flops, price, recognise
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
+from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.lengths import Lengths
-from clustertune.plan.place import find_place
 from clustertune.plan.predict import GIB, Plan, Work, make_plan
 from clustertune.plan.schedule import times
 
@@ -93,7 +93,7 @@ def whole(
 def predict(resolved: Resolved, cluster: Cluster, lengths: Lengths | None) -> tuple[Plan | None, str | None]:
     """The plan of what is measured, or why there is none."""
     try:
-        where = find_place(cluster)
+        where = find_calibrated(cluster)
         return make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants, lengths=lengths), None
     except UserError as error:
         return None, str(error.problems[0])
@@ -118,7 +118,7 @@ def beside_plan(
     """What the planner said, what was measured, and measured over predicted; ``{"unknown": why}`` without a plan."""
     if plan is None:
         return {"unknown": why}
-    said = {
+    compared = {
         "step_s": plan.step.seconds,
         "tokens_per_s_per_gpu": plan.tokens_per_s / plan.strategy.world_size,
         "peak_gib_per_gpu": plan.peak.bytes / GIB,
@@ -138,7 +138,7 @@ def beside_plan(
     }
     rows = {
         key: {"plan": value, "measured": found[key], "ratio": found[key] / value if found[key] and value else None}
-        for key, value in said.items()
+        for key, value in compared.items()
     }
     reach = [plan.step.seconds * plan.low, plan.step.seconds * plan.high]
     return {"cluster": plan.machine.name, "step_s_range": reach, "rows": rows}

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from clustertune.bench import peer, project
-from clustertune.bench.ask import Asked, Bench
 from clustertune.bench.drive import Found, Peer
+from clustertune.bench.preparation import Bench, BenchRequest
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import mixed_precision
 from clustertune.errors import Problem, UserError
@@ -36,7 +36,7 @@ TOKENS_NOTE = "tokens are those of conversations, padding left out; with it they
 def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     """Everything that is known after the rounds. Raises UserError where a rank left no whole figures."""
     run = found.run.read()
-    schedule = bench.asked.schedule
+    schedule = bench.request.schedule
     shown = str(found.run.path / "attempts")
     ours = measured(found.ours, wanted=schedule.steps, share=bench.share, shown=shown)
     events = list(read_events(found.run.metrics))
@@ -45,18 +45,18 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     lengths = bench.lengths
     plan, why = project.predict(bench.whole, cluster, lengths)
     used = project.utilisation(work_of(bench.measured, lengths), ours, device)
-    own_data = not bench.asked.synthetic
+    own_data = not bench.request.synthetic
     rows = found.ours[0][0].get("rows") if own_data else None
     ahead = project.whole(bench.whole, ours, ends, rows, plan, used.get("gpu"))
     body = {
         "schema": SCHEMA,
         "recipe": bench.whole.name,
         "model": bench.whole.recipe.model.name,
-        "dataset": bench.whole.recipe.data.name if not bench.asked.synthetic else "made up",
+        "dataset": bench.whole.recipe.data.name if not bench.request.synthetic else "made up",
         "bf16": mixed_precision(bench.measured.train_args) == "bf16",
-        "overrides": changed(bench.asked),
-        "tiny": bench.asked.tiny,
-        "synthetic": bench.asked.synthetic,
+        "overrides": changed(bench.request),
+        "tiny": bench.request.tiny,
+        "synthetic": bench.request.synthetic,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": run.get("command"),
         "hardware": _hardware(found),
@@ -69,7 +69,7 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
             "warmup": schedule.warmup,
             "steps": schedule.steps,
             "profiled": schedule.profiled,
-            "rounds": bench.asked.rounds,
+            "rounds": bench.request.rounds,
         },
         "ours": ours,
         "ends": ends,
@@ -84,9 +84,9 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
     return fields
 
 
-def changed(asked: Asked) -> list[str]:
+def changed(request: BenchRequest) -> list[str]:
     """What the recipe was changed by, with paths as seen from here."""
-    found: list[str] = relative(changes(asked.overrides))
+    found: list[str] = relative(changes(request.overrides))
     return found
 
 
@@ -186,7 +186,7 @@ def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
     kind = one.theirs[0][0].get("distributed")
     # It has the recipe's distribution file. On CPUs accelerate makes data parallelism of it for trl-defaults.
     share = 1.0 if kind == "MULTI_CPU" else bench.share
-    wanted, shown = bench.asked.schedule.steps, str(found.run.path / "peer")
+    wanted, shown = bench.request.schedule.steps, str(found.run.path / "peer")
     theirs = measured(one.theirs, wanted=wanted, share=share, shown=shown)
     ours = measured(one.paired, wanted=wanted, share=bench.share, shown=str(found.run.path / "attempts"))
     return {
@@ -195,7 +195,7 @@ def _against(bench: Bench, found: Found, one: Peer) -> dict[str, Any]:
         "distributed": kind,
         "measured": theirs,
         "ratio": ratio(ours, theirs),
-        "pairs": paired(one.paired, one.theirs, interleaved=bench.asked.interleave),
+        "pairs": paired(one.paired, one.theirs, interleaved=bench.request.interleave),
         "same_tokens": ours["tokens_per_step"] == theirs["tokens_per_step"],
     }
 
@@ -204,9 +204,9 @@ def _notes(bench: Bench, found: Found, body: Mapping[str, Any]) -> Iterator[str]
     yield TOKENS_NOTE
     if body["hardware"]["gpu"] is None:
         yield CPU_NOTE
-    if bench.asked.tiny:
+    if bench.request.tiny:
         yield "--tiny: the architecture is scaled down and its weights are random"
-    if bench.asked.synthetic:
+    if bench.request.synthetic:
         yield "random weights at full size and made-up conversations: speed and memory count, loss does not"
     ours = (body["distributed"] or {}).get("type")
     for one in body["peers"]:
@@ -220,7 +220,7 @@ def _notes(bench: Bench, found: Found, body: Mapping[str, Any]) -> Iterator[str]
     if spread["median"] and spread["stdev"] > 0.1 * spread["median"]:
         share = spread["stdev"] / spread["median"]
         yield f"steps differ by {share:.0%} (standard deviation over median): more --steps, or a machine of its own"
-    rows, schedule = found.ours[0][0].get("rows"), bench.asked.schedule
+    rows, schedule = found.ours[0][0].get("rows"), bench.request.schedule
     batch = int(bench.measured.recipe.train["global_batch_size"])
     if rows and rows < schedule.total * batch and rows % batch:
         yield f"{rows:,} sequences are fewer than the steps take: the last step of each epoch is smaller than the others"
@@ -428,8 +428,8 @@ def file_name(recipe: str, *, tiny: bool, synthetic: bool, kind: str, ranks: int
     parts = [recipe, "tiny" if tiny else "", "synthetic" if synthetic else "", kind, f"x{ranks}"]
     if changed:
         pairs = [_pair(text) for text in changed]
-        words = "-".join(_words(key, value) for key, value in pairs)[:LONGEST].strip("-._")
-        parts += [words, hashlib.sha256(json.dumps(pairs, default=str).encode()).hexdigest()[:6]]
+        joined = "-".join(_words(key, value) for key, value in pairs)[:LONGEST].strip("-._")
+        parts += [joined, hashlib.sha256(json.dumps(pairs, default=str).encode()).hexdigest()[:6]]
     return "-".join(part for part in parts if part)
 
 

@@ -174,7 +174,7 @@ class Context:
         found = []
         for facts in self.facts:
             used = [device.name for device in self.used_interfaces(facts.hostname)]
-            said = {
+            stated = {
                 "kind": self.kind,
                 "interface": self.told_interface or (used[0] if len(used) == 1 else ""),
                 "subnet": network.get("subnet") if isinstance(network.get("subnet"), str) else None,
@@ -182,7 +182,7 @@ class Context:
                 "ports": int(number(network.get("ports"))),
             }
             interconnect = compute.get("interconnect")
-            cluster = {"network": said, "compute": {"interconnect": interconnect if isinstance(interconnect, str) else None}}
+            cluster = {"network": stated, "compute": {"interconnect": interconnect if isinstance(interconnect, str) else None}}
             mine = {status for node, status in tried if node == facts.hostname}
             expects = Expects(
                 gpus=(self.ranks or None) if self.backend == "nccl" else None,

@@ -49,11 +49,11 @@ def interface_down(context: Context) -> Iterator[Seen]:
       of every node
     See: https://github.com/NVIDIA/nccl/issues/1837
     """
-    said = [fault for fault in context.log.faults if fault.kind == "no-interface"]
-    if said:
+    faults = [fault for fault in context.log.faults if fault.kind == "no-interface"]
+    if faults:
         value = context.setting("NCCL_SOCKET_IFNAME") or context.setting("NCCL_OOB_NET_IFNAME")
         text = f" (NCCL_SOCKET_IFNAME is {value})" if value else ""
-        yield Seen(FAIL, f"NCCL found no interface to use{text}: {said[0].text}", where=names(fault.host for fault in said))
+        yield Seen(FAIL, f"NCCL found no interface to use{text}: {faults[0].text}", where=names(fault.host for fault in faults))
 
 
 @rule("wrong-interface", LINKS, rank=3)
@@ -246,9 +246,9 @@ def one_socket(context: Context) -> Iterator[Seen]:
         return
     threads = _count(context.setting("NCCL_SOCKET_NTHREADS"))
     sockets = _count(context.setting("NCCL_NSOCKS_PERTHREAD"))
-    said = context.log.socket_threads
-    if threads * sockets == 0 and said:
-        threads, sockets = said
+    thread_counts = context.log.socket_threads
+    if threads * sockets == 0 and thread_counts:
+        threads, sockets = thread_counts
     total = max(1, threads) * max(1, sockets)
     line = f"{gbit(context.line_gbit)} with {total} TCP connection{'s' if total > 1 else ''} for each channel"
     yield Seen(WARN if total == 1 else PASS, line)

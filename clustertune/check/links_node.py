@@ -49,9 +49,9 @@ def p2p_refused(context: Context) -> Iterator[Seen]:
       NCCL_P2P_DISABLE=1
     See: https://github.com/NVIDIA/nccl/issues/2079
     """
-    said = [fault for fault in context.log.faults if fault.kind in ("p2p-refused", "no-transport")]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind in ("p2p-refused", "no-transport")]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
 
 
 @rule("nvlink-unused", LINKS, rank=6)
@@ -123,12 +123,12 @@ def _near(context: Context) -> str:
     """The first pair of GPUs that share a PCIe switch, by ``nvidia-smi topo -m``; empty where none does."""
     for facts in context.facts:
         for line in facts.topology.splitlines():
-            words = line.split()
-            if not words or not words[0].startswith("GPU") or "X" not in words:
+            fields = line.split()
+            if not fields or not fields[0].startswith("GPU") or "X" not in fields:
                 continue
-            for index, word in enumerate(words[1 : len(facts.gpus) + 1]):
+            for index, word in enumerate(fields[1 : len(facts.gpus) + 1]):
                 if word in ("PIX", "PXB"):
-                    return f"{words[0]} and GPU{index}"
+                    return f"{fields[0]} and GPU{index}"
     return ""
 
 
@@ -158,9 +158,9 @@ def acs_redirect(context: Context) -> Iterator[Seen]:
       until then NCCL_P2P_DISABLE=1 goes through the node's memory
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#pci-access-control-services-acs
     """
-    said = [f for f in context.log.faults if "iommu=pt" in f.text]
-    if said:
-        yield Seen(WARN, said[0].text, "add iommu=pt to the kernel's command line", names(fault.host for fault in said))
+    faults = [f for f in context.log.faults if "iommu=pt" in f.text]
+    if faults:
+        yield Seen(WARN, faults[0].text, "add iommu=pt to the kernel's command line", names(fault.host for fault in faults))
 
 
 @rule("small-shm", LINKS, rank=2)
@@ -172,9 +172,9 @@ def small_shm(context: Context) -> Iterator[Seen]:
       stale files /dev/shm/nccl-*
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#shared-memory
     """
-    said = [fault for fault in context.log.faults if fault.kind == "shm"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "shm"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
 
 
 @rule("shm-lost", LINKS, rank=2)
@@ -186,9 +186,9 @@ def shm_lost(context: Context) -> Iterator[Seen]:
       the rank that failed first
     See: https://github.com/NVIDIA/nccl/issues/1589
     """
-    said = [fault for fault in context.log.faults if fault.kind == "shm-lost"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "shm-lost"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
 
 
 @rule("low-memlock", LINKS, rank=2)
@@ -200,6 +200,6 @@ def low_memlock(context: Context) -> Iterator[Seen]:
       slurm.conf, --ulimit memlock=-1 for a container; check with `srun bash -c 'ulimit -l'`
     See: https://github.com/NVIDIA/nccl-tests/issues/206
     """
-    said = [fault for fault in context.log.faults if fault.kind == "memlock"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "memlock"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))

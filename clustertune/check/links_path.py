@@ -164,11 +164,11 @@ def net_plugin(context: Context) -> Iterator[Seen]:
       bind /dev/infiniband (EFA) or /dev/cxi* (Slingshot) into the container
     See: https://github.com/aws/aws-ofi-nccl/issues/1020
     """
-    said = [fault for fault in context.log.faults if fault.kind == "net-plugin"]
+    faults = [fault for fault in context.log.faults if fault.kind == "net-plugin"]
     wanted = context.kind in PLUGIN_KINDS or bool(context.setting("NCCL_NET_PLUGIN"))
-    if said:
+    if faults:
         status = FAIL if wanted or not context.log.complete else WARN
-        yield Seen(status, said[0].text, where=names(fault.host for fault in said))
+        yield Seen(status, faults[0].text, where=names(fault.host for fault in faults))
     elif context.kind in PLUGIN_KINDS and context.over:
         if context.by_socket or context.over <= {"IB"}:
             yield Seen(FAIL, f"the cluster file says {context.kind}, but NCCL runs without a plugin for it")

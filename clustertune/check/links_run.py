@@ -103,11 +103,11 @@ def cuda(context: Context) -> Iterator[Seen]:
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
     faults = context.log.faults
-    said = [fault for fault in faults if fault.kind == "cuda"]
+    cuda_faults = [fault for fault in faults if fault.kind == "cuda"]
     # torch says "unhandled cuda error" whatever it was.
-    if said and not any(fault.kind in _CUDA_KINDS for fault in faults):
-        first = next((fault for fault in said if "failure" in fault.text.lower()), said[0])
-        yield Seen(FAIL, first.text, where=names(fault.host for fault in said))
+    if cuda_faults and not any(fault.kind in _CUDA_KINDS for fault in faults):
+        first = next((fault for fault in cuda_faults if "failure" in fault.text.lower()), cuda_faults[0])
+        yield Seen(FAIL, first.text, where=names(fault.host for fault in cuda_faults))
 
 
 @_logged("rdma-timeout", rank=7)
@@ -208,11 +208,11 @@ def collective_hung(context: Context) -> Iterator[Seen]:
         hosts = names(str(host) for host in given) if isinstance(given, list) else ""
         what = f"{item.get('collective', 'a collective')} ({item.get('scope', '?')}, {number(item.get('bytes')):.0f} bytes)"
         yield Seen(FAIL, f"{what} did not end within {number(item.get('seconds')):.0f} s", where=hosts)
-    said = [fault for fault in context.log.faults if fault.kind == "hung"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "hung"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
     log = context.log
-    if not said and not context.entries("hung") and context.entries("results"):
+    if not faults and not context.entries("hung") and context.entries("results"):
         yield Seen(PASS, "every collective ended")
     elif log.started and not log.complete and not log.faults and not context.entries("results"):
         began = f"{log.started} ranks" if log.started > 1 else "a rank"
@@ -270,14 +270,14 @@ def unexplained_error(context: Context) -> Iterator[Seen]:
     See: https://github.com/NVIDIA/nccl/issues/697
     """
     faults = context.log.faults
-    said = [fault for fault in faults if fault.kind in ("failed", FOLLOWS)]
+    failures = [fault for fault in faults if fault.kind in ("failed", FOLLOWS)]
     if not all(fault.kind in _SPECIFIC for fault in faults):
         return
-    if said or context.log.failed:
+    if failures or context.log.failed:
         warned = [fault for fault in faults if fault.kind == OTHER]
         why = f"; the last warning: {warned[-1].text}" if warned else ""
-        found = said[0].text if said else "a call of NCCL failed"
-        yield Seen(FAIL, found + why, where=names(fault.host for fault in said or warned[-1:]))
+        found = failures[0].text if failures else "a call of NCCL failed"
+        yield Seen(FAIL, found + why, where=names(fault.host for fault in failures or warned[-1:]))
 
 
 @rule("other-warning", LINKS, rank=11)
@@ -288,8 +288,8 @@ def other_warning(context: Context) -> Iterator[Seen]:
     Fix: look the words up in NCCL's issues: https://github.com/NVIDIA/nccl/issues
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
-    said = [fault for fault in context.log.faults if fault.kind == OTHER and "iommu=pt" not in fault.text]
-    for text in list(dict.fromkeys(fault.text for fault in said))[:3]:
-        yield Seen(WARN, text, where=names(fault.host for fault in said if fault.text == text))
+    faults = [fault for fault in context.log.faults if fault.kind == OTHER and "iommu=pt" not in fault.text]
+    for text in list(dict.fromkeys(fault.text for fault in faults))[:3]:
+        yield Seen(WARN, text, where=names(fault.host for fault in faults if fault.text == text))
     if context.log.lines and not context.log.faults:
         yield Seen(PASS, "NCCL gave no warning")

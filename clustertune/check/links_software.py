@@ -95,9 +95,9 @@ def mixed_nccl(context: Context) -> Iterator[Seen]:
     Fix: give all nodes the same container image, and see that LD_LIBRARY_PATH and LD_PRELOAD bring in no other libnccl.so.2
     See: https://github.com/NVIDIA/nccl/issues/286
     """
-    said = [fault for fault in context.log.faults if fault.kind == "nccl-versions"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "nccl-versions"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
         return
     found = _versions(context, "nccl")
     if len(context.log.versions) > 1 and len({host for hosts in context.log.versions.values() for host in hosts}) > 1:
@@ -149,9 +149,9 @@ def driver(context: Context) -> Iterator[Seen]:
       help on data-centre cards only
     See: https://github.com/NVIDIA/nvidia-docker/issues/1515
     """
-    said = [fault for fault in context.log.faults if fault.kind == "driver"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "driver"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
         return
     built = max((number_of(text) for text in context.log.cuda), default=0)
     serves = [int(text) for text in context.log.drivers if text.isdigit()]
@@ -248,9 +248,9 @@ def forced_algorithm(context: Context) -> Iterator[Seen]:
     Fix: unset NCCL_ALGO and NCCL_PROTO; since 2.24 NCCL_ALGO may name one collective: NCCL_ALGO=allreduce:tree
     See: https://github.com/NVIDIA/nccl/issues/317
     """
-    said = [fault for fault in context.log.faults if fault.kind == "no-algorithm"]
-    if said:
-        yield Seen(FAIL, said[0].text, where=names(fault.host for fault in said))
+    faults = [fault for fault in context.log.faults if fault.kind == "no-algorithm"]
+    if faults:
+        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
         return
     for name in ("NCCL_ALGO", "NCCL_PROTO"):
         value = context.setting(name)

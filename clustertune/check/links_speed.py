@@ -182,12 +182,12 @@ def _slow_nodes(pairs: Mapping[tuple[str, str], Pair]) -> dict[str, SlowNode]:
     nodes = sorted({node for pair in pairs for node in pair})
     if len(nodes) < 3:
         return slow
-    for side, words in ((0, "sends"), (1, "receives")):
+    for side, verb in ((0, "sends"), (1, "receives")):
         best = {node: max((p for pair, p in pairs.items() if pair[side] == node), default=None) for node in nodes}
         typical = statistics.median(pair.gb_s for pair in best.values() if pair) if any(best.values()) else 0.0
         for node, pair in best.items():
             if pair and pair.at_best < UNEVEN * typical and (node not in slow or pair.gb_s < slow[node].gb_s):
-                slow[node] = SlowNode(pair.gb_s, typical, words)
+                slow[node] = SlowNode(pair.gb_s, typical, verb)
     return slow
 
 
@@ -202,11 +202,11 @@ def slow_node(context: Context) -> Iterator[Seen]:
     """
     pairs = _pairs(context)
     slow = _slow_nodes(pairs)
-    for node, (gb_s, typical, words) in sorted(slow.items()):
+    for node, (gb_s, typical, verb) in sorted(slow.items()):
         ordered = sorted(pairs.items(), key=lambda item: item[1])
         worst = ", ".join(f"{a} to {b} {pair.gb_s:.3g}" for (a, b), pair in ordered if node in (a, b))
         status = FAIL if gb_s < HALF * typical else WARN
-        found = f"{node} {words} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
+        found = f"{node} {verb} {gb_s:.3g} GB/s at best, the others {typical:.3g} ({worst[:160]})"
         yield Seen(status, found, where=node)
     inside = _per_node(context)
     for node, (gb_s, typical) in sorted(inside.items()):

@@ -265,9 +265,9 @@ _BY_PLACE = (("nvls", "nvls.cc", ("cuda", "gpu-fault", "gpu-missing")), ("p2p-re
 """A failure of CUDA whose words say little, in a source file that says what was tried."""
 
 
-def kind_of(text: str, place: str = "") -> str:
+def kind_of(text: str, source: str = "") -> str:
     """The kind of fault that a message tells; :data:`OTHER` where none is known. ``place``: source file and line."""
     for kind, pattern in _PATTERNS:
         if pattern.search(text):
-            return next((by for by, file, kinds in _BY_PLACE if file in place and kind in kinds), kind)
+            return next((by for by, file, kinds in _BY_PLACE if file in source and kind in kinds), kind)
     return OTHER

@@ -290,8 +290,8 @@ class _Reader:
             if kind not in (log_found.OTHER, "failed", "cuda", log_found.FOLLOWS):
                 self.fault(record)
 
-    def kind(self, text: str, place: str = "") -> str:
-        file = place.rpartition(":")[0]
+    def kind(self, text: str, source: str = "") -> str:
+        file = source.rpartition(":")[0]
         key = file + "\n" + re.sub(r"\d+", "0", text)
         if key not in self.kinds and len(self.kinds) < 10 * MOST_FAULTS:
             self.kinds[key] = log_found.kind_of(text, file)
@@ -472,10 +472,10 @@ def _split(line: str, heads: list[re.Match[str]]) -> Iterator[Record]:
         parts.append(_head(line, end, head.start()))
         end = head.end()
     for index, head in enumerate(heads):
-        host, pid, gpu, place, _ = parts[index]
+        host, pid, gpu, source, _ = parts[index]
         stop = parts[index + 1][4] if index + 1 < len(heads) else len(line)
         text = line[head.end() : min(stop, head.end() + MAX_MESSAGE)]
-        yield Record(head.group(1), text.rstrip(), host, pid, gpu, place)
+        yield Record(head.group(1), text.rstrip(), host, pid, gpu, source)
 
 
 def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
@@ -484,31 +484,31 @@ def _head(line: str, begin: int, end: int) -> tuple[str, str, str, str, int]:
     simple = _SIMPLE.match(line, begin, end)
     if simple:
         return simple.group(1), simple.group(2), simple.group(4), simple.group(5) or "", begin
-    place = gpu = ""
-    words = [(found.group(), found.start()) for found in re.finditer(r"\S+", line[begin:end])]
+    source = gpu = ""
+    tokens = [(found.group(), found.start()) for found in re.finditer(r"\S+", line[begin:end])]
     start = end - begin
 
     def last() -> str:
-        return words[-1][0] if words else ""
+        return tokens[-1][0] if tokens else ""
 
     if last().startswith("(") and last().endswith(")"):
-        words.pop()
+        tokens.pop()
     if "](http" in last():  # a page has made a link of file.cc:12
-        words.pop()
+        tokens.pop()
     elif _PLACE.match(last()) and last().count(":") == 1:
-        place, start = words.pop()
+        source, start = tokens.pop()
     if _TIME.match(last()):
-        words.pop()
+        tokens.pop()
     found = _GPU.search(last())
     if found and found.start() == 0:
-        gpu, start = found.group(1), words.pop()[1]
+        gpu, start = found.group(1), tokens.pop()[1]
     parts = last().rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
         name = _GLUED.sub(" ", parts[0], count=1)
         # Somebody may have written <node> for the name of a host.
         host = name[name.rfind("<") :] if name.endswith(">") and "<" in name else _NOT_HOST.split(name)[-1]
-        return host, parts[1], gpu, place, begin + words[-1][1] + len(parts[0]) - len(host)
+        return host, parts[1], gpu, source, begin + tokens[-1][1] + len(parts[0]) - len(host)
     # The name of a function with spaces in it may stand between (plugins of other makers).
     for who in _WHO.finditer(line, begin, end):
-        return who.group(1), who.group(2), who.group(3), place, who.start()
-    return "", "", gpu, place, begin + start
+        return who.group(1), who.group(2), who.group(3), source, who.start()
+    return "", "", gpu, source, begin + start

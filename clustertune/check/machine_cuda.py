@@ -140,8 +140,8 @@ def pcie(m: Machine) -> Iterator[Seen]:
     if not gpus:
         return
     narrow = [gpu for gpu in gpus if (gpu.pcie_width or 0) < (gpu.pcie_width_max or 0)]
-    said = str(m.section("compute").get("interconnect") or "")
-    wanted = int(said[4:]) if said.startswith("pcie") and said[4:].isdigit() else None
+    value = str(m.section("compute").get("interconnect") or "")
+    wanted = int(value[4:]) if value.startswith("pcie") and value[4:].isdigit() else None
     slow = [gpu for gpu in gpus if gpu.pcie_gen and gpu.pcie_gen < (wanted or gpu.pcie_gen_max or 0)]
     if narrow:
         text = "; ".join(f"GPU {gpu.index}: x{gpu.pcie_width} of x{gpu.pcie_width_max}" for gpu in narrow)

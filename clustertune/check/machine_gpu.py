@@ -212,9 +212,9 @@ def throttled(m: Machine) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/focal/en/man1/nvidia-smi.1.html
     """
     held = {gpu.index: [word for word in gpu.throttle if word != "sw_power_cap" or not gpu.pids] for gpu in m.facts.gpus}
-    bad = {index: words for index, words in held.items() if words}
+    bad = {index: reasons for index, reasons in held.items() if reasons}
     if bad:
-        text = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in bad.items())
+        text = "; ".join(f"GPU {index}: {', '.join(reasons)}" for index, reasons in bad.items())
         yield Seen(WARN, text)
     elif held and m.computes:
         yield Seen(PASS, "no GPU is held back")

@@ -123,18 +123,18 @@ def cores(m: Machine) -> Iterator[Seen]:
     f = m.facts
     if not m.in_step or f.affinity is None or not f.cpus:
         return
-    said = m.environ("SLURM_CPUS_PER_TASK") or m.environ("SRUN_CPUS_PER_TASK")
-    asked = int(said) if said.isdigit() else m.expects.cpus
-    if not asked:
+    requested_text = m.environ("SLURM_CPUS_PER_TASK") or m.environ("SRUN_CPUS_PER_TASK")
+    requested_cpus = int(requested_text) if requested_text.isdigit() else m.expects.cpus
+    if not requested_cpus:
         return
-    wanted = min(asked, f.cpus)  # a rehearsal claims more than there are
+    wanted = min(requested_cpus, f.cpus)  # a rehearsal claims more than there are
     if f.affinity < wanted:
-        fix = f"srun --cpus-per-task={asked}, or export SRUN_CPUS_PER_TASK in the job's script"
+        fix = f"srun --cpus-per-task={requested_cpus}, or export SRUN_CPUS_PER_TASK in the job's script"
         hard = f.affinity * 2 <= wanted
-        text = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {asked}"
+        text = f"{f.affinity} CPUs ({f.affinity_list or '?'}), asked for {requested_cpus}"
         yield Seen(FAIL if hard else WARN, text, fix)
     else:
-        yield Seen(PASS, f"{f.affinity} CPUs, asked for {asked}")
+        yield Seen(PASS, f"{f.affinity} CPUs, asked for {requested_cpus}")
 
 
 @rule("memory", MACHINE)
@@ -355,10 +355,12 @@ def srun_cpus(m: Machine) -> Iterator[Seen]:
     Why: since Slurm 22.05 srun does not take sbatch's --cpus-per-task: a step that is started by hand gets one core
     See: https://github.com/snakemake/snakemake-executor-plugin-slurm/issues/41
     """
-    asked, step = m.environ("SLURM_CPUS_PER_TASK"), m.environ("SRUN_CPUS_PER_TASK")
-    if not asked.isdigit() or int(asked) < 2 or m.in_step:
+    requested, step = m.environ("SLURM_CPUS_PER_TASK"), m.environ("SRUN_CPUS_PER_TASK")
+    if not requested.isdigit() or int(requested) < 2 or m.in_step:
         return
-    if step != asked:
-        yield Seen(WARN, f"--cpus-per-task={asked}, SRUN_CPUS_PER_TASK is not set", f"export SRUN_CPUS_PER_TASK={asked}")
+    if step != requested:
+        yield Seen(
+            WARN, f"--cpus-per-task={requested}, SRUN_CPUS_PER_TASK is not set", f"export SRUN_CPUS_PER_TASK={requested}"
+        )
     else:
         yield Seen(PASS, step)

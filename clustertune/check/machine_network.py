@@ -24,8 +24,8 @@ def matches(value: str, names: Sequence[str]) -> list[str]:
     exclude, exact = text.startswith("^"), False
     text = text[1:] if exclude else text
     exact = text.startswith("=")
-    words = [word for word in text.lstrip("=").split(",") if word]
-    hit = [name for name in names if any(name == word if exact else name.startswith(word) for word in words)]
+    patterns = [word for word in text.lstrip("=").split(",") if word]
+    hit = [name for name in names if any(name == word if exact else name.startswith(word) for word in patterns)]
     return [name for name in names if name not in hit and name != "lo"] if exclude else hit
 
 
@@ -86,11 +86,11 @@ def subnet(m: Machine) -> Iterator[Seen]:
     Fix: correct the address of the interface, or network.subnet or network.interface of the cluster file
     See: https://github.com/NVIDIA/nccl/issues/1581
     """
-    said, nic = m.section("network").get("subnet"), _nic(m, _named(m))
-    if not said or nic is None or not nic.addresses:
+    value, nic = m.section("network").get("subnet"), _nic(m, _named(m))
+    if not value or nic is None or not nic.addresses:
         return
     try:
-        wanted = ipaddress.ip_network(str(said), strict=False)
+        wanted = ipaddress.ip_network(str(value), strict=False)
     except ValueError:
         return
     own = []
@@ -111,15 +111,15 @@ def speed(m: Machine) -> Iterator[Seen]:
     Why: a link that came up at a tenth of its speed works, and makes the training as much slower; nothing else tells
     See: https://man7.org/linux/man-pages/man8/ethtool.8.html
     """
-    said, nic = m.section("network").get("gbit"), _nic(m, _named(m))
-    if not said or nic is None or m.section("network").get("kind") not in ("ethernet", "roce"):
+    value, nic = m.section("network").get("gbit"), _nic(m, _named(m))
+    if not value or nic is None or m.section("network").get("kind") not in ("ethernet", "roce"):
         return
     if nic.mbit is None:
         if not m.rehearsal and not nic.virtual:
             yield Seen(UNKNOWN, f"{nic.name} does not report its speed")
-    elif nic.mbit < float(said) * 1000 * WHOLE:
+    elif nic.mbit < float(value) * 1000 * WHOLE:
         fix = f"look at cable, transceiver and switch port: ethtool {nic.name}; or correct network.gbit of the cluster file"
-        yield Seen(WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {said:g}", fix)
+        yield Seen(WARN, f"{nic.name} runs at {nic.mbit / 1000:g} Gbit/s, the cluster file says {value:g}", fix)
     else:
         yield Seen(PASS, f"{nic.name}: {nic.mbit / 1000:g} Gbit/s")
 
@@ -193,11 +193,11 @@ def rdma_port(m: Machine) -> Iterator[Seen]:
         yield Seen(status, "there is no RDMA adapter", fix)
         return
     missing = []
-    for said in network.get("hca") or ():
-        device, _, number = str(said).partition(":")
+    for value in network.get("hca") or ():
+        device, _, number = str(value).partition(":")
         mine = [port for port in ports if port.device == device and (not number or port.port == int(number))]
         if not any(port.active for port in mine):
-            missing.append(f"{said} ({', '.join(port.state or '?' for port in mine) or 'not there'})")
+            missing.append(f"{value} ({', '.join(port.state or '?' for port in mine) or 'not there'})")
     active = [f"{port.device}:{port.port}" for port in ports if port.active]
     if missing:
         whole = status if len(missing) == len(network.get("hca") or ()) else WARN  # with some NCCL goes on, slower
@@ -280,10 +280,10 @@ def ports(m: Machine) -> Iterator[Seen]:
     if not range_ or len(range_) != 2:
         return
     low, high = range_
-    said = m.environ("MASTER_PORT")
+    value = m.environ("MASTER_PORT")
     fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' (and in /etc/sysctl.d)"
-    if said.isdigit() and low <= int(said) <= high:
-        text = f"MASTER_PORT={said} is among {low} to {high}"
+    if value.isdigit() and low <= int(value) <= high:
+        text = f"MASTER_PORT={value} is among {low} to {high}"
         yield Seen(WARN, text, f"choose one below {low}, another one for each job")
     elif low <= RENDEZVOUS[0] + 1000 and high >= RENDEZVOUS[0]:
         yield Seen(WARN, f"{low} to {high}: hardly a port is left for jobs to meet", fix)
@@ -328,17 +328,17 @@ def node_names(m: Machine) -> Iterator[Seen]:
     Fix: put the nodes into DNS, or into /etc/hosts of every node (clustertune ops slurm plan shows it)
     See: https://github.com/pytorch/pytorch/issues/73656
     """
-    asked = m.facts.names
-    if not asked or not (m.is_member or m.in_step or not m.cluster):
+    addresses = m.facts.names
+    if not addresses or not (m.is_member or m.in_step or not m.cluster):
         return
     own = m.facts.hostname.partition(".")[0]
-    unknown = sorted(name for name, found in asked.items() if not found)
+    unknown = sorted(name for name, found in addresses.items() if not found)
     wrong = sorted(
-        name for name, found in asked.items() if found and all(map(_is_loopback, found)) and name.partition(".")[0] != own
+        name for name, found in addresses.items() if found and all(map(_is_loopback, found)) and name.partition(".")[0] != own
     )
     if unknown:
         yield Seen(FAIL if m.several and m.computes else WARN, f"unknown: {', '.join(unknown[:10])}")
     if wrong:
         yield Seen(FAIL if m.several and m.computes else WARN, f"resolve to loopback: {', '.join(wrong[:10])}")
     if not unknown and not wrong:
-        yield Seen(PASS, f"{len(asked)} names resolve")
+        yield Seen(PASS, f"{len(addresses)} names resolve")

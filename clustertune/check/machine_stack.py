@@ -50,8 +50,8 @@ INFO writes megabytes for each rank and start, TRACE slows every call (NCCL's gu
 
 def only_all_reduce(value: str) -> bool:
     """Whether NCCL_ALGO leaves all_gather and reduce_scatter, which FSDP needs, without an algorithm."""
-    words = {word.strip().lower() for word in value.lstrip("^").split(",")}
-    return words <= set(NO_GATHER) and not value.startswith("^")
+    algorithms = {word.strip().lower() for word in value.lstrip("^").split(",")}
+    return algorithms <= set(NO_GATHER) and not value.startswith("^")
 
 
 @rule("user-site", MACHINE)
@@ -174,19 +174,19 @@ def nccl(m: Machine) -> Iterator[Seen]:
     """
     settings = {name: (m.environ(name), "") for name in SLOW if m.environ(name)}
     for name, text in m.facts.nccl_conf.items():
-        value, _, place = text.partition(" (")
+        value, _, origin = text.partition(" (")
         if name in SLOW and name not in settings:
-            settings[name] = (value, f", in {place.rstrip(')')}")
+            settings[name] = (value, f", in {origin.rstrip(')')}")
     bad = []
-    said = m.section("network").get("environment") or {}
+    environment = m.section("network").get("environment") or {}
     wanted = "ethernet" if m.section("network").get("kind") == "ethernet" else ""
-    for name, (value, place) in sorted(settings.items()):
+    for name, (value, origin) in sorted(settings.items()):
         least, meaning = SLOW[name]
-        if str(said.get(name, "")) == value:
+        if str(environment.get(name, "")) == value:
             continue
         if (least and value != least) or (name == "NCCL_IB_DISABLE" and wanted):
             continue
-        bad.append(f"{name}={value}{place}: {meaning}")
+        bad.append(f"{name}={value}{origin}: {meaning}")
     if bad:
         stops = "NCCL_ALGO" in settings and only_all_reduce(settings["NCCL_ALGO"][0])
         through_host = "NCCL_P2P_DISABLE" in settings and settings["NCCL_P2P_DISABLE"][0] == "1"

@@ -37,9 +37,11 @@ def silent(m: Machine) -> Iterator[Seen]:
     hung = [mount for mount in m.facts.mounts if mount.silent or mount.fault]
     for mount in hung:
         fix = f"look at the server of {mount.source or 'it'}; if it is gone for good: umount -l {mount.point} as root"
-        needed = m.computes and any(place == mount.point or place.startswith(mount.point + "/") for place in _needed(m))
-        said = mount.fault or "gave no answer"
-        yield Seen(FAIL if needed else WARN, f"{mount.point} ({mount.kind}, {mount.source}): {said}", fix)
+        needed = m.computes and any(
+            needed_path == mount.point or needed_path.startswith(mount.point + "/") for needed_path in _needed(m)
+        )
+        fault = mount.fault or "gave no answer"
+        yield Seen(FAIL if needed else WARN, f"{mount.point} ({mount.kind}, {mount.source}): {fault}", fix)
     if m.facts.mounts and not hung:
         yield Seen(PASS, f"{len(m.facts.mounts)} file systems answer")
 
@@ -176,8 +178,8 @@ def branches(m: Machine) -> Iterator[Seen]:
     for pool in m.facts.mounts:
         if pool.kind != "fuse.mergerfs":
             continue
-        said = next((word[len("branches=") :] for word in pool.options if word.startswith("branches=")), "")
-        paths = [part.partition("=")[0] for part in said.split(":") if part.startswith("/")]
+        listed = next((word[len("branches=") :] for word in pool.options if word.startswith("branches=")), "")
+        paths = [part.partition("=")[0] for part in listed.split(":") if part.startswith("/")]
         bare = [path for path in paths if (under := m.mount_of(path)) is not None and under.point == "/"]
         if bare:
             yield Seen(FAIL, f"{pool.point}: {', '.join(bare)} on the root disk")

@@ -279,9 +279,9 @@ def _waits(machine: Machine, point: str) -> bool:
     return any(point == above or point.startswith(above.rstrip("/") + "/") for above in machine.facts.automounts)
 
 
-def skew(told: float, asked: float, answered: float) -> float:
+def skew(remote: float, sent: float, answered: float) -> float:
     """By how many seconds a clock is surely off that said ``told`` between ``asked`` and ``answered`` of another one."""
-    return max(0.0, asked - told, told - answered) * (1 if told >= asked else -1)
+    return max(0.0, sent - remote, remote - answered) * (1 if remote >= sent else -1)
 
 
 @rule("nodes-clock", NODES)
@@ -292,10 +292,10 @@ def clocks(several: Several) -> Iterator[Seen]:
     Why: munge refuses jobs beyond 5 minutes, leases and logs are judged by time, NFS shows files from the future
     See: https://slurm.schedmd.com/troubleshoot.html
     """
-    asked, answered = several.asked, several.answered
+    sent, answered = several.asked, several.answered
     if len(several.machines) < 2 or not answered:
         return
-    off = {m.where: skew(m.facts.time, asked, answered) for m in several.machines if m.facts.time}
+    off = {m.where: skew(m.facts.time, sent, answered) for m in several.machines if m.facts.time}
     bad = {name: seconds for name, seconds in off.items() if abs(seconds) > SKEW_S}
     if bad:
         text = ", ".join(f"{name} by {seconds:+.1f} s" for name, seconds in sorted(bad.items())[:8])
@@ -303,7 +303,7 @@ def clocks(several: Several) -> Iterator[Seen]:
         fix = "chrony with the same servers on all nodes; at once, as root: chronyc makestep"
         yield Seen(status, f"off at least: {text}", fix)
     elif off:
-        yield Seen(PASS, f"within {answered - asked + SKEW_S:.1f} s on {len(off)} nodes")
+        yield Seen(PASS, f"within {answered - sent + SKEW_S:.1f} s on {len(off)} nodes")
 
 
 @rule("node-silent", NODES)
@@ -315,5 +315,5 @@ def missing(several: Several) -> Iterator[Seen]:
     Fix: look at it: scontrol show node, ssh, journalctl -u slurmd; leave it out: --exclude=NODE
     See: https://slurm.schedmd.com/troubleshoot.html#nodes
     """
-    for name, words in several.silent.items():
-        yield Seen(FAIL, words, where=name)
+    for name, reason in several.silent.items():
+        yield Seen(FAIL, reason, where=name)

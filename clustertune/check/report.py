@@ -45,13 +45,13 @@ def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where
             yield from look(context)
         except Exception as error:
             name = look.name if isinstance(look, Check) else f"{look.__module__}.{look.__name__}"
-            words = f"{name}: {type(error).__name__}: {error}"
-            yield finding(BROKEN, UNKNOWN, words[:300], where=where)
+            message = f"{name}: {type(error).__name__}: {error}"
+            yield finding(BROKEN, UNKNOWN, message[:300], where=where)
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """What all machine rules find on one machine."""
-    unread = [finding(BROKEN, UNKNOWN, words, where=machine.where) for words in machine.facts.unread]
+    unread = [finding(BROKEN, UNKNOWN, text, where=machine.where) for text in machine.facts.unread]
     return [*run(checks(MACHINE), machine, machine.where), *unread]
 
 
@@ -130,7 +130,7 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:
         key = (item.rule, item.status, item.found, item.fix)
         first.setdefault(key, item)
         places.setdefault(key, []).append(item.where)
-    return [(first[key], [place for place in places[key] if place]) for key in first]
+    return [(first[key], [where for where in places[key] if where]) for key in first]
 
 
 def describe(item: Finding, places: Sequence[str]) -> list[str]:

@@ -128,7 +128,7 @@ class Batch:
     def last_assignment(self, name: str, line: int) -> tuple[str, int] | None:
         """The text that a variable was given last in front of ``line`` (else anywhere), and where."""
         found = self.assigned.get(name, [])
-        before = [place for place in found if place[1] < line]
+        before = [match for match in found if match[1] < line]
         candidates = before or found
         return candidates[-1] if candidates else None
 
@@ -212,9 +212,11 @@ def read_batch(raw: str, path: str, cwd: Path) -> Batch:
     lines = text.split("\n")
     batch = Batch(path, cwd, text, lines, read_header(lines), parse(text), raw=raw)
     for command in walk(batch.commands):
-        words = [word.text for word in command.words]
-        if words[:1] in (["export"], ["declare"], ["typeset"]) and any(w.startswith("-") and "f" in w for w in words[1:2]):
-            batch.exported_functions.update(words[2:])
+        arguments = [word.text for word in command.words]
+        if arguments[:1] in (["export"], ["declare"], ["typeset"]) and any(
+            w.startswith("-") and "f" in w for w in arguments[1:2]
+        ):
+            batch.exported_functions.update(arguments[2:])
         for assignment in command.assignments:
             items = assignment.items
             text = " ".join(item.text for item in items) if items is not None else assignment.value.text

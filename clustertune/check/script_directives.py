@@ -205,9 +205,9 @@ def _word(text: str, at: int) -> tuple[str, str, int, bool]:
 
 def _parse(header: Header) -> None:
     part, at = 0, 0
-    words = header.words
-    while at < len(words):
-        word, line = words[at]
+    options = header.words
+    while at < len(options):
+        word, line = options[at]
         at += 1
         if word in ("hetjob", "packjob"):
             part += 1
@@ -215,8 +215,8 @@ def _parse(header: Header) -> None:
             written, equals, given = word[2:].partition("=")
             name = full_name(written)
             value: str | None = given if equals else None
-            if value is None and SBATCH.get(name or "") == "required" and at < len(words):
-                value = words[at][0]
+            if value is None and SBATCH.get(name or "") == "required" and at < len(options):
+                value = options[at][0]
                 at += 1
             header.options.append(Option(line, f"--{written}", name, value, part))
         elif word.startswith("-") and len(word) > 1:
@@ -227,17 +227,17 @@ def _parse(header: Header) -> None:
 
 def _short(header: Header, word: str, line: int, part: int, at: int) -> int:
     """A cluster of short options; returns where the next argument stands."""
-    for place in range(1, len(word)):
-        name = SHORT.get(word[place])
+    for end in range(1, len(word)):
+        name = SHORT.get(word[end])
         kind = SBATCH.get(name or "", "none")
-        rest = word[place + 1 :]
+        rest = word[end + 1 :]
         if kind == "none":
-            header.options.append(Option(line, f"-{word[place]}", name, None, part))
+            header.options.append(Option(line, f"-{word[end]}", name, None, part))
             continue
         value = rest or None
         if not rest and kind == "required" and at < len(header.words):
             value = header.words[at][0]
             at += 1
-        header.options.append(Option(line, f"-{word[place]}", name, value, part))
+        header.options.append(Option(line, f"-{word[end]}", name, value, part))
         break
     return at

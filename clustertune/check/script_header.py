@@ -143,7 +143,7 @@ def _is_folder(batch: Batch, folder: str) -> bool:
     """Whether it is there: from where sbatch is called, from ``--chdir``, or beside the script."""
     places = [batch.cwd / (batch.header.value("chdir") or "."), batch.cwd, batch.cwd / Path(batch.path).parent]
     try:
-        return any((place / folder).is_dir() for place in places)
+        return any((path / folder).is_dir() for path in places)
     except (OSError, ValueError):  # a name that cannot be one
         return False
 

@@ -78,9 +78,9 @@ def _shown(batch: Batch) -> Iterator[Mistake]:
     holds = holds or any(_names(command) for command in batch.everything())
     commands = list(batch.everything())
     for at, command in enumerate(commands):
-        words = [word.text for word in command.words]
-        if words[:1] == ["set"]:
-            flags = " ".join(words[1:])
+        arguments = [word.text for word in command.words]
+        if arguments[:1] == ["set"]:
+            flags = " ".join(arguments[1:])
             if re.search(r"(?:^|\s)-\w*x|-o xtrace", flags):
                 traced = command.line
             elif re.search(r"(?:^|\s)\+\w*x|\+o xtrace", flags):
@@ -92,9 +92,9 @@ def _shown(batch: Batch) -> Iterator[Mistake]:
             traced = 0
         follower = commands[at + 1].name if command.after == "|" and at + 1 < len(commands) else ""
         if holds and _dumps_environment(command, follower):
-            message = f"{words[-1]} writes every variable of the job into the log, keys too"
+            message = f"{arguments[-1]} writes every variable of the job into the log, keys too"
             yield Mistake(command.line, "secret-in-log", message, "env | grep -E '^(SLURM|NCCL)_'")
-        yield from _on_command_line(command, words)
+        yield from _on_command_line(command, arguments)
 
 
 def _names(command: Command) -> list[str]:
@@ -107,42 +107,44 @@ def _names(command: Command) -> list[str]:
     ]
 
 
-def _on_command_line(command: Command, words: list[str]) -> Iterator[Mistake]:
-    if not words or words[0] in _DECLARING:
+def _on_command_line(command: Command, arguments: list[str]) -> Iterator[Mistake]:
+    if not arguments or arguments[0] in _DECLARING:
         return
     names = _names(command)
     quiet = command.after in ("|", "|&") or bool(command.targets)
-    if words[0] in ("echo", "printf"):
+    if arguments[0] in ("echo", "printf"):
         if names and not quiet:
-            yield Mistake(command.line, "secret-in-log", f"{words[0]} writes the value of {names[0]} into the log", "remove it")
+            yield Mistake(
+                command.line, "secret-in-log", f"{arguments[0]} writes the value of {names[0]} into the log", "remove it"
+            )
         return
     remedy = "leave it out: the program reads it from its environment (HF_TOKEN, WANDB_API_KEY)"
-    for at, word in enumerate(words):
+    for at, word in enumerate(arguments):
         option, equals, value = word.partition("=")
-        following = value if equals else (words[at + 1] if at + 1 < len(words) else "")
+        following = value if equals else (arguments[at + 1] if at + 1 < len(arguments) else "")
         known = _OPTIONS.fullmatch("--" + option[2:].replace("-", "_")) if option.startswith("--") else None
         if known and (_looks_real(following) or "$" in following):
             yield Mistake(command.words[at].line, "secret-in-arguments", f"{option} with a value", remedy)
             return
     if names:
-        yield Mistake(command.line, "secret-in-arguments", f"{words[0]} with the value of {names[0]}", remedy)
+        yield Mistake(command.line, "secret-in-arguments", f"{arguments[0]} with the value of {names[0]}", remedy)
 
 
 def _dumps_environment(command: Command, follower: str) -> bool:
     """Whether every variable is printed; ``follower`` is the command behind a pipe, which may choose among them."""
-    words = [word.text for word in command.words]
-    if words[:1] == ["srun"]:
-        words = [word for word in words[1:] if not word.startswith("-")]
-    bare = words in (["env"], ["printenv"], ["export", "-p"], ["declare", "-x"], ["export"])
+    arguments = [word.text for word in command.words]
+    if arguments[:1] == ["srun"]:
+        arguments = [word for word in arguments[1:] if not word.startswith("-")]
+    bare = arguments in (["env"], ["printenv"], ["export", "-p"], ["declare", "-x"], ["export"])
     return bare and not command.assignments and not command.targets and follower not in ("grep", "sed", "awk", "wc", "cut")
 
 
 def _reads_dotenv(command: Command) -> bool:
-    words = [word.text for word in command.words]
-    if words[:1] in (["source"], ["."]) and len(words) > 1:
-        return bool(_DOTENV.search(words[1]))
+    arguments = [word.text for word in command.words]
+    if arguments[:1] in (["source"], ["."]) and len(arguments) > 1:
+        return bool(_DOTENV.search(arguments[1]))
     inner = [w.text for word in command.words for c in word.inner for w in c.words]
-    return words[:1] == ["export"] and any(_DOTENV.search(word) for word in inner)
+    return arguments[:1] == ["export"] and any(_DOTENV.search(word) for word in inner)
 
 
 def _dotenv(batch: Batch) -> Iterator[Mistake]:

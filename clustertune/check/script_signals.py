@@ -30,9 +30,9 @@ def _traps(batch: Batch) -> list[_Trap]:
     """The traps that the script sets; ``trap - USR1`` takes one back."""
     found = []
     for command in batch.everything():
-        words = [word.text for word in command.words]
-        if words[:1] == ["trap"] and len(words) > 2 and words[1] not in ("-", "-p", "-l"):
-            found.append(_Trap(command.line, frozenset(_plain(word) for word in words[2:])))
+        arguments = [word.text for word in command.words]
+        if arguments[:1] == ["trap"] and len(arguments) > 2 and arguments[1] not in ("-", "-p", "-l"):
+            found.append(_Trap(command.line, frozenset(_plain(word) for word in arguments[2:])))
     return found
 
 

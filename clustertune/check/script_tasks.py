@@ -141,14 +141,14 @@ def check_gpus(batch: Batch) -> Iterator[Mistake]:
 
 def check_cpus(batch: Batch) -> Iterator[Mistake]:
     """sbatch's ``--cpus-per-task``, which does not reach srun."""
-    asked = batch.count("cpus-per-task")
-    if asked is None or asked < 2 or "SRUN_CPUS_PER_TASK" in batch.assigned:
+    requested = batch.count("cpus-per-task")
+    if requested is None or requested < 2 or "SRUN_CPUS_PER_TASK" in batch.assigned:
         return
     for srun in batch.sruns:
         bound = srun.options.get("cpu-bind") or ""
         given = {"cpus-per-task", "cpus-per-gpu", "exact"} & set(srun.options)
         if not given and "none" not in bound and not srun.opaque and not is_light(srun):
-            message = f"srun does not take --cpus-per-task={asked} from sbatch (Slurm 22.05 and later)"
+            message = f"srun does not take --cpus-per-task={requested} from sbatch (Slurm 22.05 and later)"
             yield Mistake(srun.line, "cpus-lost-in-srun", message, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
             return
 

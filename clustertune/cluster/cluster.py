@@ -85,9 +85,9 @@ class Cluster:
             for index in range(1, len(self.names) + 1):
                 self.wait_node(index, timeout=max(1.0, end - time.monotonic()))
         except (Failed, TimeoutError) as error:
-            said = self.logs()
+            log_lines = self.logs()
             self.stop()
-            raise Failed(f"the throw-away Slurm did not start: {error}\n{said}") from None
+            raise Failed(f"the throw-away Slurm did not start: {error}\n{log_lines}") from None
         except BaseException:
             self.stop()
             raise

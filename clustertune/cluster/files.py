@@ -150,8 +150,8 @@ class Layout:
         sockets, threads = (2, 2) if spec.cpus % 4 == 0 else (1, 1)
         shape = f"Sockets={sockets} CoresPerSocket={spec.cpus // sockets // threads} ThreadsPerCore={threads}"
         gres = f" Gres=gpu:{spec.gpu_type}:{spec.gpus}" if spec.gpus else ""
-        place = f"NodeName={self.names[index - 1]} NodeAddr={self.addresses[index - 1]}{where}"
-        return f"{place} {shape} RealMemory={spec.memory_mb}{gres} State=UNKNOWN"
+        name = f"NodeName={self.names[index - 1]} NodeAddr={self.addresses[index - 1]}{where}"
+        return f"{name} {shape} RealMemory={spec.memory_mb}{gres} State=UNKNOWN"
 
     def gres_conf(self) -> str:
         """``gres.conf``: a device for each GPU. With ``Flags=CountOnly`` slurmd finds none, and the node is invalid."""

@@ -65,9 +65,9 @@ class State:
     def conf(self) -> Path:
         return Path(self.root, "slurm.conf")
 
-    def command(self, words: list[str], cwd: Path) -> list[str]:
+    def command(self, arguments: list[str], cwd: Path) -> list[str]:
         """A command as it must be started to run on the login node, in folder ``cwd``."""
-        return [*enter(self.login, self.prefix, cwd), *words]
+        return [*enter(self.login, self.prefix, cwd), *arguments]
 
 
 def started(pid: int) -> int:
@@ -170,12 +170,12 @@ def _forget(found: State, timeout: float = 30) -> None:
 
 def _start(name: str, shape: Spec) -> None:
     """Start the keeper and wait for its word."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "clustertune.cluster.keeper", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             cwd="/",
             start_new_session=True,
             # It starts in another folder: a checkout that is not installed would not be found there.
@@ -190,8 +190,8 @@ def _start(name: str, shape: Spec) -> None:
         if answer is None:
             keeper.kill()
             keeper.wait()
-            said.seek(0)
-            last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+            output.seek(0)
+            last = output.read().decode(errors="replace").strip().splitlines()[-1:]
             fix = "run it again; is the machine very busy?"
             raise UserError(Problem(f"the cluster did not start: {' '.join(last) or 'no answer'}", fix=fix), ExitCode.FAILED)
         if answer["problems"]:

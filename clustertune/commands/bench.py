@@ -23,7 +23,7 @@ from clustertune.errors import Problem, UserError, storage_error
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
-    from clustertune.bench.ask import Asked, Bench
+    from clustertune.bench.preparation import Bench, BenchRequest
     from clustertune.config.cluster_schema import Cluster
 
 TAKEN = "is another result of the same recipe, machine, ranks and overrides: nothing published is written over"
@@ -87,14 +87,14 @@ class BenchArguments:
         return self.out or Path("docs", "results", "bench")
 
     @cached_property
-    def asked(self) -> Asked:
+    def request(self) -> BenchRequest:
         """The benchmark. Raises UserError."""
-        from clustertune.bench.ask import Asked
         from clustertune.bench.peer import take_turns, words_of
+        from clustertune.bench.preparation import BenchRequest
         from clustertune.training.bench_schedule import BenchSchedule
 
         peers, in_job = words_of(self.against or ()), self.submit or self.inside
-        return Asked(
+        return BenchRequest(
             recipe=self.recipe,
             overrides=tuple(self.overrides or ()),
             tiny=self.tiny,
@@ -137,20 +137,20 @@ def new_run_path(recipe: str, cluster: str | None, submit: bool) -> Path:
 
 def answer(args: BenchArguments) -> int:
     """Do what was asked. Returns the exit code. Raises UserError."""
-    from clustertune.bench import ask, batch
+    from clustertune.bench import batch, preparation
     from clustertune.config.cluster import load_cluster
     from clustertune.launch import places
 
     _check_usage(args)
     secrets.read_env(secrets.DEFAULT)
-    recorded = batch.recorded(args.asked) if args.inside else None
+    recorded = batch.recorded(args.request) if args.inside else None
     cluster = recorded[0] if recorded else load_cluster(args.cluster)
     if problems := _folder_problems(args):
         raise UserError(problems)
     if args.submit:
         return _submit(args, cluster)
     places.enter(cluster)
-    bench = recorded[1] if recorded else ask.make(args.asked)
+    bench = recorded[1] if recorded else preparation.make(args.request)
     _check_place(bench, args)
     if args.dry_run:
         _show(bench, args, cluster)
@@ -161,23 +161,23 @@ def answer(args: BenchArguments) -> int:
 def _check_usage(args: BenchArguments) -> None:
     from clustertune.bench import peer
 
-    asked, problems = args.asked, []
+    request, problems = args.request, []
 
     def wrong(key: str, text: str, fix: str) -> None:
         problems.append(Problem(text, file="command line", key=key, fix=fix))
 
-    if asked.tiny and asked.synthetic:
+    if request.tiny and request.synthetic:
         wrong("--synthetic", "--tiny scales the model down, --synthetic keeps its size", "give one of them")
     if args.time is not None and not args.submit:
         wrong("--time", "is read only with --submit", "leave it out")
-    if asked.ranks is not None and (args.submit or args.inside):
+    if request.ranks is not None and (args.submit or args.inside):
         wrong("--ranks", "a job has a rank per GPU", "slurm.nodes=N slurm.gpus_per_node=N")
-    for word in asked.against:
+    for word in request.against:
         try:
             peer.start_of(word)
         except UserError as error:
             problems += error.problems
-    if asked.interleave and (args.submit or args.inside):
+    if request.interleave and (args.submit or args.inside):
         wrong("--interleave", "is for one machine: in a job whole trainings alternate", "leave it out")
     if problems:
         raise UserError(problems)
@@ -186,7 +186,7 @@ def _check_usage(args: BenchArguments) -> None:
 def _folder_problems(args: BenchArguments) -> list[Problem]:
     """Folders that cannot be made, or are not this benchmark's own."""
     found = []
-    for path, key, what in ((args.asked.run_path, "--run-dir", "a run needs"), (args.results, "--out", "results need")):
+    for path, key, what in ((args.request.run_path, "--run-dir", "a run needs"), (args.results, "--out", "results need")):
         try:
             there = next(part for part in (path, *path.absolute().parents) if part.exists())
             if not there.is_dir():
@@ -204,9 +204,9 @@ def _check_place(bench: Bench, args: BenchArguments) -> None:
     from clustertune.chain import visible_gpus
 
     problems = []
-    if (name := _expected_name(bench)) is not None and (args.results / f"{name}.json").exists() and not args.asked.replace:
+    if (name := _expected_name(bench)) is not None and (args.results / f"{name}.json").exists() and not args.request.replace:
         problems.append(Problem(TAKEN, file=str(args.results / f"{name}.json"), key="--out", fix=OTHERWISE))
-    if args.asked.synthetic and not visible_gpus() and (text := _too_large(bench)):
+    if args.request.synthetic and not visible_gpus() and (text := _too_large(bench)):
         fix = "run it where there are GPUs: --submit, or a recipe folder with a smaller model.json"
         problems.append(Problem(text, file=bench.whole.name, key="model", fix=fix))
     if problems:
@@ -224,11 +224,11 @@ def _expected_name(bench: Bench) -> str | None:
     if visible_gpus():
         names = gpu_names()
         kind = recognise(names.pop()) or "gpu" if len(names) == 1 else None
-    asked, ranks = bench.asked, bench.measured.world_size
+    request, ranks = bench.request, bench.measured.world_size
     if kind is None:
         return None
-    changed, recipe = result.changed(asked), bench.whole.name
-    return result.file_name(recipe, tiny=asked.tiny, synthetic=asked.synthetic, kind=kind, ranks=ranks, changed=changed)
+    changed, recipe = result.changed(request), bench.whole.name
+    return result.file_name(recipe, tiny=request.tiny, synthetic=request.synthetic, kind=kind, ranks=ranks, changed=changed)
 
 
 def _too_large(bench: Bench) -> str | None:
@@ -281,8 +281,8 @@ def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
         f"{name}.md": page.render(body, recipe_file),
     }
     try:
-        taken = [] if bench.asked.replace else result.others(out, texts)
-        folder = bench.asked.run_path if taken else out
+        taken = [] if bench.request.replace else result.others(out, texts)
+        folder = bench.request.run_path if taken else out
         result.write(folder, texts)
     except OSError as error:
         raise storage_error(error, "cannot hold the result", error.filename or out) from None
@@ -312,8 +312,8 @@ def _tell(body: dict[str, Any], path: Path) -> None:
         say(f"no plan to compare with: {plan['unknown']}")
     else:
         row = plan["rows"]["step_s"]
-        said = page.number(row["plan"])
-        say(f"planned on {plan['cluster']}: {said} s a step; measured / planned {page.number(row['ratio'])}")
+        planned = page.number(row["plan"])
+        say(f"planned on {plan['cluster']}: {planned} s a step; measured / planned {page.number(row['ratio'])}")
     ahead = body["projection"]
     if ahead["hours"] is None:
         say(f"the whole recipe: {ahead['why']}")
@@ -334,17 +334,17 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
     from clustertune.bench import project
     from clustertune.launch.local import accelerate_command, rank_program
 
-    run, schedule = RunDir(args.asked.run_path), args.asked.schedule
+    run, schedule = RunDir(args.request.run_path), args.request.schedule
     command = accelerate_command(run, bench.measured, rank_program(run.path, 1, quiet=False))
     plan, why = project.predict(bench.whole, cluster, bench.lengths)
     body = {
         "run_dir": str(run.path),
         "out": str(args.results),
-        "rounds": args.asked.rounds,
+        "rounds": args.request.rounds,
         "course": {"warmup": schedule.warmup, "steps": schedule.steps, "profiled": schedule.profiled},
         "ranks": bench.measured.world_size,
-        "against": list(args.asked.against),
-        "interleave": args.asked.interleave,
+        "against": list(args.request.against),
+        "interleave": args.request.interleave,
         "train": command,
         "changes": {key: bench.measured.train_args.get(key) for key in ("max_steps", "eval_strategy", "save_strategy")},
         "made_up": None if bench.made is None else {"tokens": round(bench.made[0]), "conversations": bench.made[1]},
@@ -354,12 +354,12 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
         emit_json(body)
         return
     say(f"run folder: {run.path}; result: {args.results}")
-    say(f"{args.asked.rounds} x {schedule.warmup} steps of warm-up, {schedule.steps} timed, {schedule.profiled} profiled")
+    say(f"{args.request.rounds} x {schedule.warmup} steps of warm-up, {schedule.steps} timed, {schedule.profiled} profiled")
     if bench.made is not None:
         packed = f"{bench.made[0]:,.0f} tokens" if bench.made[0] else f"{bench.made[1]:,} conversations"
         say(f"made up: random weights of the recipe's full size, {packed}")
-    for word in args.asked.against:
-        say(f"in turn with: {word}{', a step each' if args.asked.interleave else ''}")
+    for word in args.request.against:
+        say(f"in turn with: {word}{', a step each' if args.request.interleave else ''}")
     say(f"train: {shlex.join(command)}")
     if plan is None:
         say(f"no plan: {why}")
@@ -376,7 +376,7 @@ def _show(bench: Bench, args: BenchArguments, cluster: Cluster) -> None:
 def _submit(args: BenchArguments, cluster: Cluster) -> int:
     from clustertune.bench import batch, project
 
-    made = batch.make(args.asked, cluster, args.cluster, args.results, args.time)
+    made = batch.make(args.request, cluster, args.cluster, args.results, args.time)
     if args.dry_run:
         body: dict[str, Any] = {}
         if args.as_json:

@@ -264,11 +264,11 @@ def _on_nodes(
     return found, next(iter(looked.facts.values()), None), list(allocation.nodes)
 
 
-def _waiting(seconds: float, words: str) -> contextlib.AbstractContextManager[Any]:
+def _waiting(seconds: float, text: str) -> contextlib.AbstractContextManager[Any]:
     """A sign of life on a terminal, for as long as it takes."""
     from clustertune import console
 
-    return console.stderr.status(f"{words} (up to {seconds:.0f} s)") if console.stderr.is_terminal else contextlib.nullcontext()
+    return console.stderr.status(f"{text} (up to {seconds:.0f} s)") if console.stderr.is_terminal else contextlib.nullcontext()
 
 
 def _of_recipe(args: DoctorArguments, cluster: Cluster, facts: HostFacts | None) -> list[Finding]:
@@ -358,8 +358,8 @@ def _arguments(args: DoctorArguments, cluster: Cluster) -> list[str]:
     recipe = args.recipe
     if recipe is not None and Path(recipe).exists():
         recipe = str(Path(recipe).absolute())
-    words = [*([recipe] if recipe else []), *(args.overrides or []), "--cluster", word, f"--seconds={args.seconds:g}"]
-    words += ["--tiny"] if args.tiny else []
-    words += ["--all"] if args.everything else []
-    words += [f"--run-dir={args.run_dir.absolute()}"] if args.run_dir else []
-    return words + [f"--ignore={rule}" for rule in args.ignore or []]
+    arguments = [*([recipe] if recipe else []), *(args.overrides or []), "--cluster", word, f"--seconds={args.seconds:g}"]
+    arguments += ["--tiny"] if args.tiny else []
+    arguments += ["--all"] if args.everything else []
+    arguments += [f"--run-dir={args.run_dir.absolute()}"] if args.run_dir else []
+    return arguments + [f"--ignore={rule}" for rule in args.ignore or []]

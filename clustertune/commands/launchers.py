@@ -53,28 +53,28 @@ def torchrun_node(
     resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
     below = places.enter_here()
     path = run_dir or default_run_dir(resolved, below)
-    place = launched.Place(node_rank, nodes, each, master, port, wait, job)
+    call = launched.TorchrunCall(node_rank, nodes, each, master, port, wait, job)
     if node_rank:
-        code = launched.join(path, place, quiet=as_json)
+        code = launched.join(path, call, quiet=as_json)
         if as_json:
             emit_json({"run_dir": str(path), "node": node_rank, "exit_code": int(code)})
         raise typer.Exit(int(code))
-    _run_as_first_node(resolved, path, place, as_json)
+    _run_as_first_node(resolved, path, call, as_json)
 
 
-def _run_as_first_node(resolved: Resolved, path: Path, place: Any, as_json: bool) -> None:
+def _run_as_first_node(resolved: Resolved, path: Path, call: Any, as_json: bool) -> None:
     from clustertune import chain, launched
     from clustertune.launch.torchrun import RendezvousServer
     from clustertune.rundir import RunDir, keep_private
 
-    here, _ = place.describe()
+    here, _ = call.describe()
     for warning in resolved.warnings:
         say(f"warning: {warning}")
     keep_private()
     with RunDir(path).lock():
         run = chain.open_run(resolved, path, chain.command_line())
-        with RendezvousServer(path, place.nodes, place.ranks_per_node, here) as server:
-            links = launched.TorchrunChain(run, resolved, quiet=as_json, place=place, server=server)
+        with RendezvousServer(path, call.nodes, call.ranks_per_node, here) as server:
+            links = launched.TorchrunChain(run, resolved, quiet=as_json, call=call, server=server)
             links.go(last="train")
             server.done()
         links.go(first="export")
@@ -95,13 +95,13 @@ def resolve_for_nodes(
 
     found = resolve(recipe, overrides, tiny=tiny)
     require_startable(found)
-    asked = found.recipe
-    small, gpus = tiny or asked.model.weights == "random", visible_gpus()
-    wanted = asked.slurm.gpus_per_node
+    recipe_given = found.recipe
+    small, gpus = tiny or recipe_given.model.weights == "random", visible_gpus()
+    wanted = recipe_given.slurm.gpus_per_node
     each = ranks_per_node or (min(wanted, gpus) or max(1, 2 // nodes) if small else wanted)
     problems = []
-    if not small and nodes != asked.slurm.nodes:
-        text = f"the recipe is for {asked.slurm.nodes} nodes, this call for {nodes}"
+    if not small and nodes != recipe_given.slurm.nodes:
+        text = f"the recipe is for {recipe_given.slurm.nodes} nodes, this call for {nodes}"
         problems.append(Problem(text, file=recipe, key="slurm.nodes", fix=f"slurm.nodes={nodes} makes it a run of its own"))
     if not small and ranks_per_node is None and wanted > gpus:
         fix = "--tiny runs it scaled down; --ranks-per-node N runs it as it is"

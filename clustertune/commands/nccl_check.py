@@ -26,7 +26,7 @@ from clustertune.process import Stopped
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
     from clustertune.nccl_check.check import Options
-    from clustertune.nccl_check.place import Place
+    from clustertune.nccl_check.target import Target
 
 LARGEST_LOG = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
@@ -100,11 +100,11 @@ def answer(args: NcclCheckArguments) -> int:
     cluster = load_cluster(args.cluster)
     if args.node_rank:
         return _join(args, cluster)
-    place, options = _place(args, cluster)
+    target, options = _target(args, cluster)
     if args.dry_run:
-        _show(place, options, args)
+        _show(target, options, args)
         return 0
-    return _check(args, cluster, place, options)
+    return _check(args, cluster, target, options)
 
 
 def check_usage(args: NcclCheckArguments) -> None:
@@ -139,7 +139,7 @@ def _usage(args: NcclCheckArguments) -> Iterator[Problem]:
             yield wrong(key, str(error), "write 1K, 64M or 1G")
     if (sizes.get("--max") or 1 << 60) < (sizes.get("--min") or 0):
         yield wrong("--min", f"{args.smallest} is more than --max {args.largest}", "the smallest comes first")
-    yield from (wrong(*words) for words in _lonely(args))
+    yield from (wrong(*problem) for problem in _lonely(args))
 
 
 def _lonely(args: NcclCheckArguments) -> Iterator[tuple[str, str, str]]:
@@ -191,18 +191,18 @@ def _judge_logs(args: NcclCheckArguments) -> int:
 # --- where and what ----------------------------------------------------------------------------------------------------
 
 
-def _place(args: NcclCheckArguments, cluster: Cluster) -> tuple[Place, Options]:
+def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, Options]:
     """Where it runs and what it measures. Raises UserError."""
     from clustertune.chain import visible_gpus
     from clustertune.launch import allocation
-    from clustertune.nccl_check.place import Here, Nodes
+    from clustertune.nccl_check.target import LocalNode, Nodes
 
     if args.node_rank is not None:
         hosts = cluster.compute_nodes[: args.nodes]
         if args.nodes is not None and args.nodes > len(hosts):
             text = f"{args.nodes} nodes, cluster {cluster.name} has {len(hosts)}"
             raise UserError(Problem(text, file="command line", key="--nodes", fix=f"at most --nodes {len(hosts)}"))
-        here = Here(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
+        here = LocalNode(tuple(host.name for host in hosts), tuple(host.address for host in hosts), cluster)
         return here, _options(args, visible_gpus(), len(os.sched_getaffinity(0)), len(hosts), "here")
     if os.environ.get("SLURM_JOB_ID"):
         from clustertune.job import has_gpus
@@ -220,7 +220,7 @@ def _place(args: NcclCheckArguments, cluster: Cluster) -> tuple[Place, Options]:
     if args.cluster is not None and cluster.nodes and cluster.host(name) is None:
         say(f"warning: {name} is no node of {cluster.name}: this machine is measured; --submit measures the cluster's nodes")
     options = _options(args, visible_gpus(), len(os.sched_getaffinity(0)), 1, "here")
-    return Here((name,), ("127.0.0.1",), cluster), options
+    return LocalNode((name,), ("127.0.0.1",), cluster), options
 
 
 def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> Options:
@@ -276,18 +276,18 @@ def _backend(args: NcclCheckArguments, gpus: int, nodes: int) -> tuple[str, str,
     return "gloo", "one GPU has no peer: gloo between CPU ranks" if gpus else "no GPU here: gloo between CPU ranks", each
 
 
-def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, measured: Place | None = None) -> Path:
+def new_folder(args: NcclCheckArguments, cluster: Cluster, name: str | None = None, measured: Target | None = None) -> Path:
     """A new folder below the cluster's folder of runs, or below this machine's where a machine outside the cluster is measured.
 
     ``name``: what it is called in a dry run. Raises UserError where ``--out`` holds a check already.
     """
     from clustertune.launch import places
     from clustertune.nccl_check.check import RESULT
-    from clustertune.nccl_check.place import Here, round_folder
+    from clustertune.nccl_check.target import LocalNode, round_folder
 
     if args.out is None:
         new = f"{cluster.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        outside = isinstance(measured, Here) and cluster.host(measured.hosts[0]) is None
+        outside = isinstance(measured, LocalNode) and cluster.host(measured.hosts[0]) is None
         return (places.runs(places.here() if outside else cluster) / "nccl-check" / (name or new)).absolute()
     path = args.out.absolute()
     if path.exists() and not path.is_dir():
@@ -336,35 +336,33 @@ def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
         ("--backend", args.backend, "auto"),
         ("--ranks", args.ranks, None),
     ]
-    words = ["--cluster", word]
+    arguments = ["--cluster", word]
     for key, value, default in given:
         if value != default:
-            words += [key, f"{value:g}" if isinstance(value, float) else str(value)]
-    return [*words, *(["--save"] if args.save else []), *(["--tune"] if args.tune else [])]
+            arguments += [key, f"{value:g}" if isinstance(value, float) else str(value)]
+    return [*arguments, *(["--save"] if args.save else []), *(["--tune"] if args.tune else [])]
 
 
 # --- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _check(args: NcclCheckArguments, cluster: Cluster, place: Place, options: Options) -> int:
+def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: Options) -> int:
     from clustertune.nccl_check import check, gather, table, tune
-    from clustertune.nccl_check.place import finish
+    from clustertune.nccl_check.target import finish
     from clustertune.plan.measured import beside
 
-    folder, began = new_folder(args, cluster, measured=place), time.monotonic()
+    folder, began = new_folder(args, cluster, measured=target), time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        said = f"{options.backend} on {', '.join(place.hosts[:4])}{' ...' if len(place.hosts) > 4 else ''}"
-        say(
-            f"{said}: {options.seconds:g} s of measuring, over after {options.seconds + check.MARGIN_SECONDS:g} s at the latest"
-        )
+        where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
+        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + check.MARGIN_SECONDS:g} s")
         with _progress(options.seconds) as tick:
-            rounds = check.measure(place, options, folder, say, tick)
-        found = check.document(place, options, rounds, time.monotonic() - began)
+            rounds = check.measure(target, options, folder, say, tick)
+        found = check.document(target, options, rounds, time.monotonic() - began)
         if args.tune:
             with _progress(options.seconds) as tick:
                 first = len(rounds) + 1
-                found["tune"] = tune.tune(place, options, found, folder, first, options.seconds, say, tick)
+                found["tune"] = tune.tune(target, options, found, folder, first, options.seconds, say, tick)
         check.judge(found, cluster, gather.logs(rounds[0]))
         check.write(found, folder / check.RESULT)
     except OSError as error:
@@ -374,7 +372,7 @@ def _check(args: NcclCheckArguments, cluster: Cluster, place: Place, options: Op
         raise UserError(Problem(f"stopped by {stopped}", file=str(folder), fix=fix), ExitCode.AGAIN) from None
     finally:
         with contextlib.suppress(OSError):
-            finish(place, folder)
+            finish(target, folder)
     if args.as_json:
         emit_json(found)
     else:
@@ -427,8 +425,8 @@ def _progress(seconds: float) -> Iterator[Callable[[Path], None]]:
 def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
     """Another node than the first: it measures, the first one judges."""
     from clustertune.nccl_check.check import RESULT
-    from clustertune.nccl_check.place import join
     from clustertune.nccl_check.setup import END
+    from clustertune.nccl_check.target import join
 
     assert args.node_rank is not None
     assert args.out is not None
@@ -451,21 +449,21 @@ def _join(args: NcclCheckArguments, cluster: Cluster) -> int:
     return 0
 
 
-def _show(place: Place, options: Options, args: NcclCheckArguments) -> None:
+def _show(target: Target, options: Options, args: NcclCheckArguments) -> None:
     """What would be run: hosts, environment, command, sizes."""
     from clustertune.nccl_check import check
     from clustertune.nccl_check.node import DEBUG
-    from clustertune.nccl_check.place import round_folder
     from clustertune.nccl_check.schedule import shapes
+    from clustertune.nccl_check.target import round_folder
 
-    setup = check.make_setup(place, options)
-    command = place.command(round_folder(new_folder(args, place.cluster, "NEW", place), 1))
+    setup = check.make_setup(target, options)
+    command = target.command(round_folder(new_folder(args, target.cluster, "NEW", target), 1))
     debug = DEBUG if options.backend == "nccl" else {}
     if args.as_json:
         emit_json({"setup": {**vars(setup), "environment": {**setup.environment, **debug}}, "command": command})
         return
     lines = [
-        f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(place.hosts)}",
+        f"{options.backend} ({options.backend_why}): {setup.world_size} ranks on {', '.join(target.hosts)}",
         f"scopes {', '.join(shapes(setup))}; collectives {', '.join(setup.collectives)}",
         f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
         f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "

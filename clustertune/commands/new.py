@@ -45,8 +45,8 @@ def new(
     from clustertune.config.resolve import resolve
     from clustertune.console import emit_json, say
     from clustertune.plan.document import cost
+    from clustertune.plan.explanation import money as in_words
     from clustertune.plan.predict import GIB, make_plan
-    from clustertune.plan.words import money as in_words
 
     folder = _target(name)
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True)

@@ -77,7 +77,7 @@ def plan(
 def _plan(cluster: str | None, node: str | None, root: Path | None, force: bool, as_json: bool) -> None:
     from clustertune.config.cluster import load_cluster
     from clustertune.ops.nodes import choose_node
-    from clustertune.ops.storage.plan import make_plan, words
+    from clustertune.ops.storage.plan import as_lines, make_plan
 
     found = load_cluster(cluster)
     host = choose_node(found, node)
@@ -85,7 +85,7 @@ def _plan(cluster: str | None, node: str | None, root: Path | None, force: bool,
         made = make_plan(found, host.name, where, force=force)
         if as_json:
             emit_json(made.as_dict())
-        for line in words(made) if not as_json else []:
+        for line in as_lines(made) if not as_json else []:
             sys.stdout.write(escape(line) + "\n")
     say(f"{host.name}: {'the above is to be done' if made.needed else 'nothing to do'}")
     if made.needed:
@@ -130,7 +130,7 @@ def apply(
     if problems:
         raise UserError(problems)
     where = existing_folder(root, "a node's tree").resolve() if root else NODE
-    done = run_apply(found, name, where, force=force, format_device=format_device, told=lambda text: say(f"  {text}"))
+    done = run_apply(found, name, where, force=force, format_device=format_device, report=lambda text: say(f"  {text}"))
     if as_json:
         emit_json({"node": name, **done.as_dict()})
     for backup in done.backups:

@@ -112,8 +112,8 @@ def _make(cluster: str | None, node: str | None, root: Path, accounting: bool | 
 
     found = load_cluster(cluster)
     require_slurm(found)
-    place = existing_folder(root, "a machine's tree").resolve()
-    made = make_plan(found, choose_node(found, node), root=place, accounting=accounting, adopt=adopt, force=force)
+    tree = existing_folder(root, "a machine's tree").resolve()
+    made = make_plan(found, choose_node(found, node), root=tree, accounting=accounting, adopt=adopt, force=force)
     return checked(made)
 
 

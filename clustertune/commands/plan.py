@@ -53,10 +53,10 @@ def plan(
     """
     from clustertune.commands import planning
 
-    asked = planning.Asked(
+    request = planning.PlanRequest(
         names=[t for t in targets or [] if "=" not in t], overrides=[t for t in targets or [] if "=" in t], cluster=cluster,
         model=model, gpus=gpus, method=method, data=data, tiny=tiny, why=why, advise=advise, goal=goal, nodes=nodes,
         compare=compare, calibrate=calibrate, nccl_check=nccl_check,
         lengths=lengths, as_document=as_document,
     )  # fmt: skip
-    planning.answer(asked)
+    planning.answer(request)

@@ -23,10 +23,10 @@ from clustertune.console import emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.serving import Evaluation, evaluation
 from clustertune.launch.shape import merge_seconds
-from clustertune.plan import document, words
+from clustertune.plan import document, explanation
+from clustertune.plan.calibrated import CalibratedCluster, find_calibrated
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths, of_counts, read_lengths
-from clustertune.plan.place import Place, find_place
 from clustertune.plan.predict import GIB, Plan, make_plan, read_strategy
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ GOALS = ("time", "cost", "memory")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """The command line of ``plan``."""
 
     names: list[str]
@@ -60,75 +60,75 @@ class Asked:
     as_document: bool
 
 
-def answer(asked: Asked) -> None:
+def answer(request: PlanRequest) -> None:
     """Do what was asked. Raises UserError; exits with 2 where a recipe does not fit."""
-    _check_usage(asked)
-    check = path_argument(asked.nccl_check) if asked.nccl_check else None
-    known = read_lengths(path_argument(asked.lengths)) if asked.lengths else None
-    if asked.model is not None:
-        _answer_model(asked, known)
+    _check_usage(request)
+    check = path_argument(request.nccl_check) if request.nccl_check else None
+    known = read_lengths(path_argument(request.lengths)) if request.lengths else None
+    if request.model is not None:
+        _answer_model(request, known)
         return
-    place = find_place(of_gpus(asked.gpus) if asked.gpus else load_cluster(asked.cluster), check)
-    if asked.calibrate:
-        _calibrate(place, asked.names, known, asked.as_document)
+    calibrated = find_calibrated(of_gpus(request.gpus) if request.gpus else load_cluster(request.cluster), check)
+    if request.calibrate:
+        _calibrate(calibrated, request.names, known, request.as_document)
         return
-    size = [f"slurm.nodes={len(place.cluster.compute_nodes)}", f"slurm.gpus_per_node={place.cluster.compute.gpus}"]
-    asked = replace(asked, overrides=[*(size if asked.gpus else []), *asked.overrides])
-    if asked.data is not None:
+    size = [f"slurm.nodes={len(calibrated.cluster.compute_nodes)}", f"slurm.gpus_per_node={calibrated.cluster.compute.gpus}"]
+    request = replace(request, overrides=[*(size if request.gpus else []), *request.overrides])
+    if request.data is not None:
         from clustertune.data.measure import measure
 
-        found = measure(asked.data)
+        found = measure(request.data)
         known = known or (of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
-        asked = replace(
-            asked, overrides=[*(f"data.{key}={_yaml(value)}" for key, value in found.section.items()), *asked.overrides]
+        request = replace(
+            request, overrides=[*(f"data.{key}={_yaml(value)}" for key, value in found.section.items()), *request.overrides]
         )
-    _answer(asked, place, [_plan(place, name, asked.overrides, asked.tiny, known) for name in asked.names])
+    _answer(request, calibrated, [_plan(calibrated, name, request.overrides, request.tiny, known) for name in request.names])
 
 
 def _yaml(value: object) -> str:
     return json.dumps(value)
 
 
-def _answer_model(asked: Asked, known: Lengths | None) -> None:
+def _answer_model(request: PlanRequest, known: Lengths | None) -> None:
     """The same of a model that no recipe describes: the recipe that ``new`` would write is planned."""
     from clustertune import draft
     from clustertune.commands.new import read
 
-    model, data, at = read(asked.model, asked.data, asked.method, asked.gpus, asked.cluster)
-    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{asked.method}"
-    with draft.drafted(name, model, asked.method, data, at) as (made, folder):
-        plan = _plan(at.place, str(folder), asked.overrides, asked.tiny, known or made.lengths)
+    model, data, at = read(request.model, request.data, request.method, request.gpus, request.cluster)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{request.method}"
+    with draft.drafted(name, model, request.method, data, at) as (made, folder):
+        plan = _plan(at.place, str(folder), request.overrides, request.tiny, known or made.lengths)
         plan.notes.extend(made.assumed)
-        _answer(asked, at.place, [plan])
+        _answer(request, at.place, [plan])
 
 
-def _answer(asked: Asked, place: Place, plans: list[Plan]) -> None:
-    if asked.compare:
-        _compare(plans, asked.as_document)
-    elif asked.why is not None:
-        lines = words.why(plans[0], asked.why)
-        if asked.as_document:
-            emit_json({"part": asked.why, "arithmetic": lines})
+def _answer(request: PlanRequest, calibrated: CalibratedCluster, plans: list[Plan]) -> None:
+    if request.compare:
+        _compare(plans, request.as_document)
+    elif request.why is not None:
+        lines = explanation.why(plans[0], request.why)
+        if request.as_document:
+            emit_json({"part": request.why, "arithmetic": lines})
         else:
             say("\n".join(lines))
-    elif asked.advise:
-        _advise(place, plans[0], asked)
+    elif request.advise:
+        _advise(calibrated, plans[0], request)
     else:
-        _show(plans[0], tuple(asked.overrides), asked.as_document, evaluation(plans[0].resolved, place.cluster))
+        _show(plans[0], tuple(request.overrides), request.as_document, evaluation(plans[0].resolved, calibrated.cluster))
 
 
-def _check_usage(asked: Asked) -> None:
-    names, compare, calibrate, goal = asked.names, asked.compare, asked.calibrate, asked.goal
+def _check_usage(request: PlanRequest) -> None:
+    names, compare, calibrate, goal = request.names, request.compare, request.calibrate, request.goal
     problems = []
     wanted = 2 if compare else 1
     if calibrate and not names:
         problems.append(
             Problem("no run was given", file="command line", key="--calibrate", fix="give run folders with metrics.jsonl")
         )
-    elif asked.model is not None and (names or compare or calibrate):
+    elif request.model is not None and (names or compare or calibrate):
         text = "--model plans one model, without a recipe"
         problems.append(Problem(text, file="command line", key="--model", fix="leave the recipe, --compare or --calibrate out"))
-    elif not calibrate and len(names) != wanted and asked.model is None:
+    elif not calibrate and len(names) != wanted and request.model is None:
         text = f"{wanted} {'recipes are' if compare else 'recipe is'} wanted, {len(names)} given"
         problems.append(
             Problem(
@@ -138,16 +138,16 @@ def _check_usage(asked: Asked) -> None:
                 fix="clustertune plan RECIPE [section.key=value]..., or --model OWNER/NAME",
             )
         )
-    if sum((compare, calibrate, asked.advise, asked.why is not None)) > 1:
+    if sum((compare, calibrate, request.advise, request.why is not None)) > 1:
         text = "--compare, --calibrate, --advise and --why exclude each other"
         problems.append(Problem(text, file="command line", fix="ask one after the other"))
-    if asked.nodes is not None and not asked.advise:
+    if request.nodes is not None and not request.advise:
         fix = "add --advise, or slurm.nodes=N for a plan on so many nodes"
         problems.append(Problem("is read only with --advise", file="command line", key="--nodes", fix=fix))
-    if calibrate and asked.overrides:
-        text = f"{asked.overrides[0]}: a run is taken as it was"
+    if calibrate and request.overrides:
+        text = f"{request.overrides[0]}: a run is taken as it was"
         problems.append(Problem(text, file="command line", key="--calibrate", fix="leave the overrides out"))
-    if asked.gpus is not None and asked.cluster is not None:
+    if request.gpus is not None and request.cluster is not None:
         text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
         problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
     if goal not in GOALS:
@@ -156,9 +156,9 @@ def _check_usage(asked: Asked) -> None:
         raise UserError(problems)
 
 
-def _plan(place: Place, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
+def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:
     resolved = resolve(recipe, changes, tiny=tiny)
-    return make_plan(resolved, place.machine(resolved.recipe.slurm.nodes), place.constants, lengths=lengths)
+    return make_plan(resolved, calibrated.machine(resolved.recipe.slurm.nodes), calibrated.constants, lengths=lengths)
 
 
 def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evaluation) -> None:
@@ -182,7 +182,7 @@ def _show(found: Plan, given: tuple[str, ...], as_document: bool, scored: Evalua
         say(f"\nmerge: about {max(1, merge / 60):.0f} min on a node's CPUs, no GPU" if merge else "")
         say(str(scored))
         if whole is not None:
-            spent = words.money(document.spent(whole, money))
+            spent = explanation.money(document.spent(whole, money))
             say(f"in all: {whole:,.1f} GPU-hours" + (f", {spent}" if spent else ""))
     if found.fits:
         return
@@ -215,28 +215,28 @@ def _compare(plans: list[Plan], as_document: bool) -> None:
         raise typer.Exit(int(ExitCode.CONFIG))
 
 
-def _advise(place: Place, found: Plan, asked: Asked) -> None:
+def _advise(calibrated: CalibratedCluster, found: Plan, request: PlanRequest) -> None:
     from clustertune.config.overrides import Source
     from clustertune.plan import advise as advisor
 
-    counts = _counts(asked.nodes, found)
-    source = Source(found.resolved, tuple(asked.overrides))
+    counts = _counts(request.nodes, found)
+    source = Source(found.resolved, tuple(request.overrides))
     advice = advisor.advise(
-        source, place.machine(max(counts)), found.constants, nodes=counts, goal=asked.goal, lengths=found.lengths,  # type: ignore[arg-type]
+        source, calibrated.machine(max(counts)), found.constants, nodes=counts, goal=request.goal, lengths=found.lengths,  # type: ignore[arg-type]
     )  # fmt: skip
     named = advisor.overrides(advice, source)
-    if asked.as_document:
-        emit_json(document.advice_json(advice, named, place.cluster, price(found.machine.gpu)))
+    if request.as_document:
+        emit_json(document.advice_json(advice, named, calibrated.cluster, price(found.machine.gpu)))
     else:
         from clustertune.plan import tables
 
-        given = {"--model": asked.model, "--data": asked.data, "--gpus": asked.gpus, "--cluster": asked.cluster}
-        given |= {"--method": asked.method} if asked.model else {}
-        recipe = [*asked.names, *(word for key, value in given.items() if value for word in (key, value))]
+        given = {"--model": request.model, "--data": request.data, "--gpus": request.gpus, "--cluster": request.cluster}
+        given |= {"--method": request.method} if request.model else {}
+        recipe = [*request.names, *(word for key, value in given.items() if value for word in (key, value))]
         quoted = {family: [shlex.quote(text) for text in arguments] for family, arguments in named.items()}
         money = price(found.machine.gpu)
-        tables.advice(advice, quoted, found, console.stderr, recipe=shlex.join(recipe), cluster=place.cluster, price=money)
-    if not any(option.starts(place.cluster) for option in advice.fitting):
+        tables.advice(advice, quoted, found, console.stderr, recipe=shlex.join(recipe), cluster=calibrated.cluster, price=money)
+    if not any(option.starts(calibrated.cluster) for option in advice.fitting):
         raise typer.Exit(int(ExitCode.CONFIG))
 
 
@@ -253,19 +253,19 @@ def _counts(text: str | None, found: Plan) -> list[int]:
     return counts
 
 
-def _calibrate(place: Place, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
+def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths | None, as_document: bool) -> None:
     """Fit the factors to runs of this cluster, store them, show what changed."""
     from clustertune.plan import calibration
 
-    if place.calibration is None:
+    if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
         raise UserError(Problem(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md"))
-    found = calibration.fit([_observe(place, path_argument(run), lengths) for run in runs])
-    calibration.store(place.calibration, place.cluster.name, datetime.date.today().isoformat(), found)
+    found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
+    calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
     if as_document:
         emit_json(
             {
-                "file": str(place.calibration),
+                "file": str(calibrated.calibration),
                 "constants": found.values,
                 "deviation": found.deviation,
                 "not_identified": found.left,
@@ -282,10 +282,12 @@ def _calibrate(place: Place, runs: list[str], lengths: Lengths | None, as_docume
     from clustertune.plan import tables
 
     tables.calibration(found, console.stderr)
-    console.stderr.print(Text(f"kept in {place.calibration}: plans on {place.cluster.name} use it from now on"), soft_wrap=True)
+    console.stderr.print(
+        Text(f"kept in {calibrated.calibration}: plans on {calibrated.cluster.name} use it from now on"), soft_wrap=True
+    )
 
 
-def _observe(place: Place, folder: Path, lengths: Lengths | None) -> calibration.Observation:
+def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | None) -> calibration.Observation:
     """A run folder as an observation: the median step behind the first ones, and the peak of memory."""
     import statistics
 
@@ -302,7 +304,7 @@ def _observe(place: Place, folder: Path, lengths: Lengths | None) -> calibration
         text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
         raise UserError(Problem(text, file=str(run.metrics), key="step", fix="let the run go on, or give another"))
     peaks = [s.memory_bytes for s in steps if s.memory_bytes]
-    where = place.machine(resolved.recipe.slurm.nodes)
+    where = calibrated.machine(resolved.recipe.slurm.nodes)
     lengths = lengths or _lengths_seen(resolved, steps)
 
     def predict(constants: Constants) -> tuple[float, float]:

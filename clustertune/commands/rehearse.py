@@ -127,11 +127,11 @@ def run(
     from clustertune.cluster.cluster import commands_environment
 
     state = _alive(keeper.read(_name(name)), name)
-    words = state.command(command, Path.cwd())
+    command_line = state.command(command, Path.cwd())
     try:
-        os.execvpe(words[0], words, commands_environment(state.conf))  # noqa: S606 (no shell: the point is to become it)
+        os.execvpe(command_line[0], command_line, commands_environment(state.conf))  # noqa: S606 (no shell: the point is to become it)
     except OSError as error:
-        raise UserError(Problem(f"cannot be run: {error.strerror}", file=words[0], fix="is it installed?")) from None
+        raise UserError(Problem(f"cannot be run: {error.strerror}", file=command_line[0], fix="is it installed?")) from None
 
 
 def _name(name: str) -> str:
@@ -196,19 +196,20 @@ def _ask(state: State, *words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def _show(told: dict[str, Any]) -> None:
-    if not told["up"]:
-        say(f"{told['name']}: the process that kept it was killed, and the cluster ended with it")
-        say(f"  clustertune cluster down --name {told['name']} forgets it, clustertune cluster up starts a new one")
+def _show(rehearsal: dict[str, Any]) -> None:
+    if not rehearsal["up"]:
+        say(f"{rehearsal['name']}: the process that kept it was killed, and the cluster ended with it")
+        say(f"  clustertune cluster down --name {rehearsal['name']} forgets it, clustertune cluster up starts a new one")
         return
-    minutes, seconds = divmod(told["uptime_seconds"], 60)
-    say(f"{told['name']}: up for {minutes // 60} h {minutes % 60} min {seconds} s, {told['gpus_per_node']} GPUs per node")
-    for node in told["nodes"]:
+    minutes, seconds = divmod(rehearsal["uptime_seconds"], 60)
+    gpus = rehearsal["gpus_per_node"]
+    say(f"{rehearsal['name']}: up for {minutes // 60} h {minutes % 60} min {seconds} s, {gpus} GPUs per node")
+    for node in rehearsal["nodes"]:
         say(f"  {node['name']}: {node['state']}")
-    for job in told["jobs"]:
+    for job in rehearsal["jobs"]:
         where = job["nodes"] or job["reason"]
         say(f"  job {job['id']} {job['name']}: {job['state']} ({where})")
-    if not told["jobs"]:
+    if not rehearsal["jobs"]:
         say("  no jobs")
 
 

@@ -114,8 +114,10 @@ def _on_all_nodes(nodes: tuple[str, ...], cluster: str | None, as_json: bool) ->
     machine = load_cluster(cluster)
     _staging_of(cluster)
     given = [word for word in sys.argv[1:] if word != "--json"]
-    words = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
-    command = step.in_step(words, machine, binds=[Path.cwd()], nodes=len(nodes), cpus=None, gpus=False, environ=os.environ)
+    command_line = [sys.executable, "-m", "clustertune", *given, "--node-local", "--json"]
+    command = step.in_step(
+        command_line, machine, binds=[Path.cwd()], nodes=len(nodes), cpus=None, gpus=False, environ=os.environ
+    )
     command = [word for word in command if word != "--kill-on-bad-exit=1"]  # one that fails leaves the others their copies
     command.insert(1, "--label")
     say(f"on {', '.join(nodes)}")
@@ -193,17 +195,17 @@ def _clean(cluster: str | None, node_local: bool, dry_run: bool, as_json: bool) 
     from clustertune.staging import cache
     from clustertune.staging.worker import amount
 
-    place = cache.open_cache(_staging_of(cluster))
+    staged = cache.open_cache(_staging_of(cluster))
     removed: list[dict[str, Any]] = []
     kept: list[dict[str, Any]] = []
-    for tree in place.trees():
-        gone = not dry_run and place.remove(tree.key, tree, say, "as asked")
-        (removed if gone else kept).append({"path": str(place.folder(tree.key)), "bytes": tree.bytes})
+    for tree in staged.trees():
+        gone = not dry_run and staged.remove(tree.key, tree, say, "as asked")
+        (removed if gone else kept).append({"path": str(staged.folder(tree.key)), "bytes": tree.bytes})
         if not gone:
             word = "would be removed unless a job uses it" if dry_run else "stays: a job uses it"
-            say(f"{place.folder(tree.key)} ({amount(tree.bytes)}) {word}")
+            say(f"{staged.folder(tree.key)} ({amount(tree.bytes)}) {word}")
     if not removed and not kept:
-        say(f"nothing in {place.root}")
+        say(f"nothing in {staged.root}")
     if as_json:
         emit_json({"host": os.uname().nodename, "removed": removed, "kept": kept})
 

@@ -142,7 +142,7 @@ class Submission:
                 stages,
                 shapes,
                 path,
-                words=[resolved.folder, *shaped],
+                arguments=[resolved.folder, *shaped],
                 flags=[
                     *(["--tiny"] if tiny else []),
                     *(["--cluster", argument(cluster)] if cluster else []),

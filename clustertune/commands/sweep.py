@@ -94,9 +94,9 @@ def _here(
     made, resolved = make_sweep(recipe, settings, **options, runs=places.enter_here())
     if problems := missing_inputs(made, resolved):
         raise UserError(problems)
-    asked = max(item.world_size for item in resolved)
-    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and asked > visible_gpus():
-        text = f"asks for {asked} GPUs, this machine has {visible_gpus()}"
+    ranks_needed = max(item.world_size for item in resolved)
+    if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():
+        text = f"asks for {ranks_needed} GPUs, this machine has {visible_gpus()}"
         raise UserError(
             Problem(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
         )

@@ -115,12 +115,12 @@ def serve(
     if submit:
         _submit(folder, port, cluster, time, dry_run)
         return
-    words, environ = _server(folder, port, cluster)
+    command, environ = _server(folder, port, cluster)
     if dry_run:
-        typer.echo(shlex.join(words))
+        typer.echo(shlex.join(command))
         return
-    say(f"http://127.0.0.1:{port}/v1: {shlex.join(words)}")
-    os.execvpe(words[0], words, {**os.environ, **environ})  # noqa: S606 - a list, no shell
+    say(f"http://127.0.0.1:{port}/v1: {shlex.join(command)}")
+    os.execvpe(command[0], command, {**os.environ, **environ})  # noqa: S606 - a list, no shell
 
 
 def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
@@ -142,8 +142,8 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
     if find_spec("fastapi") and find_spec("uvicorn"):
         program = str(Path(sys.executable).with_name("transformers"))
         dtype = servers.dtype_of(folder)
-        words = [program, "serve", str(folder), "--host", servers.HOST, "--port", str(port), "--dtype", dtype]
-        return words, {"HF_HUB_OFFLINE": "1"}
+        command = [program, "serve", str(folder), "--host", servers.HOST, "--port", str(port), "--dtype", dtype]
+        return command, {"HF_HUB_OFFLINE": "1"}
     text = "neither vLLM nor what transformers' server needs is installed here"
     fix = f"{servers.PROGRAM}=/path/to/bin/vllm, or pip install fastapi uvicorn; clustertune chat needs neither"
     raise UserError(Problem(text, fix=fix))
@@ -183,9 +183,9 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     shape = Shape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
     inside = machine.model_copy(update={"container": vllm})
-    words = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
-    words += ["--cluster", argument(cluster)] if cluster and vllm.runtime == "none" else []
-    command = step.in_step(words, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
+    command_line = [sys.executable, "-m", "clustertune", "serve", str(folder), "--port", str(port)]
+    command_line += ["--cluster", argument(cluster)] if cluster and vllm.runtime == "none" else []
+    command = step.in_step(command_line, inside, binds=[folder], nodes=1, cpus=cpus, gpus=bool(gpus), environ={})
     script = "#!/usr/bin/env bash\n#SBATCH --output=%x-%j.log\nset -euo pipefail\nexec " + shlex.join(command) + "\n"
     note = "Derived by clustertune serve --submit from the model and the cluster file."
     job = batch.BatchJob(

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=what)
         build.arguments(command, name)
-        command.set_defaults(run=lambda args, run=run: run(build.asked(args), say))
+        command.set_defaults(run=lambda args, run=run: run(build.request(args), say))
     base = commands.add_parser("base", help="a stand-in for the base image, where no registry can be reached")
     base.add_argument("--python", default="3.12", choices=standin.PYTHONS, help="whose Python it has")
     base.add_argument("out", type=Path)

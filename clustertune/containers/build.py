@@ -33,7 +33,7 @@ PARTS = ("install.sh", "selftest.py")
 
 
 @dataclass(frozen=True)
-class Asked:
+class BuildRequest:
     """What is to be built."""
 
     kind: str
@@ -82,7 +82,7 @@ def arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
 
 
-def asked(args: argparse.Namespace) -> Asked:
+def request(args: argparse.Namespace) -> BuildRequest:
     """The options as one value. Raises UserError with every one that cannot be."""
     extras = tuple(filter(None, re.split(r"[+,]", args.extras)))
     problems = [
@@ -108,10 +108,10 @@ def asked(args: argparse.Namespace) -> Asked:
         )
     if problems:
         raise UserError(problems)
-    return Asked(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
+    return BuildRequest(args.kind, args.definition, args.variant, extras, args.base, args.out, args.tag, args.dry_run)
 
 
-def locked(what: Asked) -> Lock | None:
+def locked(what: BuildRequest) -> Lock | None:
     """The lock with its layers, held to the pins. Raises UserError where a version was moved in one place only."""
     if not what.lock_name:
         return None
@@ -125,7 +125,7 @@ def locked(what: Asked) -> Lock | None:
     return whole
 
 
-def base_of(what: Asked, python: str, say: Say) -> Base:
+def base_of(what: BuildRequest, python: str, say: Say) -> Base:
     """What it starts from; a stand-in is made once and kept."""
     if what.base == STANDIN:
         if what.definition == "megatron":
@@ -163,7 +163,7 @@ def look_for_registry(base: Base, say: Say) -> None:
             say(f"note: {host} does not answer ({reason}): without a mirror of it the build fails at its base -> BASE=standin")
 
 
-def gather(what: Asked, lock: Lock | None, say: Say) -> tuple[Base, Path | None, list[Wheel]]:
+def gather(what: BuildRequest, lock: Lock | None, say: Say) -> tuple[Base, Path | None, list[Wheel]]:
     """The base, and the lock's wheelhouse with its wheels: one build at a time, for both are kept for the next one."""
     with in_turn(WORK / "lock", lambda: say("another build is gathering: waiting for it")):
         base = base_of(what, lock.python if lock else "3.12", say)
@@ -171,7 +171,7 @@ def gather(what: Asked, lock: Lock | None, say: Say) -> tuple[Base, Path | None,
         return (base, *wheels_of(what, lock, say)) if lock else (base, None, [])
 
 
-def wheels_of(what: Asked, lock: Lock, say: Say) -> tuple[Path, list[Wheel]]:
+def wheels_of(what: BuildRequest, lock: Lock, say: Say) -> tuple[Path, list[Wheel]]:
     """The wheelhouse of the lock and its layers."""
     folder = WORK / "wheels" / "+".join((lock.name, *what.extras))
     return folder, wheelhouse.fill(lock, folder, WORK / "tools", say)

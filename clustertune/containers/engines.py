@@ -20,8 +20,8 @@ from typing import Any
 from clustertune.containers import sbom, wheelhouse
 from clustertune.containers.build import (
     WORK,
-    Asked,
     Base,
+    BuildRequest,
     Say,
     base_of,
     environ,
@@ -152,7 +152,7 @@ def in_sif(program: str, image: Path, *command: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _gathered(what: Asked, lock: Lock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
+def _gathered(what: BuildRequest, lock: Lock | None, recipe: str, image: str, say: Say) -> Iterator[Gathered]:
     """What a build needs, for as long as it takes. Raises UserError where storage fails."""
     try:
         base, folder, wheels = gather(what, lock, say)
@@ -166,7 +166,7 @@ def _gathered(what: Asked, lock: Lock | None, recipe: str, image: str, say: Say)
         raise storage_error(error, "build the image", image) from error
 
 
-def build_sif(what: Asked, say: Say) -> dict[str, Any]:
+def build_sif(what: BuildRequest, say: Say) -> dict[str, Any]:
     """``make build-sif``: the image, its ``.sha256`` and its SBOM. Returns what was made."""
     started = time.monotonic()
     program, lock = find_apptainer(), locked(what)
@@ -182,7 +182,7 @@ def build_sif(what: Asked, say: Say) -> dict[str, Any]:
             return _publish(part, out, lock, given, inventory, started)
 
 
-def _sif_command(what: Asked, program: str, lock: Lock | None, gathered: Gathered, out: Path) -> list[str]:
+def _sif_command(what: BuildRequest, program: str, lock: Lock | None, gathered: Gathered, out: Path) -> list[str]:
     """Everything relative to the context: what stands in the definition ends up in the image."""
     base, context = gathered.base, gathered.context
     given = labels(lock, base)
@@ -192,17 +192,17 @@ def _sif_command(what: Asked, program: str, lock: Lock | None, gathered: Gathere
     else:
         given |= {"base": base.name}
     bind = ["--bind", f"{gathered.wheelhouse}:/mnt:ro"] if gathered.wheelhouse else []
-    words = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
-    command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *words, str(out), f"{what.definition}.def"]
+    build_arguments = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
+    command = [program, "build", "--mksquashfs-args", SQUASH, *bind, *build_arguments, str(out), f"{what.definition}.def"]
     return _as_user(command, context.parent)
 
 
 def _caches(scratch: Path) -> dict[str, str]:
     """A build needs twice the image's size; /tmp is often memory. The user's own places win."""
     return {
-        f"{name}_{kind}": os.environ.get(f"{name}_{kind}", str(place))
+        f"{name}_{kind}": os.environ.get(f"{name}_{kind}", str(path))
         for name in ("APPTAINER", "SINGULARITY")
-        for kind, place in (("TMPDIR", scratch), ("CACHEDIR", WORK / "cache"))
+        for kind, path in (("TMPDIR", scratch), ("CACHEDIR", WORK / "cache"))
     }
 
 
@@ -217,7 +217,7 @@ def find_engine() -> str:
     raise UserError(Problem("neither a docker server nor podman answers", fix="start docker, or install podman"))
 
 
-def build_image(what: Asked, say: Say) -> dict[str, Any]:
+def build_image(what: BuildRequest, say: Say) -> dict[str, Any]:
     """``make build-image``: the image in the engine's store, tested, with its SBOM; an archive of it where asked."""
     started = time.monotonic()
     engine, lock = find_engine(), locked(what)
@@ -232,11 +232,11 @@ def build_image(what: Asked, say: Say) -> dict[str, Any]:
             _link(path, given.context / "wheels" / path.name)
         labelled = {key.upper(): value for key, value in labels(lock, given.base).items()}
         arguments = {"BASE_IMAGE": _loaded(engine, given.base), **labelled}
-        words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        build_arguments = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
         # OCI's own format has no SHELL and no health check, and enroot reads both.
         style = ["--format", "docker", "--layers=false"] if engine == "podman" else []
         # The host's network: apt needs one, and a bridge needs modules that a small machine's kernel does not have.
-        command = [engine, "build", "--network", "host", *style, *words, "--tag", tag, str(given.context)]
+        command = [engine, "build", "--network", "host", *style, *build_arguments, "--tag", tag, str(given.context)]
         run(command, "the build", say, env={"DOCKER_BUILDKIT": "1"})
         alone = [engine, "run", "--rm", "--network", "none", *_limits(engine), tag]
         run([*alone, "python", SELFTEST], "the image's own test", say, seconds=TEST_SECONDS)
@@ -288,7 +288,7 @@ def _inventory(command: Sequence[str]) -> Mapping[str, Any]:
     return dict(json.loads(reply))
 
 
-def _plan(what: Asked, lock: Lock | None, base: Base, program: str, image: str) -> dict[str, Any]:
+def _plan(what: BuildRequest, lock: Lock | None, base: Base, program: str, image: str) -> dict[str, Any]:
     recipe = "Dockerfile" if what.kind == "build-image" else f"{what.definition}.def"
     return {
         "image": image, "with": program, "definition": f"containers/{recipe}", "lock": lock.name if lock else None,

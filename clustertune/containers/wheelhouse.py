@@ -99,11 +99,11 @@ def _target(lock: Lock) -> list[str]:
 
 def _pip(python: Path, verb: str, entries: list[Entry], lock: Lock, options: list[str]) -> None:
     """pip with the entries' hashes; nothing that they do not name. Its own words are the error, without the index's address."""
-    asked = python.parent.parent / f"asked-{os.getpid()}.txt"
-    asked.write_text("".join(entry.text() for entry in entries))
+    requested = python.parent.parent / f"asked-{os.getpid()}.txt"
+    requested.write_text("".join(entry.text() for entry in entries))
     command = [
         str(python), "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", verb, "--quiet", "--no-deps",
-        "--require-hashes", "--requirement", str(asked), *options,
+        "--require-hashes", "--requirement", str(requested), *options,
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
@@ -112,7 +112,7 @@ def _pip(python: Path, verb: str, entries: list[Entry], lock: Lock, options: lis
             Problem(f"pip {verb} took over {FETCH_SECONDS} s", fix="the same command goes on"), ExitCode.AGAIN
         ) from error
     finally:
-        asked.unlink()
+        requested.unlink()
     if done.returncode:
         raise UserError(_explain(done.stderr, verb, lock))
 

@@ -21,7 +21,7 @@ from clustertune.host.collect import collect
 from clustertune.host.facts import HostFacts, from_dict
 
 
-def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python3 -m clustertune.doctor", description="Look at this machine for what stops or slows a training."
@@ -39,7 +39,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lines", action="store_true", help="with --facts: packed, in lines that srun keeps whole")
     parser.add_argument("--name", action="append", default=[], help="with --facts: a host whose name must resolve")
     parser.add_argument("--folder", action="append", default=[], help="with --facts: a folder to try locks and mappings in")
-    given = parser.parse_args(words)
+    given = parser.parse_args(argv)
     if not 0 < given.seconds <= 3600:
         parser.error("--seconds must be above 0, and 3600 at most")
     if given.gpus is not None and given.gpus < 0:
@@ -50,9 +50,9 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Look, and say what was found. Returns the exit code."""
-    given = arguments_of(words)
+    given = arguments_of(argv)
     if given.list:
         _write("".join(f"{rule.id}: {rule.title}\n" for rule in reports.machine_rules()))
         return 0

@@ -170,8 +170,8 @@ def tasks(context: Context) -> Iterator[Seen]:
             yield Seen(FAIL, problem.message, problem.fix or "eval.tasks holds lm-eval's names")
         return
     for name in sorted(set(wanted.values())) if context.offline else ():
-        place = context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
-        if _is_absent(place):
+        snapshots = context.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
+        if _is_absent(snapshots):
             text = f"{name} is not in {context.hub}, and HF_HUB_OFFLINE is set"
             fix = f"hf download {name} --repo-type dataset, where the network is; or clustertune stage RECIPE --to DIR"
             yield Seen(FAIL, text, fix)
@@ -196,7 +196,7 @@ def splitter(context: Context) -> Iterator[Seen]:
     if not _is_scored(context):
         return
     places = [folder / punkt.FOLDER for folder in nltk_folders(context)]
-    found = next((place for place in places if is_there(place)), None)
+    found = next((path for path in places if is_there(path)), None)
     fix = "unpack punkt_tab.zip of nltk_data in a folder tokenizers/, and export NLTK_DATA=the folder above it"
     if found is None:
         status = UNKNOWN if not context.versions else WARN  # the image may have it

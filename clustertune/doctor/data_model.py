@@ -84,8 +84,8 @@ def gated(context: Context) -> Iterator[Seen]:
     See: https://huggingface.co/docs/hub/models-gated
     """
     name = context.resolved.recipe.model.name
-    asked = _is_absent(context) and not context.offline and _sees_cache(context)
-    if asked and name.startswith(GATED) and not _has_token(context):
+    needs_access = _is_absent(context) and not context.offline and _sees_cache(context)
+    if needs_access and name.startswith(GATED) and not _has_token(context):
         yield Seen(WARN, f"{name} may ask for an accepted licence, and no token is at hand")
 
 
@@ -277,12 +277,12 @@ def mapping(context: Context) -> Iterator[Seen]:
         return
     planned = context.plan.machine.storage_read_bytes_per_s / 1e9 if context.plan else None
     speed = context.cluster.storage.read_gb_s or planned
-    words = f"{size / 1e9:,.0f} GB of weights are read from {lies}"
+    text = f"{size / 1e9:,.0f} GB of weights are read from {lies}"
     if speed:
         first = size / 1e9 / speed
         low, high = (hours(times * first) for times in MAPPED)
-        words += f": {hours(first)} in order at {speed:g} GB/s, {low} to {high} if mapped"
-    yield Seen(WARN, words)
+        text += f": {hours(first)} in order at {speed:g} GB/s, {low} to {high} if mapped"
+    yield Seen(WARN, text)
 
 
 @rule("pool-without-mmap", RECIPE)

@@ -57,25 +57,25 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
     folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
     # said, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
-    words = [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
-    words += [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
-    return words + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
+    command = [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
+    command += [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
+    return command + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
 
 
 def step_command(cluster: Cluster, allocation: Allocation, binds: Sequence[str], seconds: float) -> list[str]:
     """``srun`` of the collector on every node, as the ranks are started, but that one node's failure ends no other."""
     gpus = bool(allocation.gpus_per_node)
-    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    words = step.in_step(
+    requested = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    command = step.in_step(
         collector(cluster, allocation.nodes, seconds),
         cluster,
         binds=binds,
         nodes=len(allocation.nodes),
-        cpus=int(asked) if asked.isdigit() else allocation.cpus_per_node,
+        cpus=int(requested) if requested.isdigit() else allocation.cpus_per_node,
         gpus=gpus,
         environ=os.environ,
     )
-    return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in words if word != "--unbuffered"]
+    return ["--kill-on-bad-exit=0" if word == "--kill-on-bad-exit=1" else word for word in command if word != "--unbuffered"]
 
 
 def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (), seconds: float = 20.0) -> Looked:
@@ -99,13 +99,13 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
             file.seek(0)
             texts.append(file.read(MAX_BYTES).decode(errors="replace"))
     found, looked.faults, others = wire.decode(texts[0].splitlines())
-    said = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
+    lines = [line.strip() for line in [*texts[1].splitlines(), *others] if line.strip()]
     for node in allocation.nodes:
         name = same_host(node, found)
         if name is not None:
             looked.facts[node] = found[name]
         else:
-            own = [line for line in said if node in line] or said
+            own = [line for line in lines if node in line] or lines
             reason = own[-1][:300] if own else "it said nothing"
             looked.faults.setdefault(node, f"no answer within {seconds + START_SECONDS:.0f} s" if late else reason)
     return looked

@@ -24,7 +24,7 @@ from clustertune.host.mounts import lies_elsewhere
 from clustertune.launch import visible
 from clustertune.launch.slurm import parse_minutes
 from clustertune.ops import bounded
-from clustertune.plan.place import find_place
+from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.staging import bundle
 from clustertune.tree import ROOT
@@ -176,15 +176,15 @@ class Context:
     @property
     def hub_token(self) -> Path:
         """Where ``hf auth login`` keeps its token: beside the cache only as long as that was not moved."""
-        said = self.environment.get("HF_TOKEN_PATH")
-        return expand_home(said) if said else self._hub_home / "token"
+        value = self.environment.get("HF_TOKEN_PATH")
+        return expand_home(value) if value else self._hub_home / "token"
 
     @property
     def _hub_home(self) -> Path:
-        said = self.environment
-        if said.get("HF_HOME"):
-            return expand_home(said["HF_HOME"])
-        return expand_home(said.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+        variables = self.environment
+        if variables.get("HF_HOME"):
+            return expand_home(variables["HF_HOME"])
+        return expand_home(variables.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
 
     @property
     def home_cache(self) -> bool:
@@ -307,7 +307,7 @@ def build(
 ) -> Context:
     """Everything that the rules need; what cannot be had is left out and said. Never raises for what a user can cause."""
     plan, why = _plan(resolved, cluster)
-    said = os.environ if environment is None else environment
+    variables = os.environ if environment is None else environment
     versions, versions_of = _versions(cluster, facts)
     try:
         mounts = visible.MOUNTS.read_text()
@@ -322,7 +322,7 @@ def build(
         no_plan=why,
         versions=versions,
         versions_of=versions_of,
-        environment=said,
+        environment=variables,
         env_file=env_file,
         pins=read_pins(),
         reference_pins=read_pins("REF"),
@@ -336,7 +336,7 @@ def build(
         return replace(context, silent=silent, run_dir=None if context.run_dir in silent else context.run_dir)
     if staged is None or (problems := tuple(bundle.find_problems(resolved))):
         return replace(context, staged_problems=problems if staged else ())
-    inherited = dict(said)
+    inherited = dict(variables)
     bundle.enter(resolved, inherited)
     return replace(context, staged=staged, environment=inherited)
 
@@ -345,7 +345,7 @@ def _plan(resolved: Resolved, cluster: Cluster) -> tuple[Plan | None, str]:
     if resolved.tiny:
         return None, "a tiny run is not planned"
     try:
-        where = find_place(cluster)
+        where = find_calibrated(cluster)
         return make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants), ""
     except UserError as error:
         return None, str(error.problems[0])

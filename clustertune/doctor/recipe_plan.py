@@ -72,12 +72,12 @@ def gpu_memory(context: Context) -> Iterator[Seen]:
     if plan is None:
         return
     room = plan.machine.usable_bytes
-    words = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
+    memory = f"{plan.needed / GIB:.1f} GiB at the {plan.peak.name}, a {plan.machine.gpu} has {room / GIB:.1f} GiB"
     fix = f"clustertune plan {context.resolved.name} --advise names what fits"
     if plan.needed > room:
-        yield Seen(FAIL, f"predicted {words}", fix)
+        yield Seen(FAIL, f"predicted {memory}", fix)
     elif plan.needed > TIGHT * room:
-        yield Seen(WARN, f"tight: predicted {words}", fix)
+        yield Seen(WARN, f"tight: predicted {memory}", fix)
 
 
 @rule("host-memory", RECIPE)
@@ -130,11 +130,11 @@ def tokenising(context: Context) -> Iterator[Seen]:
     tokens = tokens_to_prepare(context.resolved) if context.is_real else None
     if tokens is None or context.cluster.slurm is None:
         return
-    asked = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
-    seconds = tokens / TOKENS_PER_CPU_S / asked.cpus_per_node
-    if seconds > 60 * asked.minutes:
-        text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {asked.cpus_per_node} cores"
-        text += f", the job of prepare may run {hours(60 * asked.minutes)}"
+    shapes = shape.stage_shapes(context.resolved, context.cluster)["prepare"]
+    seconds = tokens / TOKENS_PER_CPU_S / shapes.cpus_per_node
+    if seconds > 60 * shapes.minutes:
+        text = f"about {tokens:,.0f} tokens take {hours(seconds)} on {shapes.cpus_per_node} cores"
+        text += f", the job of prepare may run {hours(60 * shapes.minutes)}"
         yield Seen(WARN, text)
 
 

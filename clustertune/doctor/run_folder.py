@@ -384,8 +384,8 @@ def room(context: Context) -> Iterator[Seen]:
     need, free = sum(parts.values()), _free(context, existing(context.run_dir))
     if free is None:
         return
-    words = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in parts.items())
-    text = f"{need / 1e9:,.1f} GB are to be written ({words}), {free / 1e9:,.1f} GB are free"
+    sizes = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in parts.items())
+    text = f"{need / 1e9:,.1f} GB are to be written ({sizes}), {free / 1e9:,.1f} GB are free"
     if need > free:
         yield Seen(FAIL, text, where=str(context.run_dir))
     elif SPARE * need > free:

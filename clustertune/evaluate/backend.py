@@ -47,12 +47,12 @@ def describe(name: str, model: ModelFacts, adapter: Path | None = None) -> Backe
     return found
 
 
-def choose(asked: str, model: ModelFacts, device: str | None) -> tuple[str, str]:
+def choose(requested: str, model: ModelFacts, device: str | None) -> tuple[str, str]:
     """The backend that is asked for; of ``auto`` the one that suits the model and this machine. With one sentence why."""
     import torch
 
-    if asked != "auto":
-        return asked, "asked for"
+    if requested != "auto":
+        return requested, "asked for"
     if os.environ.get(_servers().GIVEN):
         return "vllm", "vllm: the job has started its servers"
     if device == "cpu" or not torch.cuda.is_available():
@@ -89,7 +89,7 @@ def _servers() -> Any:
     return importlib.import_module(SERVERS)
 
 
-def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = None, words: Path | None = None) -> Any:
+def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = None, tokenizer: Path | None = None) -> Any:
     """lm-eval's model on ``device`` (``auto``: spread over all GPUs), in the type that the model's configuration names.
 
     Raises UserError where tensors are missing or of another shape: transformers draws missing ones at random and says so
@@ -100,7 +100,10 @@ def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = N
     placing = {"parallelize": True} if device == "auto" else {"device": device}
     with out_of_memory(folder), _watched() as reports:
         try:
-            parts = {"peft": adapter and str(adapter), "tokenizer": str(words) if words and words != folder else None}
+            parts = {
+                "peft": adapter and str(adapter),
+                "tokenizer": str(tokenizer) if tokenizer and tokenizer != folder else None,
+            }
             lm = HFLM(pretrained=str(folder), dtype="auto", batch_size=batch_size, **parts, **placing)
         except RuntimeError:
             _judge(folder, reports)

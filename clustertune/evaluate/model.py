@@ -58,7 +58,7 @@ def check_model(
     ``max_gen_toks``: tokens of an answer, None: the task's own. ``tokenizer_folder``: whose tokenizer is used, None: the
     model's. ``chat``: its template is needed.
     """
-    words = tokenizer_folder or folder
+    tokenizer_path = tokenizer_folder or folder
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     problems = _check_config(folder) + check_weights(folder)
@@ -66,7 +66,7 @@ def check_model(
         problems += manifest.Comparison(folder).problems  # the weights are compared while they are loaded
     except UserError as error:
         problems += error.problems
-    tokenizer, found = _load_tokenizer(words, chat)
+    tokenizer, found = _load_tokenizer(tokenizer_path, chat)
     problems += found
     if problems:
         return None, _unique(problems, folder)
@@ -74,11 +74,11 @@ def check_model(
     if problems:
         return None, problems
     fingerprint = _fingerprint(folder)
-    if words != folder:
+    if tokenizer_path != folder:
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
-        used = [manifest.hash_file(words / name).sha256 for name in names if (words / name).is_file()]
+        used = [manifest.hash_file(tokenizer_path / name).sha256 for name in names if (tokenizer_path / name).is_file()]
         fingerprint = hashlib.sha256(" ".join([fingerprint, *used]).encode()).hexdigest()
-    return ModelFacts(folder, tokenizer, max_length, dtype, _quantization(folder), words, fingerprint), []
+    return ModelFacts(folder, tokenizer, max_length, dtype, _quantization(folder), tokenizer_path, fingerprint), []
 
 
 def _quantization(folder: Path) -> str | None:
@@ -97,8 +97,8 @@ def trained_on(model: Path, adapter: Path | None) -> str | None:
     """
     folder = adapter or model
     meta = manifest.read_manifest(folder).meta if (folder / manifest.MANIFEST).exists() else {}
-    told = meta if adapter else meta.get("adapter")
-    return str(told.get(quantization.BASE, "unknown")) if isinstance(told, dict) else None
+    recorded = meta if adapter else meta.get("adapter")
+    return str(recorded.get(quantization.BASE, "unknown")) if isinstance(recorded, dict) else None
 
 
 def check_adapter(model: Path, adapter: Path) -> list[Problem]:
@@ -254,17 +254,17 @@ ROOM = 1.3
 """Of a GPU's free memory, over the weights: the cache and the activations of a batch."""
 
 
-def pick_device(asked: str | None, folder: Path) -> str:
+def pick_device(requested: str | None, folder: Path) -> str:
     """The device that is asked for. ``auto``: all GPUs, else the CPU; None: one GPU where the weights fit."""
     import torch
 
-    if asked not in (None, "auto"):
-        return str(asked)
+    if requested not in (None, "auto"):
+        return str(requested)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < 2:
         return "cuda" if gpus else "cpu"
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return "cuda" if asked is None and ROOM * weights < torch.cuda.mem_get_info(0)[0] else "auto"
+    return "cuda" if requested is None and ROOM * weights < torch.cuda.mem_get_info(0)[0] else "auto"
 
 
 def check_device(device: str | None) -> list[Problem]:

@@ -115,46 +115,46 @@ def read_prompts(path: Path) -> Prompts:
     return Prompts(path, hashlib.sha256(content).hexdigest(), rows, recognise_benchmark(rows), drawn)
 
 
-def _parse(line: bytes, place: str) -> tuple[dict[str, Any] | None, list[Problem]]:
+def _parse(line: bytes, location: str) -> tuple[dict[str, Any] | None, list[Problem]]:
     """One line as a row of the right form, or what is wrong with it."""
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        return None, [Problem(f"not UTF-8 at byte {error.start}", file=place)]
+        return None, [Problem(f"not UTF-8 at byte {error.start}", file=location)]
     except (ValueError, RecursionError) as error:
-        return None, [Problem(f"not JSON: {error}", file=place)]
+        return None, [Problem(f"not JSON: {error}", file=location)]
     if not isinstance(row, dict):
-        return None, [Problem(f"a {type(row).__name__}, not an object", file=place)]
-    return row, _check_form(row, place)
+        return None, [Problem(f"a {type(row).__name__}, not an object", file=location)]
+    return row, _check_form(row, location)
 
 
-def _check_form(row: Mapping[str, Any], place: str) -> list[Problem]:
+def _check_form(row: Mapping[str, Any], location: str) -> list[Problem]:
     """The four columns: there, of their types, and of equal lengths where they belong together."""
     problems = []
     for name, form in _FORMS.items():
         if name not in row:
-            problems.append(Problem("missing", file=place, key=name, fix=f"a row has {', '.join(_FORMS)}"))
+            problems.append(Problem("missing", file=location, key=name, fix=f"a row has {', '.join(_FORMS)}"))
         elif not isinstance(row[name], form) or isinstance(row[name], bool):
-            problems.append(Problem(f"must be {form.__name__}, is {type(row[name]).__name__}", file=place, key=name))
+            problems.append(Problem(f"must be {form.__name__}, is {type(row[name]).__name__}", file=location, key=name))
     if problems:
         return problems
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=place))
+        problems.append(Problem("holds half of a surrogate pair (\\ud800 to \\udfff)", file=location))
     if abs(row["key"]) > _MAX_INTEGER:
-        problems.append(Problem("exceeds 64 bits", file=place, key="key"))
+        problems.append(Problem("exceeds 64 bits", file=location, key="key"))
     if not row["prompt"].strip():
-        problems.append(Problem("is empty", file=place, key="prompt"))
+        problems.append(Problem("is empty", file=location, key="prompt"))
     if not row["instruction_id_list"]:
-        problems.append(Problem("names no instruction", file=place, key="instruction_id_list"))
+        problems.append(Problem("names no instruction", file=location, key="instruction_id_list"))
     pair = (len(row["kwargs"]), len(row["instruction_id_list"]))
     if pair[0] != pair[1]:
-        problems.append(Problem(f"{pair[0]} mappings for {pair[1]} instructions", file=place, key="kwargs"))
+        problems.append(Problem(f"{pair[0]} mappings for {pair[1]} instructions", file=location, key="kwargs"))
     for name, form in (("instruction_id_list", str), ("kwargs", dict)):
         for index, value in enumerate(row[name]):
             if not isinstance(value, form):
-                problems.append(Problem(f"must be {form.__name__}, is {value!r}", file=place, key=f"{name}[{index}]"))
+                problems.append(Problem(f"must be {form.__name__}, is {value!r}", file=location, key=f"{name}[{index}]"))
     return problems
 
 
@@ -162,7 +162,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check_instructions(row: Mapping[str, Any], place: str, problems: list[Problem]) -> int:
+def _check_instructions(row: Mapping[str, Any], location: str, problems: list[Problem]) -> int:
     """Build every checker of a row and let it judge the probes; the number of checkers with something drawn at random."""
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
@@ -173,16 +173,18 @@ def _check_instructions(row: Mapping[str, Any], place: str, problems: list[Probl
             problems.append(
                 Problem(
                     f"unknown instruction {name!r}",
-                    file=place,
+                    file=location,
                     key=f"instruction_id_list[{index}]",
                     fix=f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(INSTRUCTION_DICT))}",
                 )
             )
             continue
-        wrong = [Problem(text, file=place, key=f"kwargs[{index}].{argument}") for argument, text in _check_arguments(kwargs)]
+        wrong = [Problem(text, file=location, key=f"kwargs[{index}].{argument}") for argument, text in _check_arguments(kwargs)]
         if not wrong and (text := _try_checker(INSTRUCTION_DICT[name], name, row["prompt"], kwargs)):
             wrong = [
-                Problem(f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {text}", file=place, key=f"kwargs[{index}]")
+                Problem(
+                    f"{name} refuses {json.dumps(kwargs, ensure_ascii=False)}: {text}", file=location, key=f"kwargs[{index}]"
+                )
             ]
         if not wrong:
             drawn += _is_drawn(INSTRUCTION_DICT[name](name), kwargs)

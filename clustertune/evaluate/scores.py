@@ -132,11 +132,11 @@ def require_pass(result: Mapping[str, Any]) -> None:
         value = found["difference"] if of_difference and found else found
         mark = verdict["difference_marks" if of_difference else "marks"][name][metric]
         what = f"the difference of {name} {metric} to the base" if of_difference else f"{name} {metric}"
-        said = "unknown" if value is None else f"{value:.4f}"
+        text = "unknown" if value is None else f"{value:.4f}"
         count = result["tasks"].get(name, {}).get("n")
         problems.append(
             Problem(
-                f"{what} is {said}, the pass mark is {mark:.4f} ({count} documents)",
+                f"{what} is {text}, the pass mark is {mark:.4f} ({count} documents)",
                 file=result["model"],
                 key=f"eval.{'pass_difference' if of_difference else 'pass_mark'}.{name}.{metric}",
                 fix="look at samples.jsonl of the evaluation; the marks stand in the recipe",
@@ -163,8 +163,8 @@ def render(result: Mapping[str, Any], console: Console) -> None:
             cells = [name, shown(key), _number(value), _number(stderr)]
             if marks:
                 metric, mark = named.get(key, ("", None))
-                said = "" if mark is None else "below" if f"{name} {metric}" in missed else "passed"
-                cells += ["" if mark is None else f"{mark:.4f}", said]
+                text = "" if mark is None else "below" if f"{name} {metric}" in missed else "passed"
+                cells += ["" if mark is None else f"{mark:.4f}", text]
             table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     if result.get("paired"):

@@ -333,8 +333,8 @@ def last_words(job: Job) -> list[Problem]:
     for log in sorted(Path(job.folder).glob("*.log")):
         with contextlib.suppress(OSError):
             silent = max(0.0, time.time() - log.stat().st_mtime)
-            said = _tail(log).rpartition("\n")[2] or "nothing"
-            found.append(Problem(f"{log.stem.replace('-', ' ')}: last wrote {silent:.0f} s ago: {said}", file=str(log)))
+            text = _tail(log).rpartition("\n")[2] or "nothing"
+            found.append(Problem(f"{log.stem.replace('-', ' ')}: last wrote {silent:.0f} s ago: {text}", file=str(log)))
     return found
 
 
@@ -363,11 +363,11 @@ def run_node(folder: Path, node: int) -> None:
 
 def _watch(servers: Servers, following: Path) -> None:
     """Until another model is asked for. Raises UserError where no server is left."""
-    told: set[str] = set()
+    reported: set[str] = set()
     while servers.poll():
-        for name in servers.dead.keys() - told:
+        for name in servers.dead.keys() - reported:
             say(f"{name} {servers.dead[name]}")
-        told |= servers.dead.keys()
+        reported |= servers.dead.keys()
         if following.name in os.listdir(following.parent):  # noqa: PTH208
             return
         time.sleep(POLL_SECONDS)
@@ -504,11 +504,11 @@ def rank_of(adapter: Path) -> int:
 
 
 def _version(program: str | None = None) -> str:
-    words = [program or require_program(), "--version"]
+    command = [program or require_program(), "--version"]
     try:
-        done = captured(words, VERSION_SECONDS)
+        done = captured(command, VERSION_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(Problem(f"does not say its version: {error}", file=words[0]), ExitCode.FAILED) from None
+        raise UserError(Problem(f"does not say its version: {error}", file=command[0]), ExitCode.FAILED) from None
     found = done.stdout.split()
     return found[-1] if found and done.returncode == 0 else "unknown"
 
@@ -534,9 +534,9 @@ def note_end(child: subprocess.Popen[bytes], folder: Path) -> None:
         write_durably(folder / f"{FAILED}-step.json", json.dumps(error.as_dict()) + "\n")
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """``python -m clustertune.evaluate.servers FOLDER [NODE]``: what ``srun`` starts on every node."""
-    folder, node = Path(words[0]), int(words[1]) if len(words) > 1 else int(os.environ.get("SLURM_PROCID", "0"))
+    folder, node = Path(arguments[0]), int(arguments[1]) if len(arguments) > 1 else int(os.environ.get("SLURM_PROCID", "0"))
     try:
         run_node(folder, node)
     except UserError as error:

@@ -67,12 +67,16 @@ def cuda(sight: Sight) -> dict[str, Any]:
     """What CUDA itself says to a process of this place: the driver may answer where CUDA does not."""
     answer = sight.call(sys.executable, "-I", "-S", "-c", _INIT, seconds=INIT_SECONDS)
     try:
-        said = json.loads(answer.text)
+        found_cuda = json.loads(answer.text)
     except ValueError:
         return {}
-    if not isinstance(said, dict) or "init" not in said:
+    if not isinstance(found_cuda, dict) or "init" not in found_cuda:
         return {}
-    return {"cuda_init": said["init"], "cuda_devices": said.get("devices"), "cuda_library": str(said.get("library", ""))}
+    return {
+        "cuda_init": found_cuda["init"],
+        "cuda_devices": found_cuda.get("devices"),
+        "cuda_library": str(found_cuda.get("library", "")),
+    }
 
 
 def kernel_log(sight: Sight) -> dict[str, Any]:

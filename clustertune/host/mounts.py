@@ -97,10 +97,10 @@ def mount_lines(text: str) -> list[MountLine]:
     found = []
     for line in text.splitlines():
         fields, dash, rest = line.partition(" - ")
-        words, after = fields.split(" "), rest.split(" ")
-        if dash and len(words) >= 6 and len(after) >= 3:
-            options = tuple(dict.fromkeys([*words[5].split(","), *unescape(after[2]).split(",")]))
-            found.append(MountLine(unescape(words[4]), after[0], unescape(after[1]), unescape(words[3]), options, words[2]))
+        parts, after = fields.split(" "), rest.split(" ")
+        if dash and len(parts) >= 6 and len(after) >= 3:
+            options = tuple(dict.fromkeys([*parts[5].split(","), *unescape(after[2]).split(",")]))
+            found.append(MountLine(unescape(parts[4]), after[0], unescape(after[1]), unescape(parts[3]), options, parts[2]))
     return found
 
 
@@ -130,8 +130,8 @@ def unescape(text: str) -> str:
 def parse_exports(text: str) -> list[str]:
     """The folders of /etc/exports."""
     joined = re.sub(r"\\\n", " ", text)
-    words = [line.partition("#")[0].split() for line in joined.splitlines()]
-    return [unescape(row[0].strip('"')) for row in words if row and row[0].strip('"').startswith("/")]
+    lines_of_fields = [line.partition("#")[0].split() for line in joined.splitlines()]
+    return [unescape(row[0].strip('"')) for row in lines_of_fields if row and row[0].strip('"').startswith("/")]
 
 
 @dataclass
@@ -167,17 +167,17 @@ def look(sight: Sight, wanted: Wanted) -> dict[str, Any]:
     requests += [[what, folder] for folder in folders for what in PROBES]
     answered = answers(requests, sight.left(SECONDS))
     for mount in mounts:
-        said = answered.get(("space", mount.point))
-        mount.silent = said is None and mount_is_last(mount, mounts)
-        if said and said.get("errno") in _DEAD:
-            mount.fault = said["error"]
+        answer = answered.get(("space", mount.point))
+        mount.silent = answer is None and mount_is_last(mount, mounts)
+        if answer and answer.get("errno") in _DEAD:
+            mount.fault = answer["error"]
         mount.options += answered.get(("pool", mount.point)) or []
         for key in ("total_bytes", "free_bytes", "free_inodes"):
-            setattr(mount, key, (said or {}).get(key))
+            setattr(mount, key, (answer or {}).get(key))
     found["names"] = {name: answered[("names", name)] for name in wanted.names if ("names", name) in answered}
     found["own_addresses"] = answered.get(("names", own)) or []
     modes = [(path, what, answered.get(("mode", path))) for path, what in wanted.files]
-    found["files"] = [FileMode(path, what, said["mode"], said["uid"]) for path, what, said in modes if said]
+    found["files"] = [FileMode(path, what, answer["mode"], answer["uid"]) for path, what, answer in modes if answer]
     found["probes"] = [_probe(folder, what, answered) for folder in folders for what in PROBES]
     found["libraries"] = [
         f"{folder.rstrip('/')}/{name}"
@@ -191,9 +191,9 @@ def look(sight: Sight, wanted: Wanted) -> dict[str, Any]:
     return found
 
 
-def _probe(folder: str, what: str, told: Mapping[tuple[str, ...], Any]) -> Probe:
-    said = told.get((what, folder)) or {"said": "no answer in time"}
-    return Probe(folder, what, said.get("ok"), said.get("said") or said.get("error", ""))
+def _probe(folder: str, what: str, answers: Mapping[tuple[str, ...], Any]) -> Probe:
+    answer = answers.get((what, folder)) or {"said": "no answer in time"}
+    return Probe(folder, what, answer.get("ok"), answer.get("said") or answer.get("error", ""))
 
 
 def mount_is_last(mount: Mount, mounts: Sequence[Mount]) -> bool:
@@ -209,8 +209,8 @@ def answers(requests: Sequence[Sequence[str]], seconds: float) -> dict[tuple[str
     found = {}
     for line in answer.text.splitlines():
         try:
-            said = json.loads(line)
-            found[tuple(said["request"])] = said["told"]
+            record = json.loads(line)
+            found[tuple(record["request"])] = record["told"]
         except (ValueError, KeyError, TypeError):
             continue
     return found

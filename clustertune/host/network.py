@@ -38,9 +38,9 @@ def parse_addresses(text: str) -> dict[str, list[str]]:
 
 def _by_socket(name: str) -> list[str]:
     """The first IPv4 address of an interface, where there is no ``ip``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         request = struct.pack("256s", name.encode()[:15])
-        parts = [socket.inet_ntoa(fcntl.ioctl(asked, code, request)[20:24]) for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
+        parts = [socket.inet_ntoa(fcntl.ioctl(probe, code, request)[20:24]) for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
         return [f"{parts[0]}/{ipaddress.IPv4Network(f'0.0.0.0/{parts[1]}').prefixlen}"]
     return []
 

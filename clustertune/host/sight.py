@@ -69,8 +69,8 @@ def ask(command: Sequence[str], seconds: float, text: str = "") -> Answer:
         return Answer(_text(kept), f"no answer within {seconds:.0f} s")
     if child.returncode == 0:
         return Answer(_text(out))
-    said = [line for line in (_text(err) + "\n" + _text(out)).splitlines() if line.strip()]
-    return Answer(_text(out), (said or [f"exit code {child.returncode}"])[0].strip()[:300])
+    lines = [line for line in (_text(err) + "\n" + _text(out)).splitlines() if line.strip()]
+    return Answer(_text(out), (lines or [f"exit code {child.returncode}"])[0].strip()[:300])
 
 
 def _after_the_end(child: subprocess.Popen[bytes]) -> bytes:

@@ -171,9 +171,9 @@ def clock(sight: Sight) -> dict[str, Any]:
     if state is not None and state[0]:
         found["clock_synchronised"], found["clock_offset_s"] = state
         return found
-    said = sight.call("timedatectl", "show", "--property=NTPSynchronized", "--value", seconds=3.0)
-    word = said.text.strip()
-    if said.good and word in ("yes", "no"):
+    output = sight.call("timedatectl", "show", "--property=NTPSynchronized", "--value", seconds=3.0)
+    word = output.text.strip()
+    if output.good and word in ("yes", "no"):
         found["clock_synchronised"] = word == "yes"
     elif state is not None:
         found["clock_synchronised"] = state[0]

@@ -203,9 +203,9 @@ def monitored(run_path: Path, plan: Plan, node: int, *, of_run: bool) -> Iterato
     programs = [["sampler", run, str(plan.attempt), str(node)], *([["live", run]] if of_run else [])]
     children = []
     for name, *more in programs:
-        words = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]
+        command = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]
         with contextlib.suppress(OSError), log_file(run_path / "attempts" / f"{plan.attempt:04d}", node).open("ab") as log:
-            children.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
     try:
         yield
     finally:

@@ -108,8 +108,8 @@ def _gpus(environ: Mapping[str, str]) -> int:
         return count
     if listed := environ.get("SLURM_JOB_GPUS") or environ.get("SLURM_STEP_GPUS"):
         return len([part for part in listed.split(",") if part.strip()])
-    asked = environ.get("SLURM_GPUS_PER_NODE", "")
-    return sum(_whole(part.rpartition(":")[2]) or 0 for part in asked.split(","))
+    requested = environ.get("SLURM_GPUS_PER_NODE", "")
+    return sum(_whole(part.rpartition(":")[2]) or 0 for part in requested.split(","))
 
 
 def _memory_mb(environ: Mapping[str, str], cpus: int | None) -> int | None:
@@ -133,10 +133,10 @@ def _times(job: str, run: slurm.Run) -> tuple[float | None, float | None]:
 
 def ranks_per_node(allocation: Allocation, resolved: Resolved) -> int:
     """Ranks on each node: the recipe's; of a tiny run one per GPU that there is, and where there is none, two at most."""
-    asked = resolved.recipe.slurm.gpus_per_node
+    requested = resolved.recipe.slurm.gpus_per_node
     if not _takes_any(resolved, "slurm.gpus_per_node"):
-        return asked
-    return allocation.gpus_per_node or min(asked, shape.TINY_RANKS)
+        return requested
+    return allocation.gpus_per_node or min(requested, shape.TINY_RANKS)
 
 
 def _takes_any(resolved: Resolved, key: str) -> bool:
@@ -160,7 +160,7 @@ def check(
     allocation: Allocation,
     resolved: Resolved,
     cluster: Cluster,
-    words: Sequence[str],
+    arguments: Sequence[str],
     stages: tuple[str, str] = (STAGES[0], STAGES[-1]),
     margin: SignalMargin | None = None,
 ) -> list[Problem]:
@@ -191,10 +191,10 @@ def check(
             has_gb = allocation.memory_mb * MIB / 1e9
             text = f"the job has {has_gb:.1f} GB on each node, the ranks of a node take {need / 1e9:.1f} GB"
             faults.append(("--mem", text))
-    line = sbatch_line(resolved, cluster, words, margin=margin)
+    line = sbatch_line(resolved, cluster, arguments, margin=margin)
     problems = [Problem(text, file=f"job {allocation.job_id}", key=key, fix=f"use: {line}") for key, text in faults]
     if not resolved.tiny:
-        problems += _fit_problems(allocation, resolved, cluster, words, margin)
+        problems += _fit_problems(allocation, resolved, cluster, arguments, margin)
     return problems
 
 
@@ -202,7 +202,7 @@ def _fit_problems(
     allocation: Allocation,
     resolved: Resolved,
     cluster: Cluster,
-    words: Sequence[str],
+    arguments: Sequence[str],
     margin: SignalMargin | None,
 ) -> list[Problem]:
     """What does not fit even in the shape that was asked for, with the line for the smallest shape that would hold it."""
@@ -210,19 +210,24 @@ def _fit_problems(
     least = shape.least_nodes(resolved, cluster) if problems else None
     if least is None or least <= resolved.recipe.slurm.nodes:
         return problems
-    more = [word for word in words if not word.startswith("slurm.nodes=")]
+    more = [word for word in arguments if not word.startswith("slurm.nodes=")]
     line = sbatch_line(resolved, cluster, insert_overrides(more, [f"slurm.nodes={least}"]), nodes=least, margin=margin)
     return [replace(problem, file=f"job {allocation.job_id}", fix=f"use: {line}") for problem in problems]
 
 
-def insert_overrides(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+def insert_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """The words of a job with further overrides, before its first option."""
-    at = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    return [*words[:at], *overrides, *words[at:]]
+    at = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    return [*arguments[:at], *overrides, *arguments[at:]]
 
 
 def sbatch_line(
-    resolved: Resolved, cluster: Cluster, words: Sequence[str], *, nodes: int | None = None, margin: SignalMargin | None = None
+    resolved: Resolved,
+    cluster: Cluster,
+    arguments: Sequence[str],
+    *,
+    nodes: int | None = None,
+    margin: SignalMargin | None = None,
 ) -> str:
     """The command, quoted for a shell, whose allocation is the recipe's."""
     wanted = shape.train_shape(resolved, cluster)
@@ -231,7 +236,7 @@ def sbatch_line(
         options.insert(2, "--gpus-per-node=0")  # the script's own header asks for some
     if margin is not None:
         options.append(f"--signal=B:USR1@{margin.seconds}")
-    return shlex.join(["sbatch", *(word for word in options if word != "--ntasks-per-node=1"), SCRIPT, *words])
+    return shlex.join(["sbatch", *(word for word in options if word != "--ntasks-per-node=1"), SCRIPT, *arguments])
 
 
 def _count(number: int, what: str) -> str:

@@ -162,9 +162,9 @@ def _omp_threads(cluster: Cluster, ranks_per_node: int, cpus_per_node: int, pres
     each_core = max(1, cluster.compute.threads // max(1, cluster.compute.cores))
     share = cpus // (max(1, ranks_per_node) * each_core)
     threads = max(1, min(share, MOST_OMP_THREADS))
-    words = f"{cpus} CPUs / {ranks_per_node} ranks" + (f" / {each_core} threads per core" if each_core > 1 else "")
+    origin = f"{cpus} CPUs / {ranks_per_node} ranks" + (f" / {each_core} threads per core" if each_core > 1 else "")
     capped = f", {MOST_OMP_THREADS} at most" if share > MOST_OMP_THREADS else ""
-    return Setting("OMP_NUM_THREADS", str(threads), f"{words}{capped}: launchers give 1, or every rank all cores")
+    return Setting("OMP_NUM_THREADS", str(threads), f"{origin}{capped}: launchers give 1, or every rank all cores")
 
 
 # --- on the node -------------------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def process_state(pid: int) -> str:
 
 
 def _phase(heartbeat: str) -> str:
-    words = heartbeat.split()
-    return words[1] if len(words) > 1 else ""
+    fields = heartbeat.split()
+    return fields[1] if len(fields) > 1 else ""
 
 
 def _read(path: Path) -> str:

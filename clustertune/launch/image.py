@@ -61,11 +61,11 @@ def _own_folder(settings: Container) -> Path | None:
         done = captured([settings.command, "buildcfg"], PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    said = re.search(r"^LIBEXECDIR=(/.*)$", done.stdout, re.MULTILINE)
+    found_line = re.search(r"^LIBEXECDIR=(/.*)$", done.stdout, re.MULTILINE)
     name = re.search(r"^PACKAGE_NAME=([a-z-]+)$", done.stdout, re.MULTILINE)
-    if not said or not name:
+    if not found_line or not name:
         return None
-    folder = Path(said[1]) / name[1].partition("-")[0] / "bin"
+    folder = Path(found_line[1]) / name[1].partition("-")[0] / "bin"
     return folder if folder.is_dir() else None
 
 

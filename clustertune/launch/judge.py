@@ -44,18 +44,18 @@ class Outcome:
         write_durably(folder / OUTCOME, json.dumps(body, indent=1) + "\n")
 
 
-def judge(folder: Path, plan: Plan, *, asked: bool = False) -> Outcome:
+def judge(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
     """The code and reason of an attempt.
 
     Decisions that all ranks took together come first; then being asked to stop; then a rank that was killed or hung; then
     the earliest failure. ``asked``: it was asked to stop, which explains ranks that say nothing.
     """
     traces = _Traces.read(folder, plan)
-    asked = asked or any(body and body.get("asked") for body in traces.nodes.values())
+    requested = requested or any(body and body.get("asked") for body in traces.nodes.values())
     killed = any(body is not None and body["launcher"] == -signal.SIGKILL for body in traces.nodes.values())
     return (
         traces.decision()
-        or (traces.stopped() if asked else None)
+        or (traces.stopped() if requested else None)
         or traces.given_up()
         or traces.killed_first()
         or traces.nodes_lost()
@@ -172,11 +172,11 @@ class _Traces:
         if not self.failed:
             return None
         first = self.failed[0]
-        words = f"{self.plan.where(int(first['rank']))} failed first: "
+        text = f"{self.plan.where(int(first['rank']))} failed first: "
         if self.gone:  # it lost its peers there: what it says of its connection is not the cause
             lost = Problem(f"{', '.join(self.gone)} ended without a word", file=str(self.folder), fix=AGAIN)
-            return Outcome(ExitCode.AGAIN, [lost, *_problems([first], prefix=words)], self.gone)
-        return Outcome(ExitCode(first["code"]), _problems([first], prefix=words))
+            return Outcome(ExitCode.AGAIN, [lost, *_problems([first], prefix=text)], self.gone)
+        return Outcome(ExitCode(first["code"]), _problems([first], prefix=text))
 
 
 def _records(folder: Path, plan: Plan) -> dict[int, dict[str, Any]]:

@@ -88,10 +88,10 @@ def existing(path: Path) -> Path:
     return found if found.exists() else path
 
 
-def parse(words: Iterable[str]) -> dict[str, str]:
+def parse(assignments: Iterable[str]) -> dict[str, str]:
     """``NAME=VALUE`` words of ``--env``. Raises UserError for names beside :data:`VARIABLES`, and for values of two lines."""
     found, problems = {}, []
-    for word in words:
+    for word in assignments:
         name, equals, value = word.partition("=")
         if name not in VARIABLES or not equals:
             fix = f"NAME=VALUE of {', '.join(VARIABLES)}; tokens stand in .env"
@@ -115,26 +115,26 @@ def settings(
     ``given``: of ``--env``, which wins over ``environ`` (the shell, or a job's own), which wins over the cluster file: the more
     particular over the more general, as Slurm has it for ``SBATCH_ACCOUNT``. Raises UserError.
     """
-    said = parse(f"{name}={environ[name]}" for name in VARIABLES if environ.get(name))
-    origin = dict.fromkeys(said, "exported by the shell or job that this starts in")
+    set_here = parse(f"{name}={environ[name]}" for name in VARIABLES if environ.get(name))
+    origin = dict.fromkeys(set_here, "exported by the shell or job that this starts in")
     for name, value in (given or {}).items():
-        said[name], origin[name] = value, "given by --env: the value where it was submitted"
+        set_here[name], origin[name] = value, "given by --env: the value where it was submitted"
     text = cluster.storage.place("caches") if cluster else None
     if cluster is not None and text is not None:
         rule = f"storage.caches of {cluster.source}"
         if cluster.storage.caches is None:
             rule = f"the caches' folder of clustertune ops storage, below storage.shared of {cluster.source}"
-        if "HF_HOME" not in said:
-            said["HF_HOME"], origin["HF_HOME"] = str(folder(cluster, "caches", environ)), rule
-        elif said["HF_HOME"] == text:
+        if "HF_HOME" not in set_here:
+            set_here["HF_HOME"], origin["HF_HOME"] = str(folder(cluster, "caches", environ)), rule
+        elif set_here["HF_HOME"] == text:
             origin["HF_HOME"] = rule
         else:
             origin["HF_HOME"] += f"; {rule} says {text}"
-        if "HF_TOKEN_PATH" not in said:
+        if "HF_TOKEN_PATH" not in set_here:
             home = environ.get("HOME") or _user()["HOME"]
-            said["HF_TOKEN_PATH"] = f"{home}/.cache/huggingface/token"
+            set_here["HF_TOKEN_PATH"] = f"{home}/.cache/huggingface/token"
             origin["HF_TOKEN_PATH"] = "a token never lies in a folder that others share"  # noqa: S105
-    return [Setting(name, _absolute(name, said[name]), origin[name]) for name in VARIABLES if name in said]
+    return [Setting(name, _absolute(name, set_here[name]), origin[name]) for name in VARIABLES if name in set_here]
 
 
 def _absolute(name: str, value: str) -> str:

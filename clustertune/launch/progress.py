@@ -93,8 +93,10 @@ def check(run_path: Path, job: str | None, step: int) -> None:
         head = f"{len(stuck)} attempts {where}, {spent} in all, were ended from outside before a new checkpoint: the job stops"
     problems = [Problem(head, file=str(run_path / "attempts"), fix=_advice(failed or stuck))]
     for attempt in (failed or stuck)[-FAILED_LIMIT:]:
-        said = "; ".join(attempt.problems) or "ended from outside, without a word"
-        problems.append(Problem(f"attempt {attempt.number}: {said}", file=str(run_path / "attempts" / f"{attempt.number:04d}")))
+        reason = "; ".join(attempt.problems) or "ended from outside, without a word"
+        problems.append(
+            Problem(f"attempt {attempt.number}: {reason}", file=str(run_path / "attempts" / f"{attempt.number:04d}"))
+        )
     raise UserError(problems, ExitCode.STOP)
 
 
@@ -137,10 +139,10 @@ def _advice(attempts: Sequence[Attempt]) -> str:
     texts = [" ".join(attempt.problems) for attempt in attempts]
     places = Counter(word for text in texts for word in set(_places(text)))
     if places:
-        place, count = places.most_common(1)[0]
-        if count == len(texts) and " on " in place:
-            node = place.rpartition(" on ")[2]
-            return f"{place} failed each time: try without that node (sbatch --exclude={node}), and look at its log"
+        location, count = places.most_common(1)[0]
+        if count == len(texts) and " on " in location:
+            node = location.rpartition(" on ")[2]
+            return f"{location} failed each time: try without that node (sbatch --exclude={node}), and look at its log"
     if texts and all("SIGKILL" in text or "killed" in text for text in texts):
         return "killed each time: most often memory; more memory, more nodes, or a smaller train.max_length"
     if len(set(texts)) == 1 and texts[0]:

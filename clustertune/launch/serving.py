@@ -190,7 +190,7 @@ class Evaluation:
 def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     """By what the recipe asks for; ``auto``: vLLM where the cluster file names one, or the model is larger than a node."""
     settings, compute = resolved.recipe.eval, cluster.compute
-    asked, models = settings.backend, 1 + settings.base
+    requested, models = settings.backend, 1 + settings.base
     weights = weight_bytes(resolved.architecture)
     gpu = load_hardware().get(compute.gpu) if compute.gpus and compute.gpu else None
     documents = len(settings.tasks) * (settings.limit or IFEVAL_DOCUMENTS)
@@ -205,11 +205,11 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     small = resolved.tiny or resolved.recipe.model.weights == "random"
     lacking = "" if cluster.container.vllm else f"{KEY} of {cluster.source} is missing: make build-sif VARIANT=vllm"
     why_hf = ""
-    if asked == "hf":
+    if requested == "hf":
         why_hf = "eval.backend: hf"
-    elif asked == "auto" and (small or not compute.gpus or shape is None):
+    elif requested == "auto" and (small or not compute.gpus or shape is None):
         why_hf = "small, or its size or the GPUs are not known"
-    elif asked == "auto" and lacking and shape and shape.nodes == 1:
+    elif requested == "auto" and lacking and shape and shape.nodes == 1:
         why_hf = f"{cluster.name} names no vLLM ({KEY})"
     if why_hf:
         if not (gpu and size):
@@ -225,7 +225,7 @@ def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     if shape is None:
         note = "how large the model or the GPUs are is not known, or it fits nowhere"
         return Evaluation("vllm", "eval.backend: vllm", models=models, note=note)
-    why = "eval.backend: vllm" if asked == "vllm" else "larger than a node" if shape.nodes > 1 else KEY
+    why = "eval.backend: vllm" if requested == "vllm" else "larger than a node" if shape.nodes > 1 else KEY
     time = start = None
     if gpu and size:
         time = models * seconds(shape, size, gpu.hbm_gb_s * 1e9, documents, tokens)

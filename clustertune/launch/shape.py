@@ -17,9 +17,9 @@ from clustertune.config.schema import NAME
 from clustertune.errors import Problem, UserError
 from clustertune.launch import serving
 from clustertune.launch.slurm import format_minutes, parse_minutes
+from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.host import RANK_HOST_BYTES
 from clustertune.plan.machine import has_cudnn_attention
-from clustertune.plan.place import find_place
 from clustertune.plan.predict import Footprint, fewest_nodes, footprint
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
 from clustertune.rundir import STAGES
@@ -98,15 +98,15 @@ def resolve_on(recipe: str, overrides: Sequence[str], cluster: Cluster, *, tiny:
 
     The job of every stage, whatever its own size, has the ranks of the training. Raises UserError as ``resolve`` does.
     """
-    words = [*overrides, *(tiny_size(recipe, overrides, cluster) if tiny else [])]
-    return resolve(recipe, words, tiny=tiny), words
+    changes = [*overrides, *(tiny_size(recipe, overrides, cluster) if tiny else [])]
+    return resolve(recipe, changes, tiny=tiny), changes
 
 
 def tiny_size(recipe: str, overrides: Sequence[str], cluster: Cluster) -> list[str]:
     """The overrides by which a tiny run takes no more nodes and GPUs than a cluster has; what is named stays as it is."""
-    named, asked = {text.partition("=")[0] for text in overrides}, asked_size(recipe, overrides)
+    named, requested = {text.partition("=")[0] for text in overrides}, asked_size(recipe, overrides)
     most = _most(cluster)
-    return [f"{key}={min(asked[key], most[key])}" for key in most if not named & {key, "slurm"}]
+    return [f"{key}={min(requested[key], most[key])}" for key in most if not named & {key, "slurm"}]
 
 
 def _most(cluster: Cluster) -> dict[str, int]:
@@ -115,11 +115,11 @@ def _most(cluster: Cluster) -> dict[str, int]:
 
 def _size(resolved: Resolved, cluster: Cluster) -> tuple[int, int]:
     """Nodes and ranks per node of the training, also of a tiny run that was resolved without the cluster."""
-    asked = {"slurm.nodes": resolved.recipe.slurm.nodes, "slurm.gpus_per_node": resolved.recipe.slurm.gpus_per_node}
+    requested = {"slurm.nodes": resolved.recipe.slurm.nodes, "slurm.gpus_per_node": resolved.recipe.slurm.gpus_per_node}
     if resolved.tiny:
         most = _most(cluster)
-        asked = {key: size if overridden(resolved, key) else min(size, most[key]) for key, size in asked.items()}
-    return asked["slurm.nodes"], asked["slurm.gpus_per_node"]
+        requested = {key: size if overridden(resolved, key) else min(size, most[key]) for key, size in requested.items()}
+    return requested["slurm.nodes"], requested["slurm.gpus_per_node"]
 
 
 def stage_shapes(resolved: Resolved, cluster: Cluster) -> dict[str, Shape]:
@@ -264,7 +264,7 @@ def held(resolved: Resolved, cluster: Cluster) -> Footprint | None:
     if resolved.tiny or not is_counted(resolved.architecture):
         return None
     try:
-        return footprint(resolved, find_place(cluster).constants, cudnn=has_cudnn_attention(cluster))[0]
+        return footprint(resolved, find_calibrated(cluster).constants, cudnn=has_cudnn_attention(cluster))[0]
     except UserError:
         return None  # plan and doctor say why
 
@@ -287,7 +287,7 @@ def least_nodes(resolved: Resolved, cluster: Cluster) -> int | None:
     room = gpu_room(resolved, cluster)
     if room is None or held(resolved, cluster) is None:
         return None
-    return fewest_nodes(resolved, find_place(cluster).constants, room, cudnn=has_cudnn_attention(cluster))
+    return fewest_nodes(resolved, find_calibrated(cluster).constants, room, cudnn=has_cudnn_attention(cluster))
 
 
 def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
@@ -298,13 +298,15 @@ def fit_problems(resolved: Resolved, cluster: Cluster) -> list[Problem]:
     problems = []
     if room is not None and found.needed > room:
         each = resolved.distribution.ranks_per_node
-        place = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes on a node"
-        words = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in found.peak.parts)
-        text = f"predicted {found.needed / GIB:.1f} GiB on each rank at the {found.peak.name}, {place} has {room / GIB:.1f} GiB"
+        location = f"a {cluster.compute.gpu}" if cluster.compute.gpus else f"each of {each} processes on a node"
+        shares = ", ".join(f"{part.name} {part.value / GIB:.1f}" for part in found.peak.parts)
+        text = (
+            f"predicted {found.needed / GIB:.1f} GiB on each rank at the {found.peak.name}, {location} has {room / GIB:.1f} GiB"
+        )
         least = least_nodes(resolved, cluster)
         fix = f"slurm.nodes={least} is the least with {each} ranks per node" if least else "no number of nodes helps"
         fix += f"; clustertune plan {resolved.name} --advise names what fits"
-        problems.append(Problem(f"{text} (GiB: {words})", file=resolved.name, key=GPU_MEMORY, fix=fix))
+        problems.append(Problem(f"{text} (GiB: {shares})", file=resolved.name, key=GPU_MEMORY, fix=fix))
     node_bytes = cluster.compute.memory_gb * GIB
     if cluster.compute.gpus and found.host_bytes > node_bytes:
         parts = ", ".join(f"{part.name} {part.value / GIB:,.0f}" for part in found.host)

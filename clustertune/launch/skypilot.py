@@ -73,8 +73,8 @@ def render(resolved: Resolved, overrides: Sequence[str] = (), options: Options |
 
 def task_name(resolved: Resolved) -> str:
     """The recipe's name as SkyPilot and its clouds take names: lower case, digits and ``-``, a letter first, 40 at most."""
-    words = re.sub(r"[^a-z0-9]+", "-", resolved.name.lower()).strip("-")
-    return f"ct-{words}"[:40].rstrip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", resolved.name.lower()).strip("-")
+    return f"ct-{slug}"[:40].rstrip("-")
 
 
 def secrets(resolved: Resolved) -> list[str]:

@@ -29,27 +29,27 @@ class Unreachable(UserError):
     """Slurm is not here or does not answer: what it knows cannot be asked now."""
 
 
-def call(words: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout: float = TIMEOUT_SECONDS) -> str:
+def call(arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout: float = TIMEOUT_SECONDS) -> str:
     """Run one of Slurm's commands and return its stdout.
 
     Raises Unreachable (exit 2 where the command is absent, else 75) or UserError with what Slurm said.
     """
     try:
-        done = captured(words, timeout, environ)
+        done = captured(arguments, timeout, environ)
     except FileNotFoundError:
         fix = "call this on a machine with Slurm's commands; submit --dry-run needs none"
-        raise Unreachable(Problem(f"{words[0]} is not on PATH", fix=fix)) from None
+        raise Unreachable(Problem(f"{arguments[0]} is not on PATH", fix=fix)) from None
     except subprocess.TimeoutExpired:
-        problem = Problem(f"{words[0]} gave no answer in {timeout:.0f} s", fix="is slurmctld up? try again later")
+        problem = Problem(f"{arguments[0]} gave no answer in {timeout:.0f} s", fix="is slurmctld up? try again later")
         raise Unreachable(problem, ExitCode.AGAIN) from None
     if done.returncode == 0:
         return done.stdout
-    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    text = "; ".join(re.sub(r"^\w+: (fatal: |error: )?", "", line) for line in said[:4])
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    text = "; ".join(re.sub(r"^\w+: (fatal: |error: )?", "", line) for line in lines[:4])
     if any(word in text.lower() for word in _UNREACHABLE):
         fix = "is this machine part of the cluster, and slurmctld up? scontrol ping shows it"
-        raise Unreachable(Problem(f"{words[0]}: {text}", fix=fix), ExitCode.AGAIN)
-    raise UserError(Problem(f"{words[0]}: {text}", fix=_advice(text)))
+        raise Unreachable(Problem(f"{arguments[0]}: {text}", fix=fix), ExitCode.AGAIN)
+    raise UserError(Problem(f"{arguments[0]}: {text}", fix=_advice(text)))
 
 
 def _advice(text: str) -> str | None:
@@ -83,8 +83,8 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def submit(options: Sequence[str], script: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """``sbatch --parsable``: the id of the new job. Raises UserError with what sbatch said."""
-    words = ["sbatch", "--parsable", *options, script, *arguments]
-    answer = call(words, environ=submission_environment(environ)).strip()
+    command = ["sbatch", "--parsable", *options, script, *arguments]
+    answer = call(command, environ=submission_environment(environ)).strip()
     job = answer.splitlines()[-1].partition(";")[0] if answer else ""
     if not job.isdigit():
         raise UserError(Problem(f"sbatch answered {answer[:200]!r}, not the id of a job", fix="squeue --me shows what it made"))

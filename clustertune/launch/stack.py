@@ -71,9 +71,9 @@ def ask(command: Sequence[str], image: str) -> Stack:
         raise UserError(Problem(text, file=image, fix=fix)) from None
     found = parse(done.stdout)
     if found is None:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()][-4:]
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()][-4:]
         text = (
-            f"no Python 3.8 or later answers in the image (exit code {done.returncode}): {' | '.join(said)[:600] or 'no word'}"
+            f"no Python 3.8 or later answers in the image (exit code {done.returncode}): {' | '.join(lines)[:600] or 'no word'}"
         )
         raise UserError(Problem(text, file=image, key="container.image", fix=fix))
     return found
@@ -81,8 +81,8 @@ def ask(command: Sequence[str], image: str) -> Stack:
 
 def oldest_python(pyproject: Path = ROOT / "pyproject.toml") -> tuple[int, ...]:
     """What ``requires-python`` of the project asks for."""
-    said = str(tomllib.loads(pyproject.read_text())["project"]["requires-python"])
-    found = re.search(r">=\s*([0-9.]+)", said)
+    text = str(tomllib.loads(pyproject.read_text())["project"]["requires-python"])
+    found = re.search(r">=\s*([0-9.]+)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 

@@ -73,11 +73,11 @@ def read(run: RunDir, run_command: slurm.Run = slurm.call) -> Status:
                 note = error.problems[0].message
         if found is not None and entry is not None and not is_ours(entry, found):
             found = None
-        rows.append(_row(run, stage, entry, found, asked=note is None))
+        rows.append(_row(run, stage, entry, found, requested=note is None))
     return Status(tuple(rows), note)
 
 
-def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, asked: bool) -> Row:
+def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mapping[str, str] | None, *, requested: bool) -> Row:
     record = run.stage(stage) or {}
     training: dict[str, Any] = {}
     if stage in ("train", WHOLE):
@@ -99,7 +99,7 @@ def _row(run: RunDir, stage: str, entry: Mapping[str, Any] | None, found: Mappin
     if job is None:
         return Row(stage, **training)
     reason = last_words(run.path) if stage in ("train", WHOLE) else ""
-    return Row(stage, job, FORGOTTEN if asked else UNKNOWN, reason, **training)
+    return Row(stage, job, FORGOTTEN if requested else UNKNOWN, reason, **training)
 
 
 def _reason(value: str | None, job: str | None) -> str:

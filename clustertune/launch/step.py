@@ -38,8 +38,8 @@ shell exports, tokens among it, stays behind; rank 0 reads ``.env`` itself."""
 
 def node_command(run_path: Path, attempt: int, *, quiet: bool = False, python: str = sys.executable) -> list[str]:
     """What every node runs; which of the nodes it is, it learns there (SLURM_NODEID), not here."""
-    words = ["node", "--run-dir", str(run_path.resolve()), "--attempt", str(attempt), *(["--quiet"] if quiet else [])]
-    return [python, "-m", "clustertune", *words]
+    arguments = ["node", "--run-dir", str(run_path.resolve()), "--attempt", str(attempt), *(["--quiet"] if quiet else [])]
+    return [python, "-m", "clustertune", *arguments]
 
 
 def srun_command(
@@ -118,8 +118,8 @@ def on_first_node(
     Pyxis is a part of srun: there it is a step of one task.
     """
     if cluster.container.runtime == "pyxis":
-        asked = environ.get("SLURM_CPUS_PER_TASK", "")  # all of the job's: prepare tokenises on each of them
-        cpus = int(asked) if asked.isdigit() else None
+        requested = environ.get("SLURM_CPUS_PER_TASK", "")  # all of the job's: prepare tokenises on each of them
+        cpus = int(requested) if requested.isdigit() else None
         return in_step(
             command, cluster, binds=binds, nodes=1, cpus=cpus, gpus=gpus, environ=environ, options=[f"--nodelist={host}"]
         )

@@ -129,7 +129,7 @@ def make_jobs(
     shapes: Mapping[str, Shape],
     run_path: Path,
     *,
-    words: Sequence[str],
+    arguments: Sequence[str],
     flags: Sequence[str],
     signal_seconds: int,
     one_job: bool = False,
@@ -149,7 +149,7 @@ def make_jobs(
                 script=render(f"{name}-{stage}", shape, seconds, source=source),
                 path=run_path.absolute() / "jobs" / f"{stage}.sbatch",
                 options=tuple(command_options(run_path)),
-                arguments=(*words, *flags, "--run-dir", str(run_path.absolute()), "--from", first, "--to", last),
+                arguments=(*arguments, *flags, "--run-dir", str(run_path.absolute()), "--from", first, "--to", last),
             )
         )
     return jobs
@@ -232,9 +232,9 @@ def submit_all(run_path: Path, jobs: Sequence[StageJob], send: Send, run: slurm.
     for job in jobs:
         write_durably(job.path, job.script)
         after = entries[-1]["id"] if entries else None
-        words = job.command(after)
+        command = job.command(after)
         try:
-            number = send(words[2 : words.index(str(job.path))], str(job.path), job.arguments)
+            number = send(command[2 : command.index(str(job.path))], str(job.path), job.arguments)
         except BaseException as error:
             left = _undo(run_path, before, entries, run)
             if not isinstance(error, UserError):
@@ -250,7 +250,7 @@ def submit_all(run_path: Path, jobs: Sequence[StageJob], send: Send, run: slurm.
                 "after": after,
                 "script": str(job.path),
                 "sha256": hashlib.sha256(job.script.encode()).hexdigest(),
-                "command": words,
+                "command": command,
             }
         )
         _write(run_path, [*before, *entries])

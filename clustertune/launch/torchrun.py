@@ -47,9 +47,9 @@ def interface_to(address: str) -> tuple[str, str | None]:
     import psutil
 
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, sockaddr = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing: it only asks the routing table
+            probe.connect(sockaddr)  # sends nothing: it only asks the routing table
             own = str(probe.getsockname()[0])
     except OSError as error:
         problem = Problem(

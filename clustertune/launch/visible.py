@@ -26,7 +26,7 @@ def shared_places(cluster: Cluster) -> list[str]:
     """Where a cluster file says that all its machines see the same."""
     storage = cluster.storage
     mounted = [storage.shared, storage.pool.mount if storage.pool else None, *(brick.mount for brick in storage.bricks)]
-    return [place for place in mounted if place]
+    return [path for path in mounted if path]
 
 
 def is_shared(path: Path, cluster: Cluster, mounts: str) -> bool:

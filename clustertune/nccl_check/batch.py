@@ -67,5 +67,5 @@ def render(wanted: Shape, source: str | None = None) -> str:
 
 def make(wanted: Shape, folder: Path, arguments: Sequence[str]) -> batch.BatchJob:
     """The job. ``arguments`` are those of the command that it runs; its folder is added."""
-    words = (*arguments, "--out", str(folder.absolute()))
-    return batch.BatchJob(shape=wanted, script=render(wanted), folder=folder.absolute(), arguments=words)
+    job_arguments = (*arguments, "--out", str(folder.absolute()))
+    return batch.BatchJob(shape=wanted, script=render(wanted), folder=folder.absolute(), arguments=job_arguments)

@@ -20,9 +20,9 @@ from clustertune.launch.environment import environment
 from clustertune.manifest import write_durably
 from clustertune.nccl_check import gather
 from clustertune.nccl_check import judge as judging
-from clustertune.nccl_check.place import Place, round_folder, run_round
 from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, SCOPES
 from clustertune.nccl_check.setup import Case, Setup
+from clustertune.nccl_check.target import Target, round_folder, run_round
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 
 RESULT = "result.json"
@@ -79,15 +79,15 @@ def largest_for(backend: str, nodes: int) -> int:
     return GIB if backend == "nccl" else 64 * MIB if nodes > 1 else 16 * MIB
 
 
-def make_setup(place: Place, options: Options, changes: Mapping[str, str] | None = None) -> Setup:
+def make_setup(target: Target, options: Options, changes: Mapping[str, str] | None = None) -> Setup:
     """The first round of a check. ``changes``: variables that take the place of those of training."""
-    nodes, cluster = len(place.hosts), place.cluster
+    nodes, cluster = len(target.hosts), target.cluster
     settings = environment(
         cluster,
         world_size=nodes * options.ranks_per_node,
         ranks_per_node=options.ranks_per_node,
         cpus_per_node=options.cpus_per_node,
-        job=place.job,
+        job=target.job,
         cpu_only=options.backend == "gloo",
         present=options.cpus_per_node,
     )
@@ -95,8 +95,8 @@ def make_setup(place: Place, options: Options, changes: Mapping[str, str] | None
     start = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
     most = options.whole_seconds
     return Setup(
-        hosts=place.hosts,
-        addresses=place.addresses,
+        hosts=target.hosts,
+        addresses=target.addresses,
         ranks_per_node=options.ranks_per_node,
         backend=options.backend,
         seconds=options.seconds,
@@ -120,16 +120,16 @@ def make_setup(place: Place, options: Options, changes: Mapping[str, str] | None
 
 
 def measure(
-    place: Place, options: Options, folder: Path, said: Callable[[str], None], tick: Callable[[Path], None] = lambda _: None
+    target: Target, options: Options, folder: Path, report: Callable[[str], None], tick: Callable[[Path], None] = lambda _: None
 ) -> list[gather.Round]:
     """The rounds of a check, at least one. ``said`` is told what goes on, ``tick`` is called with the folder of a round now and
     then. Raises OSError where the folder cannot be written.
     """
     began, spent = time.monotonic(), 0.0
-    setup = make_setup(place, options)
+    setup = make_setup(target, options)
     rounds: list[gather.Round] = []
     for number in range(1, MAX_ROUNDS + 1):
-        run_round(place, round_folder(folder, number), setup, tick)
+        run_round(target, round_folder(folder, number), setup, tick)
         found = gather.read_round(round_folder(folder, number), setup)
         rounds.append(found)
         spent += found.spent
@@ -138,7 +138,7 @@ def measure(
         if following is None or number == MAX_ROUNDS:
             break
         given_up = ", ".join(dict.fromkeys(f"{name} ({scope})" for scope, name, _ in following.skip))
-        said(f"did not end: {given_up}; the rest is measured without")
+        report(f"did not end: {given_up}; the rest is measured without")
         setup = following
     return rounds
 
@@ -179,21 +179,21 @@ def next_setup(found: gather.Round, left: float, most: float) -> Setup | None:
     )
 
 
-def document(place: Place, options: Options, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
+def document(target: Target, options: Options, rounds: list[gather.Round], seconds: float) -> dict[str, Any]:
     """What was found, without a verdict: :mod:`clustertune.nccl_check.result` explains each key."""
     first, measured = rounds[0], gather.measurements(rounds)
     hung, problems = gather.faults(rounds)
     logs = gather.logs(first)
     found: dict[str, Any] = {
         "schema": SCHEMA,
-        "cluster": place.cluster.name,
+        "cluster": target.cluster.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "nodes": len(place.hosts),
+        "nodes": len(target.hosts),
         "gpus_per_node": options.ranks_per_node,
         "backend": options.backend,
         "backend_why": options.backend_why,
         "transport": transport(options.backend, first, logs),
-        "hosts": list(place.hosts),
+        "hosts": list(target.hosts),
         "seconds": round(seconds, 1),
         "connect_s": first.connected,
         **measured,

@@ -252,10 +252,10 @@ def faults(rounds: Sequence[Round]) -> tuple[list[dict[str, Any]], list[dict[str
         lacking = [host(node * part.setup.ranks_per_node) for node, seen in enumerate(part.nodes) if seen.get("problems")]
         if absent:
             guilty = [r for r in absent if r not in part.early] or [r for r in absent if r not in part.met] or absent
-            said = next((text for text in part.early.values() if text and not _of_others(text)), "") or _said(part, guilty)
+            message = next((text for text in part.early.values() if text and not _of_others(text)), "") or _said(part, guilty)
             hosts = list(dict.fromkeys(host(rank) for rank in guilty))
             waited = part.setup.start_seconds
-            text = f"the ranks did not find each other within {waited:.0f} s" + (f": {said}" if said else "")
+            text = f"the ranks did not find each other within {waited:.0f} s" + (f": {message}" if message else "")
             entry = {"scope": "world", "collective": "init", "bytes": 0, "seconds": waited, "ranks": absent}
             hung.append({**entry, "hosts": lacking or hosts, "message": text})
         for node, seen in enumerate(part.nodes):
@@ -287,7 +287,7 @@ def _hung(part: Round, step: Step) -> dict[str, Any]:
 
 
 def _of_others(text: str) -> bool:
-    return any(words in text.lower() for words in _OTHERS)
+    return any(phrase in text.lower() for phrase in _OTHERS)
 
 
 def _said(part: Round, ranks: Sequence[int]) -> str:

@@ -66,15 +66,15 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
     elif context.backend:
         parts.append(f"with {context.backend}")
     speeds = [item.found for item in findings if item.rule in ("inter-speed", "intra-speed") and item.status in (PASS, UNKNOWN)]
-    said = " ".join(parts) + (": " if parts and speeds else "") + "; ".join(speeds)
+    text = " ".join(parts) + (": " if parts and speeds else "") + "; ".join(speeds)
     if why := context.text("not_judged"):
-        return f"UNKNOWN: {why}{f' (measured: {said})' if said else ''}"
+        return f"UNKNOWN: {why}{f' (measured: {text})' if text else ''}"
     cut = next((item.found for item in findings if item.rule == "collective-hung" and item.status == UNKNOWN), "")
     if cut:
-        return f"UNKNOWN: {said}{', but ' if said else ''}{cut}"
-    if not said and not any(item.status == PASS for item in findings):
+        return f"UNKNOWN: {text}{', but ' if text else ''}{cut}"
+    if not text and not any(item.status == PASS for item in findings):
         return "UNKNOWN: there is nothing here to judge"
-    return f"PASS: {said or 'nothing to fix'}"
+    return f"PASS: {text or 'nothing to fix'}"
 
 
 def page() -> str:

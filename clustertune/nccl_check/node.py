@@ -140,8 +140,8 @@ class NodeCheck:
         if child.returncode == 0:
             return
         if child.returncode > 0:
-            said = (self.folder / "facts.out").read_text(errors="replace").strip().splitlines()
-            self.problems.append(f"its facts could not be collected: {said[-1] if said else child.returncode}")
+            lines = (self.folder / "facts.out").read_text(errors="replace").strip().splitlines()
+            self.problems.append(f"its facts could not be collected: {lines[-1] if lines else child.returncode}")
 
     def _leave_record(self, codes: Sequence[int | None], probed: Sequence[Mapping[str, Any]]) -> None:
         record = {
@@ -184,13 +184,13 @@ def write_facts(folder: Path, setup: Setup, node: int) -> None:
     write_whole(folder / FACTS.format(node=node), found.as_dict())
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(prog="clustertune.nccl_check.node")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--node", type=int, help="which of the hosts this is; without it as Slurm says")
     parser.add_argument("--facts", action="store_true", help="collect the facts only")
-    given = parser.parse_args(words)
+    given = parser.parse_args(argv)
     number = os.environ.get("SLURM_NODEID", "") if given.node is None else str(given.node)
     if not number.isdigit():
         parser.exit(2, "error: which node is this? give --node, or start it with srun\n")

@@ -67,11 +67,11 @@ class Probe:
         children = []
         meeting = folder / f"pair-{pair[0]}-{pair[1]}"
         for rank, gpu in enumerate(pair):
-            words = ["--gpu", str(gpu), "--rank", str(rank), "--backend", self.backend, "--meeting", str(meeting)]
+            arguments = ["--gpu", str(gpu), "--rank", str(rank), "--backend", self.backend, "--meeting", str(meeting)]
             with (folder / f"{meeting.name}-{rank}.out").open("wb") as out:
                 children.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "clustertune.nccl_check.probe", *words],
+                        [sys.executable, "-m", "clustertune.nccl_check.probe", *arguments],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=out,
@@ -96,9 +96,9 @@ class Probe:
         if status == "ok" and any(child.returncode for child in children):
             status, message = "failed", ""
             for rank, child in enumerate(children):
-                said = (folder / f"pair-{pair[0]}-{pair[1]}-{rank}.out").read_text(errors="replace").strip().splitlines()
-                if child.returncode not in (0, -signal.SIGKILL) and said:
-                    message = said[-1][:400]
+                lines = (folder / f"pair-{pair[0]}-{pair[1]}-{rank}.out").read_text(errors="replace").strip().splitlines()
+                if child.returncode not in (0, -signal.SIGKILL) and lines:
+                    message = lines[-1][:400]
                     break
         return {"gpus": list(pair), "status": status, "seconds": round(time.monotonic() - began, 2), "message": message}
 
@@ -107,14 +107,14 @@ def _in_child() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """One of the two processes: exit 0 where the sum is right."""
     parser = argparse.ArgumentParser(prog="clustertune.nccl_check.probe")
     parser.add_argument("--gpu", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--backend", choices=("nccl", "gloo"), required=True)
     parser.add_argument("--meeting", required=True)
-    given = parser.parse_args(words)
+    given = parser.parse_args(argv)
     import torch
     import torch.distributed as dist
 

@@ -12,7 +12,7 @@ from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.nccl_check import check, gather
 from clustertune.nccl_check.check import Options
-from clustertune.nccl_check.place import Nodes
+from clustertune.nccl_check.target import Nodes
 
 FOLDER = "nccl-check"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
@@ -63,7 +63,7 @@ def options_for(seconds: float, backend: str, why: str, ranks_per_node: int, cpu
     )
 
 
-def run(place: Nodes, options: Options, folder: Path, said: Callable[[str], None]) -> Verdict:
+def run(target: Nodes, options: Options, folder: Path, report: Callable[[str], None]) -> Verdict:
     """Measure and judge into ``folder``. What breaks in the check itself is ``unknown``, never raised."""
     began, number = time.monotonic(), 1
     wanted = folder
@@ -71,14 +71,14 @@ def run(place: Nodes, options: Options, folder: Path, said: Callable[[str], None
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     try:
-        rounds = check.measure(place, options, folder, said)
-        found = check.document(place, options, rounds, time.monotonic() - began)
+        rounds = check.measure(target, options, folder, report)
+        found = check.document(target, options, rounds, time.monotonic() - began)
         why = rounds[0].inconclusive
         if why:
             # The command says that this is a fault; a job that would have trained does not end for it.
-            found["problems"] += [{"node": place.hosts[0], "message": f"{why}: {_said(entry)}"} for entry in found["hung"]]
+            found["problems"] += [{"node": target.hosts[0], "message": f"{why}: {_said(entry)}"} for entry in found["hung"]]
             found["hung"] = []
-        findings = check.judge(found, place.cluster, gather.logs(rounds[0]))
+        findings = check.judge(found, target.cluster, gather.logs(rounds[0]))
         file = folder / check.RESULT
         check.write(found, file)
         verdict = found["verdict"]

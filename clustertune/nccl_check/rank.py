@@ -281,14 +281,14 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:600]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(prog="clustertune.nccl_check.rank")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--local", type=int, required=True)
     parser.add_argument("--began", type=float, help="when the node began, by the kernel's monotonic clock")
-    given = parser.parse_args(words)
+    given = parser.parse_args(argv)
     try:
         setup = Setup.read(given.folder)
     except UserError as error:

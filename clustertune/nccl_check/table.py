@@ -147,9 +147,9 @@ def verdict(document: Mapping[str, Any], console: Console) -> None:
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    words = ("scope", "collective", "from", "to", "result")
+    headers = ("scope", "collective", "from", "to", "result")
     for name in names:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in headers else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(escape(cell), style="bold red" if cell == "WRONG" else "") for cell in row))
     return table

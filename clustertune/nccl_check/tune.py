@@ -17,7 +17,7 @@ from typing import Any
 from clustertune.config.cluster_schema import Cluster
 from clustertune.nccl_check import gather
 from clustertune.nccl_check.check import MARGIN_SECONDS, Options, make_setup
-from clustertune.nccl_check.place import Place, round_folder, run_round
+from clustertune.nccl_check.target import Target, round_folder, run_round
 
 SOCKETS = ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (1, 1))
 """NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD: NCCL allows 16 threads, and 64 as their product."""
@@ -96,13 +96,13 @@ def size_of(found: Mapping[str, Any], scope: str) -> int | None:
 
 
 def tune(
-    place: Place,
+    target: Target,
     options: Options,
     found: Mapping[str, Any],
     folder: Path,
     first: int,
     seconds: float,
-    said: Callable[[str], None],
+    report: Callable[[str], None],
     tick: Callable[[Path], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Try the candidates within ``seconds``, in rounds numbered from ``first``: the part ``tune`` of a document.
@@ -111,7 +111,7 @@ def tune(
     """
     scope = "world" if found["nodes"] > 1 else "intra"
     size = size_of(found, scope)
-    wanted = [Candidate(values) for values in candidates(found, place.cluster.network.interface)]
+    wanted = [Candidate(values) for values in candidates(found, target.cluster.network.interface)]
     baseline = Candidate({})
     if size is None or not wanted:
         why = "there is nothing to try" if size else f"no {COLLECTIVE} was measured that could be repeated"
@@ -132,16 +132,16 @@ def tune(
                 break
             started = time.monotonic()
             bounded = replace(each, seconds=min(left, each.seconds), most_seconds=left + MARGIN_SECONDS)
-            _try(place, bounded, candidate, round_folder(folder, number), tick)
+            _try(target, bounded, candidate, round_folder(folder, number), tick)
             number += 1
             longest = max(longest, time.monotonic() - started)
-            said(f"{_words(candidate.environment) or 'as it is'}: {_shown(candidate)}")
+            report(f"{_words(candidate.environment) or 'as it is'}: {_shown(candidate)}")
     return _document(scope, size, baseline, wanted, "")
 
 
-def _try(place: Place, options: Options, candidate: Candidate, folder: Path, tick: Callable[[Path], None]) -> None:
-    setup = replace(make_setup(place, options, candidate.environment), facts=False, probe=False, interface=None)
-    run_round(place, folder, setup, tick)
+def _try(target: Target, options: Options, candidate: Candidate, folder: Path, tick: Callable[[Path], None]) -> None:
+    setup = replace(make_setup(target, options, candidate.environment), facts=False, probe=False, interface=None)
+    run_round(target, folder, setup, tick)
     part = gather.read_round(folder, setup)
     entries = [e for e in gather.measurements([part])["results"] if e["collective"] == COLLECTIVE and e["correct"]]
     if entries:

@@ -112,11 +112,11 @@ def exclusive(root: Path, name: str, doing: str) -> Iterator[None]:
 
 def read(root: Path, path: str) -> bytes | None:
     """The file's bytes; None where there is none. Raises UserError where it cannot be read, or is no plain file."""
-    place = inside(root, path)
+    target = inside(root, path)
     try:
-        if not stat.S_ISREG(place.stat().st_mode):
+        if not stat.S_ISREG(target.stat().st_mode):
             raise UserError(Problem("is not a plain file", file=path, fix="move it away"))
-        return place.read_bytes()
+        return target.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -142,9 +142,9 @@ def with_block(
         start = end = len(text)
         joined = bool(text) and not text.endswith(b"\n")
     else:
-        start, end, body, said = at
+        start, end, body, present = at
         joined = text[start : start + 1] == b"\n"
-        if said != _digest(body) and not force:
+        if present != _digest(body) and not force:
             fix = "move your lines out of it, or put them into the cluster file; --force replaces the block"
             message = f"lines between the markers of clustertune {name} were edited by hand"
             line = text.count(b"\n", 0, start) + 1 + joined
@@ -255,31 +255,31 @@ def put(root: Path, change: Change, *, when: float | None = None) -> Path | None
     A power loss leaves the old text or the new, each whole. Raises UserError (exit 75) where the file changed since ``before``
     was read, (exit 73) where it cannot be written.
     """
-    place = inside(root, change.path)
+    target = inside(root, change.path)
     if (read(root, change.path)) != change.before:
         fix = "run the same command again"
         raise UserError(Problem("was changed by somebody else meanwhile", file=change.path, fix=fix), ExitCode.AGAIN)
     if not change.needed:
         return None
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        backup = None if change.before is None else _back_up(place, change.before, when)
-        _replace(place, place, change.after, change.mode)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        backup = None if change.before is None else _back_up(target, change.before, when)
+        _replace(target, target, change.after, change.mode)
     except OSError as error:
         raise storage_error(error, "cannot be written", change.path) from None
     return backup
 
 
-def _back_up(place: Path, data: bytes, when: float | None) -> Path:
+def _back_up(target: Path, data: bytes, when: float | None) -> Path:
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(when))
-    backup = place.with_name(f"{place.name}{BACKUP}{stamp}")
+    backup = target.with_name(f"{target.name}{BACKUP}{stamp}")
     number = 1
     while os.path.lexists(backup):
         if not backup.is_symlink() and backup.read_bytes() == data:
             return backup
-        backup = place.with_name(f"{place.name}{BACKUP}{stamp}-{number}")
+        backup = target.with_name(f"{target.name}{BACKUP}{stamp}-{number}")
         number += 1
-    _replace(backup, place, data, 0o600)
+    _replace(backup, target, data, 0o600)
     return backup
 
 

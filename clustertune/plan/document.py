@@ -7,7 +7,7 @@ from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import Price
-from clustertune.plan import words
+from clustertune.plan import explanation
 from clustertune.plan.advise import Advice, reasons
 from clustertune.plan.predict import GIB, Plan
 from clustertune.plan.schedule import TOKENS_PER_CPU_S, tokens_to_prepare
@@ -78,8 +78,8 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
         "hours_range": None if hours is None else [hours * plan.low, hours * plan.high],
         "gpu_hours": None if hours is None else hours * plan.strategy.world_size,
         "cost": cost(plan, price),
-        "bottleneck": words.bottleneck(plan),
-        "bandwidth_source": words.bandwidth_source(plan),
+        "bottleneck": explanation.bottleneck(plan),
+        "bandwidth_source": explanation.bandwidth_source(plan),
         "communication": [
             {
                 "name": w.collective.name,
@@ -90,7 +90,7 @@ def as_json(plan: Plan, price: Price | None) -> dict[str, Any]:
             for w in plan.step.wires
         ],
         "calibrated": list(plan.constants.calibrated),
-        "assumptions": words.assumptions(plan),
+        "assumptions": explanation.assumptions(plan),
     }
 
 

@@ -145,11 +145,11 @@ def _notes(name: str, gpu: Gpu, measured: Measured | None) -> Iterator[str]:
 
 def _storage(cluster: Cluster) -> tuple[float, float, str]:
     """GB/s of reading and writing, and where they are from."""
-    said, assumed = cluster.storage, read_hardware().storage
-    read, write = said.read_gb_s or assumed.read_gb_s, said.write_gb_s or assumed.write_gb_s
+    described, assumed = cluster.storage, read_hardware().storage
+    read, write = described.read_gb_s or assumed.read_gb_s, described.write_gb_s or assumed.write_gb_s
     parts = [
         f"{word} {value:g} GB/s {'of the cluster file' if stated else f'assumed ({FIGURES})'}"
-        for word, value, stated in (("reads", read, said.read_gb_s), ("writes", write, said.write_gb_s))
+        for word, value, stated in (("reads", read, described.read_gb_s), ("writes", write, described.write_gb_s))
     ]
     return read, write, ", ".join(parts)
 

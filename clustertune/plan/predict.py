@@ -206,19 +206,19 @@ def fewest_nodes(resolved: Resolved, constants: Constants, room: float, *, cudnn
 
 def read_strategy(resolved: Resolved, distribution: Distribution | None = None) -> Strategy:
     """The recipe's strategy, with what its ``plan`` section says of another program."""
-    told, used = resolved.recipe.plan, strategy(resolved, distribution)
-    if told.whole_logits:
+    stated, used = resolved.recipe.plan, strategy(resolved, distribution)
+    if stated.whole_logits:
         notes = tuple(note for note in used.notes if note != FUSED_LOSS)
         # As in TRL before 1.16 with its accelerate, and in loops like IDRIS's: the root keeps embedding and head gathered.
         used = replace(used, fused_loss=False, ends_apart=False, holds_logits=True, notes=(*notes, WHOLE_LOGITS))
-    if told.overlap_tp:
+    if stated.overlap_tp:
         used = replace(used, overlap_tp=True)
-    if told.reduce_dtype is not None:
-        size = 4.0 if told.reduce_dtype == "fp32" else 2.0
+    if stated.reduce_dtype is not None:
+        size = 4.0 if stated.reduce_dtype == "fp32" else 2.0
         # Megatron-Core holds gradients in the type that it reduces them in (DistributedDataParallelConfig.grad_reduce_in_fp32).
         used = replace(used, reduce_bytes=size, gradient_bytes=size if used.kind == "Megatron" else used.gradient_bytes)
-    split = used.sequence_parallel or told.sequence_parallel
-    used = replace(used, sequence_parallel=split, reduce_each=told.reduce_each, compute="fp8" if told.fp8 else used.compute)
+    split = used.sequence_parallel or stated.sequence_parallel
+    used = replace(used, sequence_parallel=split, reduce_each=stated.reduce_each, compute="fp8" if stated.fp8 else used.compute)
     return replace(used, fused_optimizer="fused" in str(resolved.train_args.get("optim", "adamw_torch_fused")))
 
 

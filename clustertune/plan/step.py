@@ -48,7 +48,7 @@ def offload(shape: Shape, machine: Machine) -> Offload:
     plan = shape.strategy
     link = machine.host_link_bytes_per_s
     forward = backward = 0.0
-    transfer, place, notes = None, "", []
+    transfer, where, notes = None, "", []
     if "nvme" in (plan.offload_params, plan.offload_optimizer):
         notes.append(f"a node's NVMe is assumed to read and write {NVME_BYTES_PER_S / 1e9:g} GB/s")
     if plan.offload_params != "none":
@@ -58,12 +58,12 @@ def offload(shape: Shape, machine: Machine) -> Offload:
             link = min(link, NVME_BYTES_PER_S / machine.gpus_per_node)
         back = share * (1 if plan.reshard else 0) + shape.local_trained * plan.gradient_bytes / plan.gradient_shards
         forward, backward = share / link, back / link
-        place = "NVMe" if plan.offload_params == "nvme" else "host memory"
+        where = "NVMe" if plan.offload_params == "nvme" else "host memory"
         parts: dict[str, float | int | str] = {"forward": share, "backward": back, "link": link}
         text = "({forward} B + {backward} B) / {link} B/s, a micro batch forward and backward"
-        transfer = Term(f"weights and gradients between {place} and GPU", forward + backward, SECONDS, text, parts)
+        transfer = Term(f"weights and gradients between {where} and GPU", forward + backward, SECONDS, text, parts)
     if plan.offload_optimizer == "none":
-        return Offload(forward, backward, None, "; ".join(notes) or None, transfer, place)
+        return Offload(forward, backward, None, "; ".join(notes) or None, transfer, where)
     count = shape.local_trained / plan.state_shards
     speed = HOST_ADAM_BYTES_PER_S / plan.ranks_per_node
     if plan.offload_optimizer == "nvme":
@@ -74,7 +74,7 @@ def offload(shape: Shape, machine: Machine) -> Offload:
     text = "{count} trained parameters x {bytes} B / {speed} B/s on the CPU + {moved} B / {link} B/s to and fro"
     if plan.offload_optimizer == "cpu":
         notes.append(f"the optimizer on the CPU is assumed to move {HOST_ADAM_BYTES_PER_S / 1e9:g} GB/s per node")
-    return Offload(forward, backward, Term("optimizer", value, SECONDS, text, values), "; ".join(notes), transfer, place)
+    return Offload(forward, backward, Term("optimizer", value, SECONDS, text, values), "; ".join(notes), transfer, where)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _zero(split: Distribution, loaded: float, mixed: str, optim: str, compute: s
     if mixed == "no":
         return _alike(loaded, state_bytes=moments(optim, loaded), compute=compute)
     gradient, reduce = (
-        FULL if said in ("fp32", "float32") else HALF for said in (split.accumulate_dtype, split.communicate_dtype)
+        FULL if dtype_name in ("fp32", "float32") else HALF for dtype_name in (split.accumulate_dtype, split.communicate_dtype)
     )
     state = FULL + moments(optim, FULL)
     return _alike(HALF, gradient_bytes=gradient, reduce_bytes=reduce, state_bytes=state, compute=compute)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import Price
-from clustertune.plan import words
+from clustertune.plan import explanation
 from clustertune.plan.advise import ALIKE, Advice, Option, reasons
 from clustertune.plan.calibration import Fit, unexplained
 from clustertune.plan.document import cost, memory_parts
@@ -37,9 +37,9 @@ def render(plan: Plan, price: Price | None, console: Console) -> None:
     console.print(_answers(plan, price))
     _bar(plan, console)
     console.print(_memory(plan))
-    console.print(Text(words.bottleneck(plan), style="bold"), soft_wrap=True)
+    console.print(Text(explanation.bottleneck(plan), style="bold"), soft_wrap=True)
     console.print()
-    for line in words.assumptions(plan):
+    for line in explanation.assumptions(plan):
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
@@ -89,7 +89,7 @@ def _money(plan: Plan, price: Price | None) -> str:
         return f"no price of {plan.machine.gpu} in ops/prices.yaml"
     if money is None:
         return "unknown, as the time is"
-    return f"{words.money(money)} (prices of {price.date})"
+    return f"{explanation.money(money)} (prices of {price.date})"
 
 
 def _bar(plan: Plan, console: Console) -> None:
@@ -192,23 +192,23 @@ def _hours(value: float) -> str:
 def _worth(option: Option, plan: Plan, price: Price | None) -> str:
     """An option's hours and money, and what it saves of the recipe's."""
     seconds, spent, before = option.step_s, _cost(option, price), cost(plan, price)
-    told = f"{quantity(seconds, 's')} a step" if option.hours is None else f"{_hours(option.hours)} h"
-    told += f", {spent:,.2f} {price.currency}" if spent is not None and price is not None else ""
+    worth = f"{quantity(seconds, 's')} a step" if option.hours is None else f"{_hours(option.hours)} h"
+    worth += f", {spent:,.2f} {price.currency}" if spent is not None and price is not None else ""
     if not plan.fits:
-        return f"{told}; the recipe itself does not fit"
+        return f"{worth}; the recipe itself does not fit"
     ratio = (plan.step.seconds if plan.hours is None or option.hours is None else plan.hours) / (option.hours or seconds)
     if plan.hours is None and option.hours is not None:
-        return told
+        return worth
     if abs(ratio - 1) < ALIKE - 1:
-        return f"{told}; as fast as the recipe"
+        return f"{worth}; as fast as the recipe"
     if ratio < 1:
-        return f"{told}; {1 / ratio:.2f} times the recipe's time"
+        return f"{worth}; {1 / ratio:.2f} times the recipe's time"
     if option.hours is None or plan.hours is None:
-        return f"{told}; {ratio:.2f} x as fast as the recipe"
+        return f"{worth}; {ratio:.2f} x as fast as the recipe"
     paid = (before or {}).get("on_demand") or (before or {}).get("spot")
     saved = f" and {paid - spent:,.2f} {price.currency}" if price and paid and spent is not None and paid > spent else ""
     saved = f"saves {_hours(plan.hours - option.hours)} h{saved} of the recipe's {_hours(plan.hours)} h"
-    return f"{told}; {saved} ({ratio:.2f} x as fast)"
+    return f"{worth}; {saved} ({ratio:.2f} x as fast)"
 
 
 def calibration(found: Fit, console: Console) -> None:

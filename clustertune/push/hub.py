@@ -172,8 +172,8 @@ def _explain(error: Exception, target: Target, token: str) -> UserError:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     again = "nothing was committed: run the same command again"
-    said = str(error).replace(token, "***").strip().splitlines()
-    first = (said[0] if said else type(error).__name__)[:300]
+    lines = str(error).replace(token, "***").strip().splitlines()
+    first = (lines[0] if lines else type(error).__name__)[:300]
     if isinstance(error, OfflineModeIsEnabled):
         return UserError(Problem("HF_HUB_OFFLINE is set: nothing is asked of the Hub", key="HF_HUB_OFFLINE", fix="unset it"))
     if isinstance(error, HFValidationError):

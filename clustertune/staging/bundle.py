@@ -175,7 +175,7 @@ def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) ->
         raise UserError(problems)
     ours = variables(folder)
     if (before := environ.get("NLTK_DATA")) and before != ours["NLTK_DATA"]:
-        places = [ours["NLTK_DATA"], *(place for place in before.split(os.pathsep) if place != ours["NLTK_DATA"])]
+        places = [ours["NLTK_DATA"], *(path for path in before.split(os.pathsep) if path != ours["NLTK_DATA"])]
         ours["NLTK_DATA"] = os.pathsep.join(places)
     if environ.get("WANDB_MODE"):
         del ours["WANDB_MODE"]

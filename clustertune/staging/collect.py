@@ -144,14 +144,14 @@ class Collector:
         if self._resolved.recipe.model.weights == "random":
             self.notes.append("benchmark: random weights are scored on the project's own prompts, nothing is staged")
             return []
-        place = tasks.read_task_file().hub
-        target = needs.snapshot(Path(bundle.HUB), "datasets", place.name, place.revision).as_posix()
-        found = tasks.fetch_benchmark(place)
+        source = tasks.read_task_file().hub
+        target = needs.snapshot(Path(bundle.HUB), "datasets", source.name, source.revision).as_posix()
+        found = tasks.fetch_benchmark(source)
         if found is None:
-            text = f"{place.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
-            self.notes.append(f"warning: {text} -> --ifeval FILE names a copy of its {place.file}")
+            text = f"{source.name} cannot be had from the Hub or its cache: the project's own prompts would be scored"
+            self.notes.append(f"warning: {text} -> --ifeval FILE names a copy of its {source.file}")
             return []
-        return [Part("benchmark", place.name, target, found.parent, [_one(found)], revision=place.revision)]
+        return [Part("benchmark", source.name, target, found.parent, [_one(found)], revision=source.revision)]
 
     def _task_data(self) -> list[Part]:
         """The data sets of lm-eval's other tasks, from the Hub or its cache."""
@@ -300,13 +300,13 @@ class Collector:
         missing = [name for name in part.names if f"{part.target}/{name}" not in records]
         if missing and part.fetch is not None:
             part.fetch(target)
-        said = hub.digests(target)
+        digests = hub.digests(target)
         names = [name for name in missing if (target / name).is_file()]
         answers = worker.hash_files([(target / name, SHA256) for name in names], self._bounds)
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, str):
                 raise UserError(Problem(f"cannot be read: {answer}", file=str(target / name)), ExitCode.STORAGE)
-            expected = said.get(name, "")
+            expected = digests.get(name, "")
             found = (
                 answer[1]
                 if len(expected) == 64
@@ -332,12 +332,12 @@ class Collector:
         manifest.write_durably(self._out / bundle.SUMS, "".join(lines))
         records[bundle.SUMS] = manifest.hash_file(self._out / bundle.SUMS)
         own = {part.what: {"name": part.name, "revision": part.revision, "path": part.path} for part in parts[::-1]}
-        words = [word for word in overrides if not word.startswith(f"{bundle.STAGED}=")]
+        given = [word for word in overrides if not word.startswith(f"{bundle.STAGED}=")]
         data = self._resolved.recipe.data
         if data.input is not None:
             own["data"]["revision"] = None
-        asked = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": words}
-        meta = {**asked, "parts": own, "host": os.uname().nodename}
+        order = {"recipe": self._resolved.name, "tiny": self._resolved.tiny, "overrides": given}
+        meta = {**order, "parts": own, "host": os.uname().nodename}
         manifest.seal(self._out, bundle.KIND, meta, records)
 
 

@@ -81,10 +81,10 @@ def _asking(kind: str, name: str) -> Iterator[None]:
 
 
 def _unreachable(kind: str, name: str, error: Exception) -> UserError:
-    words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
     fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
     key = "model.path=DIR" if kind == "model" else "data.input=PATH"
-    return UserError(Problem(f"{name} cannot be had from the Hub: {words}", fix=f"{fix}: {key}"))
+    return UserError(Problem(f"{name} cannot be had from the Hub: {message}", fix=f"{fix}: {key}"))
 
 
 def fetch_punkt(out: Path) -> bool:
@@ -94,8 +94,8 @@ def fetch_punkt(out: Path) -> bool:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(ANSWER_SECONDS)
     try:
-        said = io.StringIO()  # in words of its own; what it means is told by the caller
-        return bool(nltk.download("punkt_tab", download_dir=str(out), quiet=True, print_error_to=said))
+        output = io.StringIO()  # in words of its own; what it means is told by the caller
+        return bool(nltk.download("punkt_tab", download_dir=str(out), quiet=True, print_error_to=output))
     except (OSError, ValueError):
         return False
     finally:

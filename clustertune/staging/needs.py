@@ -66,11 +66,11 @@ def sources(resolved: Resolved, run: RunDir | None) -> tuple[list[Source], list[
     return found, notes
 
 
-def is_wanted(resolved: Resolved, cluster: Cluster, place: Path, mounts: str) -> bool:
+def is_wanted(resolved: Resolved, cluster: Cluster, path: Path, mounts: str) -> bool:
     """Whether ``place`` is to be copied to the node's disk: ``slurm.staging``, else where it lies on shared storage.
 
     ``mounts``: the text of ``/proc/self/mountinfo``.
     """
     if cluster.storage.staging is None or resolved.recipe.slurm.staging is False:
         return False
-    return bool(resolved.recipe.slurm.staging) or visible.is_shared(place, cluster, mounts)
+    return bool(resolved.recipe.slurm.staging) or visible.is_shared(path, cluster, mounts)

@@ -86,8 +86,8 @@ class Rehearsal:
         """Resolved, and the parcel is its."""
         from clustertune.config.resolve import resolve
 
-        words = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
-        self._resolved = resolve(self._order["recipe"], words, tiny=self._order["tiny"])
+        overrides = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
+        self._resolved = resolve(self._order["recipe"], overrides, tiny=self._order["tiny"])
         bundle.enter(self._resolved)
         return f"{self._resolved.name}, {self._resolved.world_size} ranks"
 
@@ -138,11 +138,11 @@ class Rehearsal:
         base = read_base(folder)
         return f"{config.model_type}, {len(base.tensors)} tensors in {len(base.headers)} files"
 
-    def _differences(self, config: Mapping[str, Any], place: Path) -> list[Problem]:
+    def _differences(self, config: Mapping[str, Any], path: Path) -> list[Problem]:
         """Where the model is another than the recipe says: its adapter would be refused after the training."""
         fix = "name the model that the recipe's model.json describes, or correct that file"
         return [
-            Problem(f"{config[key]}, the recipe's model.json says {wanted}", file=str(place), key=key, fix=fix)
+            Problem(f"{config[key]}, the recipe's model.json says {wanted}", file=str(path), key=key, fix=fix)
             for key, wanted in self.resolved.architecture.items()
             if key in _SIZES and key in config and config[key] != wanted
         ]
@@ -216,7 +216,7 @@ class Rehearsal:
 
         wanted, published = self.resolved.recipe.eval, self.resolved.recipe.model.weights == "hub"
         given = bundle.prompts(self.resolved)
-        said, folder = "", self._scratch / "task"
+        reason, folder = "", self._scratch / "task"
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet.quiet())
             rows, own_files = None, {}
@@ -225,7 +225,7 @@ class Rehearsal:
                 own_files = rows.write_task(wanted, folder, self._scratch)
                 own = given is None and rows.source.name != rows.task.hub.name
                 lacks = f" (the folder has no {rows.task.hub.name})" if published and own else ""
-                said = f" of {rows.source.name}, sentence splitter: {rows.splitter.source}{lacks}"
+                reason = f" of {rows.source.name}, sentence splitter: {rows.splitter.source}{lacks}"
                 if rows.splitter.source != punkt.TRAINED and not rows.splitter.path.is_relative_to(self._folder):
                     fix = "stage the recipe where NLTK_DATA names the data"
                     text = f"the sentence splitter came from {rows.splitter.path}, not from the folder"
@@ -235,7 +235,7 @@ class Rehearsal:
                 raise UserError(problems)
             counts = {name: len(task.eval_docs) for name, task in loaded["tasks"].items()}
         others = ", ".join(f"{count} documents of {name}" for name, count in counts.items() if name != ifeval.NAME)
-        first = f"{counts[ifeval.NAME]} prompts{said}" if ifeval.NAME in counts else ""
+        first = f"{counts[ifeval.NAME]} prompts{reason}" if ifeval.NAME in counts else ""
         return "; ".join(part for part in (first, others) if part)
 
 

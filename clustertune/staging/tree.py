@@ -212,8 +212,8 @@ class Stager:
 
     def _leave(self, folder: Path, error: UserError | OSError) -> None:
         """What stays of a copy that failed: its whole files, unless the disk is full, which harms all who use the node."""
-        words = str(error)
-        if any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT)):
+        message = str(error)
+        if any(os.strerror(number) in message for number in (errno.ENOSPC, errno.EDQUOT)):
             with contextlib.suppress(OSError):
                 cache.discard(folder)
 

@@ -121,20 +121,20 @@ def no_namespace() -> str | None:
 def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verdict, tell: Callable[[str], None]) -> None:
     log, errors = scratch / "netwatch.jsonl", scratch / "stderr.txt"
     environment = _environment(Path(order["folder"]), scratch, log)
-    words = [sys.executable, "-m", "clustertune.staging.rehearsal"]
+    command = [sys.executable, "-m", "clustertune.staging.rehearsal"]
     refused = no_namespace()
     if refused is None:
-        words = [*_NO_NETWORK, *_LOOPBACK, *words]
+        command = [*_NO_NETWORK, *_LOOPBACK, *command]
     else:
         text = f"no network namespace here ({refused}): native code could connect unseen, Python cannot"
         verdict.notes.append(text)
         tell(f"warning: {text}")
-    with errors.open("wb") as said:
+    with errors.open("wb") as error_log:
         child = subprocess.Popen(
-            words,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=error_log,
             env=environment,
             cwd=scratch,
             start_new_session=True,
@@ -222,9 +222,10 @@ def _attempts(log: Path) -> list[dict[str, Any]]:
 def _shown(attempt: Mapping[str, Any]) -> list[str]:
     """The frames for a reader: who asked comes first, no frames of the import system, and of each path its end."""
     frames = [frame for frame in map(str, attempt["stack"]) if not frame.startswith("<frozen")]
-    asked = [number for number, frame in enumerate(frames) if str(attempt["library"]) in frame]
+    library_frames = [number for number, frame in enumerate(frames) if str(attempt["library"]) in frame]
     return [
-        "/".join(frame.split("/")[-3:]) if "/" in frame.split(":")[0] else frame for frame in frames[min(asked, default=0) :]
+        "/".join(frame.split("/")[-3:]) if "/" in frame.split(":")[0] else frame
+        for frame in frames[min(library_frames, default=0) :]
     ][:_SHOWN_FRAMES]
 
 

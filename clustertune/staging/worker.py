@@ -87,15 +87,15 @@ def hash_files(
     """Size and digest of each file, or why it cannot be read. Raises UserError where the storage hangs."""
     if not paths:
         return []
-    words = [(str(path), algorithm) for path, algorithm in paths]
-    order = {"do": "hash", "paths": words, "workers": bounds.workers}
+    entries = [(str(path), algorithm) for path, algorithm in paths]
+    order = {"do": "hash", "paths": entries, "workers": bounds.workers}
     answer = _order(order, paths[0][0].parent, bounds, None, advance)
     return [item if isinstance(item, str) else (int(item[0]), str(item[1])) for item in answer]
 
 
 def _order(
     order: Mapping[str, Any],
-    place: Path,
+    path: Path,
     bounds: Bounds,
     done: Callable[[Done], None] | None = None,
     advance: Callable[[int], None] | None = None,
@@ -112,7 +112,7 @@ def _order(
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(order).encode() + b"\n")
             child.stdin.close()
-        for line in _lines(child, bounds.stall, place):
+        for line in _lines(child, bounds.stall, path):
             if "bytes" in line and advance:
                 advance(line["bytes"])
             elif "file" in line and done:
@@ -120,11 +120,11 @@ def _order(
             elif "error" in line:
                 raise _user_error(line["error"])
             elif "os_error" in line:
-                raise _storage(line["os_error"], place, target)
+                raise _storage(line["os_error"], path, target)
             elif "answer" in line:
                 return line["answer"]
         text = f"the copying process ended (exit code {child.wait()})"
-        raise UserError(Problem(text, file=str(place), fix="run the same command again: it goes on"), ExitCode.AGAIN)
+        raise UserError(Problem(text, file=str(path), fix="run the same command again: it goes on"), ExitCode.AGAIN)
     finally:
         child.kill()
         # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.
@@ -139,14 +139,14 @@ def _with_package(given: str | None) -> str:
     return os.pathsep.join([here, given]) if given else here
 
 
-def _lines(child: subprocess.Popen[bytes], stall: float, place: Path) -> Iterator[dict[str, Any]]:
+def _lines(child: subprocess.Popen[bytes], stall: float, path: Path) -> Iterator[dict[str, Any]]:
     """The child's lines as they come. Raises Stalled where none comes for ``stall`` seconds."""
     assert child.stdout is not None
     waiting, fd = b"", child.stdout.fileno()
     while True:
         if not select.select([fd], [], [], stall)[0]:
             fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
-            raise Stalled(Problem(f"nothing was read or written for {stall:g} s", file=str(place), fix=fix), ExitCode.STORAGE)
+            raise Stalled(Problem(f"nothing was read or written for {stall:g} s", file=str(path), fix=fix), ExitCode.STORAGE)
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             return
@@ -159,9 +159,9 @@ def _user_error(body: Mapping[str, Any]) -> UserError:
     return UserError([Problem(**problem) for problem in body["problems"]], ExitCode(body["exit_code"]))
 
 
-def _storage(body: Mapping[str, Any], place: Path, target: Path | None) -> UserError:
+def _storage(body: Mapping[str, Any], location: Path, target: Path | None) -> UserError:
     number = body["errno"]
-    path = body["path"] or str(place)
+    path = body["path"] or str(location)
     doing = "cannot be written" if target is not None and Path(path).is_relative_to(target) else "cannot be read"
     return storage_error(OSError(number, body["text"]), doing, path)
 

@@ -63,7 +63,7 @@ def make_job(
     limit = f"%{at_once}" if at_once else ""
     folder = sweep.path.absolute()
     logs = submit.escape_pattern(folder / "logs")
-    words = ["--sweep", str(folder), "--from", STAGES[0], "--to", sweep.last]
+    arguments = ["--sweep", str(folder), "--from", STAGES[0], "--to", sweep.last]
     return submit.StageJob(
         stage="sweep",
         shape=shapes.pop(),
@@ -75,7 +75,7 @@ def make_job(
         ),
         path=folder / "jobs" / "sweep.sbatch",
         options=("--export=NIL", f"--chdir={ROOT}", f"--output={logs}/%x-%A_%a.log"),
-        arguments=(sweep.points[0].recipe, *words, *flags),
+        arguments=(sweep.points[0].recipe, *arguments, *flags),
     )
 
 
@@ -108,7 +108,7 @@ def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: subm
             run = chain.open_run(resolved[point.index], point.run_dir, chain.command_line())
             run.describe(resolved[point.index], cluster, {"train": job.shape})
         entries = submit.submit_all(
-            sweep.path, [job], lambda options, script, words: slurm.submit(options, script, words, os.environ)
+            sweep.path, [job], lambda options, script, arguments: slurm.submit(options, script, arguments, os.environ)
         )
     return str(entries[0]["id"])
 
@@ -150,8 +150,8 @@ def run_all(sweep: Sweep) -> list[int]:
             began = time.perf_counter()
             say(f"point {point.index} ({number} of {len(left)}): {point.words}")
             code = _run(sweep, point, run_command(sweep, point))
-            said = "done" if code == 0 else f"ended with exit code {code}, see {_log(sweep, point)}"
-            say(f"point {point.index}: {said} ({time.perf_counter() - began:.1f} s)")
+            state = "done" if code == 0 else f"ended with exit code {code}, see {_log(sweep, point)}"
+            say(f"point {point.index}: {state} ({time.perf_counter() - began:.1f} s)")
             if code:
                 failed.append(point.index)
     return failed

@@ -142,7 +142,7 @@ def point(path: Path, index: int) -> Point:
 
 def make_sweep(
     recipe: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     tiny: bool,
     last: str,
@@ -158,7 +158,7 @@ def make_sweep(
     command finds the same sweep. Raises UserError with the problems of all points at once.
     """
     folder, _ = find_folder(recipe)
-    axes = parse_axes(words)
+    axes = parse_axes(arguments)
     values = combinations(axes, draws, seed)
     varied = [axis.key for axis in axes if axis.size > 1]
     resolved: list[Resolved] = []
@@ -190,7 +190,7 @@ def make_sweep(
 
 
 def _identity(chosen: Sequence[Sequence[str]], resolved: Sequence[Resolved], tiny: bool) -> str:
-    body = [tiny, [list(words) for words in chosen], [item.fingerprint(former=True) for item in resolved]]
+    body = [tiny, [list(point) for point in chosen], [item.fingerprint(former=True) for item in resolved]]
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:12]
 
 
@@ -286,11 +286,11 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def parse_axes(words: Sequence[str]) -> list[Axis | Range]:
+def parse_axes(arguments: Sequence[str]) -> list[Axis | Range]:
     """The axes of ``key=value,value`` and ``key=log:1e-6..1e-4`` arguments. Raises UserError with everything that is wrong."""
     axes: list[Axis | Range] = []
     problems: list[Problem] = []
-    for word in words:
+    for word in arguments:
         key, equals, text = word.partition("=")
         if not equals or not _KEY.fullmatch(key):
             fix = "write section.key=value,value, as train.learning_rate=1e-5,5e-5"

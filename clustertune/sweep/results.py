@@ -181,8 +181,8 @@ def rows(sweep: Sweep, names: Sequence[str], results: Sequence[Result]) -> list[
         settings = [result.values.get(key, UNKNOWN) for key in sweep.keys]
         metrics = [number(result.value(name)) for name in names]
         step = UNKNOWN if result.step is None else str(result.step)
-        place = str(rank) if ranked else ""
-        found.append([place, str(result.index), *settings, *metrics, step, duration(result.seconds), state])
+        position = str(rank) if ranked else ""
+        found.append([position, str(result.index), *settings, *metrics, step, duration(result.seconds), state])
     return found
 
 
@@ -265,11 +265,13 @@ def _means(sweep: Sweep, metric: str, ranked: Sequence[Result]) -> list[list[str
 def _curves(sweep: Sweep, ranked: Sequence[Result]) -> str:
     """The eval loss over steps: the best point in colour, the others behind it."""
     lines: list[plots.Line] = []
-    for place, result in enumerate(ranked[:_MAX_SHOWN]):
+    for position, result in enumerate(ranked[:_MAX_SHOWN]):
         evals = read_metrics(RunDir(sweep.points[result.index].run_dir).metrics).evals
         steps, losses = [record.step for record in evals], [record.eval_loss for record in evals]
         if len(steps) > 1 and any(loss is not None for loss in losses):
-            colour = plots.FIRST if place == 0 else plots.INK
-            name = "best" if place == 0 else "the others" if len(lines) == 1 else f"_{place}"  # matplotlib hides names with _
+            colour = plots.FIRST if position == 0 else plots.INK
+            name = (
+                "best" if position == 0 else "the others" if len(lines) == 1 else f"_{position}"
+            )  # matplotlib hides names with _
             lines.append(plots.Line(name, steps, losses, colour))
     return plots.draw_lines("eval loss", lines[::-1], unit="nats per token", wide=True) if lines else ""

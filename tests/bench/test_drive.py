@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clustertune import chain
-from clustertune.bench import ask, drive, page, peer, result
-from clustertune.bench.ask import Asked
+from clustertune.bench import drive, page, peer, preparation, result
+from clustertune.bench.preparation import BenchRequest
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.judge import Outcome
@@ -79,9 +79,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def made(tmp_path: Path, **more: Any) -> ask.Bench:
-    wanted = Asked("tiny-oasst2", (), False, None, BenchSchedule(1, 3, 1), True, 2, ("trl",), False, tmp_path / "run")
-    return ask.make(replace(wanted, **more))
+def made(tmp_path: Path, **more: Any) -> preparation.Bench:
+    wanted = BenchRequest("tiny-oasst2", (), False, None, BenchSchedule(1, 3, 1), True, 2, ("trl",), False, tmp_path / "run")
+    return preparation.make(replace(wanted, **more))
 
 
 def against(program: str, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_an_epoch_that_ends_between_the_steps_is_said(tmp_path: Path, told: list
     bench = made(tmp_path, against=(), rounds=1, schedule=BenchSchedule(1, 3, 1))
     found = drive.measure(bench, ["clustertune", "bench"])
     assert not any("smaller than the others" in note for note in result.document(bench, found, load_cluster("local"))["notes"])
-    longer = replace(bench, asked=replace(bench.asked, schedule=BenchSchedule(20, 3, 1)))
+    longer = replace(bench, request=replace(bench.request, schedule=BenchSchedule(20, 3, 1)))
     notes = result.document(longer, found, load_cluster("local"))["notes"]
     assert any("83 sequences are fewer than the steps take" in note for note in notes)
     assert told == ["prepare", "ours"]

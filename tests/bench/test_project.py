@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import ask, page, project
+from clustertune.bench import page, preparation, project
 from clustertune.config.cluster import load_cluster
 from clustertune.config.resolve import resolve
 from clustertune.plan.predict import Work, work_of
@@ -79,7 +79,7 @@ def test_how_many_steps_there_are(overrides: list[str], rows: int | None, steps:
 
 def test_beside_the_plan() -> None:
     """Measured over planned: above 1 the step takes longer than was said."""
-    made = ask.make(_asked())
+    made = preparation.make(_request())
     plan, why = project.predict(made.whole, load_cluster("rno-rtxpro6000"), made.lengths)
     assert plan is not None and why is None
     found = project.beside_plan(plan, None, MEASURED, {"mfu": 0.1, "hfu": 0.2}, 3.0)
@@ -90,15 +90,15 @@ def test_beside_the_plan() -> None:
 
 def test_a_cluster_without_gpus_has_no_plan() -> None:
     """The words of the planner are kept: a benchmark on CPUs is not held against a guess."""
-    made = ask.make(_asked())
+    made = preparation.make(_request())
     plan, why = project.predict(made.whole, load_cluster("local"), made.lengths)
     if plan is not None:
         pytest.skip("this machine has GPUs")
     assert project.beside_plan(None, why, MEASURED, {}, None) == {"unknown": why} and why
 
 
-def _asked() -> ask.Asked:
-    return ask.Asked(
+def _request() -> preparation.BenchRequest:
+    return preparation.BenchRequest(
         "llama405b-oasst2", (), False, None, BenchSchedule(1, 2, 1), True, 1, (), False, Path("runs/bench/x"), elsewhere=True
     )
 

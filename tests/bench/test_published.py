@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from clustertune.bench import ask, batch, result
-from clustertune.bench.ask import Asked
+from clustertune.bench import batch, preparation, result
+from clustertune.bench.preparation import BenchRequest
 from clustertune.commands import bench as benching
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
@@ -23,8 +23,8 @@ from tests.command import REPO, run
 COMMITTED = REPO / "docs" / "results" / "bench"
 
 
-def asked(path: Path, *overrides: str, again: bool = False) -> Asked:
-    return Asked("tiny-oasst2", overrides, False, None, BenchSchedule(1, 3), False, 1, (), False, path, replace=again)
+def request(path: Path, *overrides: str, again: bool = False) -> BenchRequest:
+    return BenchRequest("tiny-oasst2", overrides, False, None, BenchSchedule(1, 3), False, 1, (), False, path, replace=again)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def body(seconds: float, overrides: list[str]) -> dict[str, Any]:
 
 def keep(folder: Path, seconds: float, *overrides: str, again: bool = False) -> Path:
     """The result of a small recipe on CPUs, as the command keeps it. Returns the folder of results."""
-    given = replace(asked(folder / "run"), overrides=overrides, replace=again)
-    benching._keep(ask.make(given), folder / "out", body(seconds, list(overrides)))
+    given = replace(request(folder / "run"), overrides=overrides, replace=again)
+    benching._keep(preparation.make(given), folder / "out", body(seconds, list(overrides)))
     return folder / "out"
 
 
@@ -147,7 +147,7 @@ def test_the_name_on_gpus_is_asked_of_the_driver(tmp_path: Path, monkeypatch: py
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    made = ask.make(asked(tmp_path / "run"))
+    made = preparation.make(request(tmp_path / "run"))
     for told, name in (
         ("NVIDIA H200\nNVIDIA H200", "tiny-oasst2-h200-sxm-x2"),
         ("Some GPU", "tiny-oasst2-gpu-x2"),
@@ -198,5 +198,5 @@ def test_a_job_is_told_to_replace(tmp_path: Path) -> None:
     """The word is said on the login node and needed in the job."""
     cluster = load_cluster("rno-rtxpro6000")
     for again in (False, True):
-        words = batch.arguments(asked(tmp_path / "run", again=again), cluster, None, tmp_path, ())
+        words = batch.arguments(request(tmp_path / "run", again=again), cluster, None, tmp_path, ())
         assert ("--replace" in words) is again

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from clustertune.containers import build, engines, lockfile, pins, standin
-from clustertune.containers.build import Asked, Base
+from clustertune.containers.build import Base, BuildRequest
 from clustertune.containers.lockfile import Entry, Lock
 from clustertune.errors import UserError
 from tests import tree
@@ -27,10 +27,10 @@ DIGEST = "example.org/base@sha256:" + "a" * 64
 INVENTORY = {"python": [], "system": [["libc6", "1", "amd64"]], "distribution": "debian", "release": "12"}
 
 
-def options(kind: str, *words: str) -> Asked:
+def options(kind: str, *words: str) -> BuildRequest:
     parser = argparse.ArgumentParser()
     build.arguments(parser, kind)
-    return build.asked(parser.parse_args(words))
+    return build.request(parser.parse_args(words))
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_which_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_version_moved_in_one_place_only_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is what is installed; a pin that it does not know yet would be ignored without a message."""
-    assert build.locked(Asked("build-sif")) is not None
+    assert build.locked(BuildRequest("build-sif")) is not None
     moved = tmp_path / "versions.env"
     moved.write_text(pins.FILE.read_text().replace("PY_WANDB=", "PY_WANDB=9"))
     monkeypatch.setattr(build.pins, "read", lambda: pins.parse(moved.read_text()))
     with pytest.raises(UserError, match=r"containers/train.lock: wandb: is .* run make lock"):
-        build.locked(Asked("build-sif"))
+        build.locked(BuildRequest("build-sif"))
 
 
 def test_layers_are_put_on_top() -> None:
     """One image with both, the lock's own versions unmoved."""
-    whole = build.locked(Asked("build-sif", extras=("deepspeed", "ray")))
+    whole = build.locked(BuildRequest("build-sif", extras=("deepspeed", "ray")))
     below = lockfile.read(pins.FOLDER / "train.lock")
     assert whole and below.entries.items() < whole.entries.items() and {"deepspeed", "ray"} < set(whole.entries)
     assert "deepspeed" in whole.from_source
@@ -146,7 +146,7 @@ def test_a_build_and_what_lies_beside_it(fake: Path) -> None:
     """The sum, the bill, and no path of this machine in what the definition is told."""
     out, base = fake / "x.sif", fake / "base.tar"
     base.write_text("")
-    made = engines.build_sif(Asked("build-sif", base=str(base), out=out), lambda _: None)
+    made = engines.build_sif(BuildRequest("build-sif", base=str(base), out=out), lambda _: None)
     digest = hashlib.sha256(b"image\n").hexdigest()
     assert (made["sha256"], made["bytes"], made["lock"]) == (digest, 6, "train")
     assert (fake / "x.sif.sha256").read_text() == f"{digest}  x.sif\n"
@@ -167,7 +167,7 @@ def test_an_oci_image_has_its_bill_and_on_request_an_archive(
     """Built, tested without a network, described; the archive has a sum as a SIF does."""
     monkeypatch.setattr(engines, "ROOT", fake)
     out = fake / "image.tar" if archive else None
-    made = engines.build_image(Asked("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
+    made = engines.build_image(BuildRequest("build-image", base=DIGEST, out=out, tag=f"{fake}/made"), lambda _: None)
     told = (fake / "log").read_text()
     assert f"--build-arg BASE_IMAGE={DIGEST}" in told and "--network none" in told and "planted" not in told
     assert made["image"] == f"{fake}/made" and json.loads(Path(made["sbom"]).read_text())["components"][0]["name"] == "libc6"
@@ -182,11 +182,11 @@ def test_an_oci_image_has_its_bill_and_on_request_an_archive(
 def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
     """With its own sum, and nothing half made."""
     out = fake / "x.sif"
-    engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+    engines.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     before = {path.name: path.read_text() for path in fake.glob("*sif*")}
     (fake / "fail").write_text("")
     with pytest.raises(UserError, match="BASE=standin"):
-        engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+        engines.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     assert {path.name: path.read_text() for path in fake.glob("*sif*")} == before
     assert [path.name for path in (fake / "work").iterdir()] == ["lock"]  # builds gather one at a time
 
@@ -194,20 +194,20 @@ def test_a_build_that_fails_leaves_the_old_image(fake: Path) -> None:
 def test_an_old_sum_never_lies_beside_a_new_image(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever checks it would be told that the image was altered; without one, that the build did not end."""
     out = fake / "x.sif"
-    engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+    engines.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(engines.sbom, "document", full)
     with pytest.raises(UserError, match="No space left"):
-        engines.build_sif(Asked("build-sif", base=DIGEST, out=out), lambda _: None)
+        engines.build_sif(BuildRequest("build-sif", base=DIGEST, out=out), lambda _: None)
     assert not (fake / "x.sif.sha256").exists() and out.exists()
 
 
 def test_production_pulls_by_digest(fake: Path) -> None:
     """Without BASE: what base.env says."""
-    engines.build_sif(Asked("build-sif", out=fake / "x.sif"), lambda _: None)
+    engines.build_sif(BuildRequest("build-sif", out=fake / "x.sif"), lambda _: None)
     assert f"--build-arg base={pins.read_bases()['BASE_TRAIN']}" in (fake / "log").read_text()
 
 
@@ -243,7 +243,7 @@ def test_a_registry_that_does_not_answer_is_told_first(
 
 def test_a_dry_run_does_nothing(fake: Path) -> None:
     """It says from what it would build, also where the stand-in is not made yet."""
-    told = engines.build_sif(Asked("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
+    told = engines.build_sif(BuildRequest("build-sif", base="standin", out=fake / "x.sif", dry_run=True), lambda _: None)
     assert told["definition"] == "containers/train.def" and told["base"] == f"stand-in {standin.suite_of('3.12')}"
     assert not (fake / "log").exists() and not (fake / "work").exists()
 
@@ -307,7 +307,7 @@ def test_a_layer_that_moves_a_version_is_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(build.lockfile, "read", read)
     with pytest.raises(UserError, match=r"torch is 0\.1 here"):
-        build.locked(Asked("build-sif", extras=("ray",)))
+        build.locked(BuildRequest("build-sif", extras=("ray",)))
 
 
 def test_the_command_line_tells_faults_without_a_traceback() -> None:
@@ -363,4 +363,4 @@ def test_a_base_is_told_by_name_not_by_path(tmp_path: Path) -> None:
     """Labels and the bill of materials travel with the image."""
     archive = tmp_path / "own.tar"
     archive.write_text("")
-    assert build.base_of(Asked("build-sif", base=str(archive)), "3.12", lambda _: None) == Base("own.tar", archive)
+    assert build.base_of(BuildRequest("build-sif", base=str(archive)), "3.12", lambda _: None) == Base("own.tar", archive)

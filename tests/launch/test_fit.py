@@ -12,8 +12,8 @@ from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
 from clustertune.launch import shape
+from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.constants import Constants
-from clustertune.plan.place import find_place
 from clustertune.plan.predict import footprint, make_plan
 from tests.launch.machines import RECIPES, machine
 
@@ -53,7 +53,7 @@ def test_submit_and_plan_agree(recipe: str, nodes: int) -> None:
     cluster = machine(nodes, gpus=8, memory_gb=1000)
     try:
         found = resolve(recipe, [f"slurm.nodes={nodes}", "train.global_batch_size=1024"])
-        place = find_place(cluster)
+        place = find_calibrated(cluster)
         plan = make_plan(found, place.machine(nodes), place.constants)
     except UserError:
         return

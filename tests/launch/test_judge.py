@@ -77,7 +77,7 @@ def test_a_stop_that_came_after_the_last_step_still_stops_the_chain(tmp_path: Pa
     for rank in (0, 1):
         leave(tmp_path, rank, 0)
     assert judge(tmp_path, plan(2)).code is ExitCode.OK
-    assert judge(tmp_path, plan(2), asked=True).code is ExitCode.AGAIN
+    assert judge(tmp_path, plan(2), requested=True).code is ExitCode.AGAIN
     leave_node(tmp_path, 0, asked=True)
     assert judge(tmp_path, plan(2)) == Outcome(ExitCode.AGAIN, asked=True)
 
@@ -85,9 +85,9 @@ def test_a_stop_that_came_after_the_last_step_still_stops_the_chain(tmp_path: Pa
 def test_a_stop_does_not_hide_a_decision_or_a_fault(tmp_path: Path) -> None:
     leave(tmp_path, 0, int(ExitCode.STOP))
     leave(tmp_path, 1, 0)
-    assert judge(tmp_path, plan(2), asked=True).code is ExitCode.STOP
+    assert judge(tmp_path, plan(2), requested=True).code is ExitCode.STOP
     leave(tmp_path, 0, 1)
-    assert judge(tmp_path, plan(2), asked=True).code is ExitCode.FAILED
+    assert judge(tmp_path, plan(2), requested=True).code is ExitCode.FAILED
 
 
 def test_a_launcher_that_was_killed_is_a_reason_to_requeue(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ STAND_IN = '#!/bin/bash\n#SBATCH --nodes=2\nprintf "%s\\n" "$@"\n[[ $* != *fail*
 
 def jobs_for(run: Path, stages: Sequence[str] = STAGES, words: Sequence[str] = ("/r/x",)) -> list[submit.StageJob]:
     shapes = dict.fromkeys(STAGES, SMALL)
-    return submit.make_jobs("x", stages, shapes, run, words=words, flags=["--tiny"], signal_seconds=90)
+    return submit.make_jobs("x", stages, shapes, run, arguments=words, flags=["--tiny"], signal_seconds=90)
 
 
 class Recorder:
@@ -109,7 +109,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_one_job_for_all(tmp_path: Path) -> None:
     """Where a site charges by the job, or queues are long."""
     shapes = shape.stage_shapes(resolve("llama405b-oasst2"), machine())
-    jobs = submit.make_jobs("x", STAGES, shapes, tmp_path, words=["r"], flags=[], signal_seconds=90, one_job=True)
+    jobs = submit.make_jobs("x", STAGES, shapes, tmp_path, arguments=["r"], flags=[], signal_seconds=90, one_job=True)
     assert [(job.stage, job.shape) for job in jobs] == [("chain", shapes["train"])]
     assert jobs[0].arguments[-4:] == ("--from", "prepare", "--to", "report")
 

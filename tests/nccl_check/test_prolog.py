@@ -17,7 +17,7 @@ from clustertune.cluster.cluster import Cluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import check, gather, prolog
-from clustertune.nccl_check.place import Here, Nodes
+from clustertune.nccl_check.target import LocalNode, Nodes
 from tests.command import events
 from tests.launch.machines import machine
 from tests.nccl_check.documents import Files, setup
@@ -60,7 +60,7 @@ def test_the_event_names_the_faults() -> None:
 def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
     """On one machine by the code that srun starts on nodes, in a folder of its own where one start was made before by hand."""
     (tmp_path / "1-0").mkdir()
-    place = Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    place = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
     began = time.monotonic()
     short = replace(options(60.0), largest=check.MIB, collectives=("all_gather",), iterations=3)
     found = prolog.run(place, short, tmp_path / "1-0", lambda _text: None)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch
 def test_a_check_that_breaks_itself_is_unknown(tmp_path: Path) -> None:
     """A file where its folder must be, or a fault in a rule: told, not raised, and no reason to stop."""
     (tmp_path / "file").write_text("")
-    place = Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
+    place = LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2))
     found = prolog.run(place, options(10.0), tmp_path / "file" / "x", lambda _text: None)  # type: ignore[arg-type]
     assert found.status == UNKNOWN
     assert "could not be made" in found.headline
@@ -155,7 +155,7 @@ def test_what_the_nodes_lack_stops_a_job_whatever_else_broke(tmp_path: Path, mon
 def test_the_parts_of_its_time_fit(seconds: int) -> None:
     """Measuring, and one thing that hangs, end before the launcher ends everything."""
     wanted = options(float(seconds))
-    setup = check.make_setup(Here(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
+    setup = check.make_setup(LocalNode(("here",), ("127.0.0.1",), machine(nodes=1, gpus=0, threads=2)), wanted)
     assert wanted.most_seconds == seconds
     assert setup.limit <= setup.most_seconds < seconds, "what does not answer has to be ended, too"
     assert setup.start_seconds + setup.case_seconds <= setup.most_seconds

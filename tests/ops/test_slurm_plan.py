@@ -24,7 +24,7 @@ from clustertune.ops.nodes import choose_node, is_here
 from clustertune.ops.slurm import applying
 from clustertune.ops.slurm.applying import apply_plan
 from clustertune.ops.slurm.judge import RULES, judge
-from clustertune.ops.slurm.node import NodeFacts, Place, search_path
+from clustertune.ops.slurm.node import NodeFacts, PathState, search_path
 from clustertune.ops.slurm.planning import Plan, make_plan
 from clustertune.ops.slurm.reading import entries, hide, losses
 from clustertune.ops.slurm.texts import MUNGE_KEY, Version
@@ -336,7 +336,7 @@ GOOD = NodeFacts(
     minors={f"0000:{10 + number:02x}:00.0": number for number in range(8)},
     cgroup="v2",
     users={"slurm": (64030, 64030), "munge": (111, 111)},
-    places={MUNGE_KEY: Place(False, 0o400, 111, 111, 1024)},
+    places={MUNGE_KEY: PathState(False, 0o400, 111, 111, 1024)},
 )
 KEY = GOOD.places[MUNGE_KEY]
 JUDGED = [

@@ -13,7 +13,7 @@ from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, checks, e
 from clustertune.config.cluster import load_cluster
 from clustertune.ops.storage import judge
 from clustertune.ops.storage.layout import Layout, layout
-from clustertune.ops.storage.look import Facts, Place
+from clustertune.ops.storage.look import Facts, MountState
 from clustertune.ops.storage.points import Point
 from tests import tree
 
@@ -34,8 +34,10 @@ XATTRS = {
 }
 
 
-def place(path: str, **more: Any) -> Place:
-    found = Place(path, "xfs", "/dev/mapper/vg_nvme-lv_scratch", options=["rw", "nosuid", "nodev"], root_disk=False, data=True)
+def place(path: str, **more: Any) -> MountState:
+    found = MountState(
+        path, "xfs", "/dev/mapper/vg_nvme-lv_scratch", options=["rw", "nosuid", "nodev"], root_disk=False, data=True
+    )
     found.read_only, found.total, found.free = False, 13 * TIB, 5 * TIB
     found.inodes, found.free_inodes, found.written, found.mmap, found.skew = 10**9, 9 * 10**8, "ok", "ok", 0.0
     return replace(found, **more)

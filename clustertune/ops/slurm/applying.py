@@ -77,14 +77,14 @@ def _apply(plan: Plan, root: Path) -> Applied:
 
 def _set(plan: Plan, root: Path, mode: Mode) -> Iterable[str]:
     """Make a folder, or set owner and mode of what is there; says what could not be."""
-    place = inside(root, mode.path)
+    target = inside(root, mode.path)
     ids = (0, 0) if mode.owner == "root" else (plan.facts.users or {}).get(mode.owner)
     try:
         if mode.folder:
-            place.mkdir(parents=True, exist_ok=True)
-        place.chmod(mode.mode)
+            target.mkdir(parents=True, exist_ok=True)
+        target.chmod(mode.mode)
         if ids is not None and os.geteuid() == 0:
-            os.chown(place, *ids)
+            os.chown(target, *ids)
     except OSError as error:
         raise storage_error(error, "cannot be made as it should be", mode.path) from None
     if ids is None or os.geteuid() != 0:

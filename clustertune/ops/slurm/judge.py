@@ -53,9 +53,9 @@ def blocks(findings: Sequence[Finding]) -> list[Finding]:
 
 def _version(cluster: Cluster, facts: NodeFacts, version: Version | None) -> Iterator[Finding]:
     here = {str(found) for answer in facts.versions if (found := parse_version(answer))}
-    said = parse_version(cluster.slurm.version) if cluster.slurm and cluster.slurm.version else None
-    if said and here - {str(said)}:
-        text = f"installed here is {' and '.join(sorted(here))}, the cluster file says {said}: machines may differ"
+    stated = parse_version(cluster.slurm.version) if cluster.slurm and cluster.slurm.version else None
+    if stated and here - {str(stated)}:
+        text = f"installed here is {' and '.join(sorted(here))}, the cluster file says {stated}: machines may differ"
         yield finding(VERSION, WARN, text, "slurm: version: what sinfo --version shows on all machines")
     if version is None:
         fix = "install Slurm here, or write slurm.version into the cluster file"
@@ -97,25 +97,24 @@ def _munge(node: Host, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _shape(cluster: Cluster, facts: NodeFacts) -> Iterator[Finding]:
-    said = {key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)\b", facts.shape)}
-    if not {"CPUs", "CoresPerSocket", "ThreadsPerCore", "RealMemory"} <= set(said):
+    reported = {key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)\b", facts.shape)}
+    if not {"CPUs", "CoresPerSocket", "ThreadsPerCore", "RealMemory"} <= set(reported):
         yield finding(SHAPE, UNKNOWN, "slurmd -C shows nothing: slurmd is not installed here")
         return
     compute = cluster.compute
-    sockets = said.get("Boards", 1) * said.get("SocketsPerBoard", said.get("Sockets", 1))
-    here = (sockets, said["CoresPerSocket"], said["ThreadsPerCore"])
+    sockets = reported.get("Boards", 1) * reported.get("SocketsPerBoard", reported.get("Sockets", 1))
+    here = (sockets, reported["CoresPerSocket"], reported["ThreadsPerCore"])
     wanted = (compute.sockets, compute.cores // compute.sockets, compute.threads // compute.cores)
     if here != wanted:
-        cores = sockets * said["CoresPerSocket"]
-        fix = f"compute: sockets: {sockets}, cores: {cores}, threads: {cores * said['ThreadsPerCore']}; or look at the BIOS"
-        status = FAIL if said["CPUs"] < compute.threads else WARN
-        words = "{} sockets x {} cores x {} threads"
-        yield finding(SHAPE, status, f"this machine has {words.format(*here)}, the file says {words.format(*wanted)}", fix)
-    if said["RealMemory"] < real_memory(cluster):
-        text = (
-            f"this machine has {said['RealMemory']} MiB, slurm.conf {real_memory(cluster)} (memory_gb: {compute.memory_gb:g})"
-        )
-        yield finding(MEMORY, FAIL, text, f"compute: memory_gb: {said['RealMemory'] // 1024}")
+        cores = sockets * reported["CoresPerSocket"]
+        fix = f"compute: sockets: {sockets}, cores: {cores}, threads: {cores * reported['ThreadsPerCore']}; or look at the BIOS"
+        status = FAIL if reported["CPUs"] < compute.threads else WARN
+        form = "{} sockets x {} cores x {} threads"
+        yield finding(SHAPE, status, f"this machine has {form.format(*here)}, the file says {form.format(*wanted)}", fix)
+    if reported["RealMemory"] < real_memory(cluster):
+        mib = reported["RealMemory"]
+        text = f"this machine has {mib} MiB, slurm.conf {real_memory(cluster)} (memory_gb: {compute.memory_gb:g})"
+        yield finding(MEMORY, FAIL, text, f"compute: memory_gb: {mib // 1024}")
 
 
 def _devices(cluster: Cluster, facts: NodeFacts) -> Iterator[Finding]:
@@ -152,15 +151,15 @@ def hosts_findings(cluster: Cluster, foreign: Sequence[tuple[int, str]]) -> list
             ours[name.lower()] = host.address
     found = []
     for number, line in foreign:
-        words = line.partition("#")[0].split()
-        for name in words[1:]:
+        fields = line.partition("#")[0].split()
+        for name in fields[1:]:
             address = ours.get(name.lower())
-            if address is None or _address(address) == _address(words[0]):
+            if address is None or _address(address) == _address(fields[0]):
                 continue
-            said = _address(words[0])
-            loopback = said is not None and said.is_loopback
+            stated_address = _address(fields[0])
+            loopback = stated_address is not None and stated_address.is_loopback
             fix = f"remove {name} from line {number} of {HOSTS}"
-            text = f"line {number} says {words[0]} for {name}, the cluster file {address}"
+            text = f"line {number} says {fields[0]} for {name}, the cluster file {address}"
             found.append(finding(NAMES, WARN if loopback else FAIL, text, fix, HOSTS))
     return found
 

@@ -21,7 +21,7 @@ SBIN = ":/usr/local/sbin:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
-class Place:
+class PathState:
     """A file or folder as it is."""
 
     folder: bool
@@ -49,7 +49,7 @@ class NodeFacts:
     """``v1``, ``v2`` or ``hybrid``."""
     users: dict[str, tuple[int, int]] | None = None
     """Ids of users; None: there is no list of them."""
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, PathState] = field(default_factory=dict)
     """Of the files and folders that have an owner and a mode, those that are there."""
     systemd: bool = False
     owns: bool = True
@@ -60,7 +60,7 @@ def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
     """Look at this machine, or at a tree. Raises nothing for what is not there."""
     here = root == NODE and is_here(cluster, node)
     watched = (STATE, SPOOL, LOGS, MUNGE_KEY, SLURMDBD_CONF, ETC, SLURM_CONF, GRES_CONF, CGROUP_CONF)
-    places = {path: place for path in watched if (place := _place(inside(root, path))) is not None}
+    places = {path: state for path in watched if (state := _path_state(inside(root, path))) is not None}
     if not here:
         return NodeFacts(False, users=_users(root), places=places, owns=os.geteuid() == 0)
     versions = [text for name in ("slurmctld", "slurmd") if (text := ask(name, "-V"))] or [ask("sinfo", "-V")]
@@ -90,12 +90,12 @@ def ask(*words: str) -> str:
     return answer.text.strip() if answer.good else ""
 
 
-def _place(path: Path) -> Place | None:
+def _path_state(path: Path) -> PathState | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return Place(stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, found.st_size)
+    return PathState(stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, found.st_size)
 
 
 def _devices(folder: Path) -> tuple[int, ...]:

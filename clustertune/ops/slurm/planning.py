@@ -244,17 +244,17 @@ def _modes(node: Host, wanted: Sequence[Wanted], facts: NodeFacts) -> tuple[Mode
     strict = [(Folder(want.path, want.owner, want.mode, ""), False) for want in wanted if want.owner != "root"]
     found = []
     for item, is_folder in [*((folder, True) for folder in wanted_folders(node)), *strict]:
-        place = facts.places.get(item.path)
-        if place is None:
+        state = facts.places.get(item.path)
+        if state is None:
             found += [Mode(item.path, item.owner, item.mode, True, "missing")] if is_folder else []
             continue
         ids = (facts.users or {}).get(item.owner) if item.owner != "root" else (0, 0)
-        wrong = ids is not None and place.uid != ids[0] and (facts.owns or facts.here)
-        if place.folder != is_folder:
+        wrong = ids is not None and state.uid != ids[0] and (facts.owns or facts.here)
+        if state.folder != is_folder:
             fix = "move it away"
-            raise UserError(Problem(f"is {'a folder' if place.folder else 'a file'}", file=item.path, fix=fix))
-        if wrong or place.mode != item.mode:
-            found.append(Mode(item.path, item.owner, item.mode, is_folder, f"owner {place.uid}, mode {place.mode:04o}"))
+            raise UserError(Problem(f"is {'a folder' if state.folder else 'a file'}", file=item.path, fix=fix))
+        if wrong or state.mode != item.mode:
+            found.append(Mode(item.path, item.owner, item.mode, is_folder, f"owner {state.uid}, mode {state.mode:04o}"))
     return (*found, *_unreadable(wanted, facts))
 
 
@@ -262,9 +262,9 @@ def _unreadable(wanted: Sequence[Wanted], facts: NodeFacts) -> list[Mode]:
     """What every user must read and cannot, or could write: ``put`` leaves a file that is there with the mode that it has."""
     found = []
     for path, mode in [(ETC, 0o755), *((want.path, want.mode) for want in wanted if want.owner == "root" and not want.shared)]:
-        place = facts.places.get(path)
-        if place is not None and (mode & 0o555 & ~place.mode or place.mode & 0o002):
-            found.append(Mode(path, "root", mode, place.folder, f"owner {place.uid}, mode {place.mode:04o}"))
+        state = facts.places.get(path)
+        if state is not None and (mode & 0o555 & ~state.mode or state.mode & 0o002):
+            found.append(Mode(path, "root", mode, state.folder, f"owner {state.uid}, mode {state.mode:04o}"))
     return found
 
 
@@ -356,15 +356,15 @@ def parsed(cluster: Cluster, texts: Mapping[str, str]) -> list[Finding]:
         folder = Path(name)
         conf = _write(folder, cluster, texts)
         node = cluster.compute_nodes[0].name
-        said = _run([scontrol, "show", "hostnames", "x"], conf) if scontrol else ""
-        if not said and slurmd:
-            said = _run([slurmd, "-G", "-N", node, "-f", str(conf)], conf)
-    if not said:
+        output = _run([scontrol, "show", "hostnames", "x"], conf) if scontrol else ""
+        if not output and slurmd:
+            output = _run([slurmd, "-G", "-N", node, "-f", str(conf)], conf)
+    if not output:
         return []
-    if re.search(r"auth/|munge", said, re.IGNORECASE):  # a machine that is not set up yet, or a Slurm without auth/none
+    if re.search(r"auth/|munge", output, re.IGNORECASE):  # a machine that is not set up yet, or a Slurm without auth/none
         fix = "start munge, then plan again; or plan --try where it can be"
         return [finding(PARSER, UNKNOWN, "slurmd -G wants to prove who it is before it reads nodes and GPUs", fix, SLURM_CONF)]
-    text = hide(re.sub(re.escape(name) + r"\S*/", "", said))  # it quotes the line that it cannot read
+    text = hide(re.sub(re.escape(name) + r"\S*/", "", output))  # it quotes the line that it cannot read
     fix = "slurm.version of the cluster file must be what is installed; sinfo --version shows it"
     return [finding(PARSER, FAIL, text, fix, SLURM_CONF)]
 
@@ -390,17 +390,17 @@ def _write(folder: Path, cluster: Cluster, texts: Mapping[str, str]) -> Path:
     return folder / "slurm.conf"
 
 
-def _run(words: list[str], conf: Path) -> str:
+def _run(arguments: list[str], conf: Path) -> str:
     """What a program complains of, in one line; empty where it took the files."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
     try:
-        done = captured(words, SECONDS, {**kept, "SLURM_CONF": str(conf)})
+        done = captured(arguments, SECONDS, {**kept, "SLURM_CONF": str(conf)})
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{Path(words[0]).name}: {error}"
+        return f"{Path(arguments[0]).name}: {error}"
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stderr.splitlines() if "error:" in line or "fatal:" in line]
-    return "; ".join(lines[:6]) or f"{Path(words[0]).name} ended with {done.returncode}"
+    return "; ".join(lines[:6]) or f"{Path(arguments[0]).name} ended with {done.returncode}"
 
 
 def checked(plan: Plan) -> Plan:

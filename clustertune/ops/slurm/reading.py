@@ -41,24 +41,24 @@ def entries(text: str) -> list[Entry]:
         pending.append(line.removesuffix("\\"))
         if line.endswith("\\"):
             continue
-        words = " ".join(" ".join(pending).split())
-        found += [Entry(start, _key(shown), shown) for shown in map(hide, _parts(words))]
+        joined = " ".join(" ".join(pending).split())
+        found += [Entry(start, _key(shown), shown) for shown in map(hide, _parts(joined))]
         pending, start = [], 0
     return found
 
 
-def _parts(words: str) -> list[str]:
+def _parts(text: str) -> list[str]:
     """The settings of one line; a record is one, and so is what is none."""
-    pairs = _PAIR.findall(words)
-    if _key(words).partition("=")[0] in RECORDS or " ".join(pairs) != words:
-        return [words] if words else []
+    pairs = _PAIR.findall(text)
+    if _key(text).partition("=")[0] in RECORDS or " ".join(pairs) != text:
+        return [text] if text else []
     return pairs
 
 
-def _key(words: str) -> str:
-    if words.lower().startswith("include "):
-        return words.lower()
-    key, _, value = words.partition("=")
+def _key(text: str) -> str:
+    if text.lower().startswith("include "):
+        return text.lower()
+    key, _, value = text.partition("=")
     key = key.strip().lower()
     return f"{key}={(value.split() or [''])[0]}" if key in RECORDS else key
 

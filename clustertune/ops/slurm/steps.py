@@ -98,7 +98,7 @@ def _others(cluster: Cluster) -> list[str]:
 
 def _files(cluster: Cluster, node: Host, accounting: bool, applied: bool) -> Iterator[Step]:
     assert cluster.slurm
-    word = f"clustertune ops slurm apply --cluster {shlex.quote(_said(cluster))}"
+    word = f"clustertune ops slurm apply --cluster {shlex.quote(_stated(cluster))}"
     if accounting != cluster.slurm.accounting:  # one slurm.conf for all: what was said here must be said there
         word += " --accounting" if accounting else " --no-accounting"
     others = [host.name for host in cluster.nodes if host.name != node.name]
@@ -108,7 +108,7 @@ def _files(cluster: Cluster, node: Host, accounting: bool, applied: bool) -> Ite
         yield Step(fold(others), "the same on every other machine: Slurm wants one slurm.conf", (word,))
 
 
-def _said(cluster: Cluster) -> str:
+def _stated(cluster: Cluster) -> str:
     return cluster.name if cluster.source.startswith("ops/clusters/") else cluster.source
 
 
@@ -130,10 +130,10 @@ def _munge(cluster: Cluster) -> Iterator[Step]:
 
 
 def _state(cluster: Cluster, seen: Before) -> Iterator[Step]:
-    said = settings(_both(seen)[0] or "").get("statesavelocation", f"={OLD_STATE}").partition("=")[2].strip()
-    if said.rstrip("/") != STATE:
+    value = settings(_both(seen)[0] or "").get("statesavelocation", f"={OLD_STATE}").partition("=")[2].strip()
+    if value.rstrip("/") != STATE:
         why = "the queue moves with its folder: in an empty one slurmctld knows of no job"
-        yield Step(_controller(cluster), why, ("systemctl stop slurmctld", f"cp -a {shlex.quote(said)}/. {STATE}/"))
+        yield Step(_controller(cluster), why, ("systemctl stop slurmctld", f"cp -a {shlex.quote(value)}/. {STATE}/"))
 
 
 def _rename(cluster: Cluster, seen: Before) -> Iterator[Step]:
@@ -201,12 +201,12 @@ def _shapes(text: str) -> set[tuple[tuple[str, str], ...]]:
     for key, line in settings(text).items():
         if not key.startswith("nodename="):
             continue
-        words = dict(word.lower().split("=", 1) for word in line.split() if "=" in word)
-        said = {name: words[name] for name in SHAPE if name in words}
-        if words["nodename"] == "default":
-            default |= said
+        fields = dict(word.lower().split("=", 1) for word in line.split() if "=" in word)
+        shape = {name: fields[name] for name in SHAPE if name in fields}
+        if fields["nodename"] == "default":
+            default |= shape
         else:
-            found.add(tuple(sorted({**default, **said}.items())))
+            found.add(tuple(sorted({**default, **shape}.items())))
     return found
 
 

@@ -109,9 +109,9 @@ def gres_lines(cluster: Cluster) -> tuple[str, ...]:
     """The file's lines. It is one for all nodes, which are alike; no GPUs leave a comment."""
     cores, note = gpu_cores(cluster.compute)
     lines = []
-    for place, group in groupby(range(cluster.compute.gpus), key=lambda gpu: cores[gpu]):
+    for group_key, group in groupby(range(cluster.compute.gpus), key=lambda gpu: cores[gpu]):
         gpus = list(group)
-        lines.append((str(gpus[0]) if len(gpus) == 1 else f"[{format_cpu_list(gpus)}]", place))
+        lines.append((str(gpus[0]) if len(gpus) == 1 else f"[{format_cpu_list(gpus)}]", group_key))
     return from_template("gres.conf", lines=lines, note=note, kind=cluster.slurm and cluster.slurm.gres)
 
 
@@ -351,8 +351,8 @@ def move_conf(text: str, settings: Mapping[str, str | None], *, addresses: bool 
     """
     left = {key.lower(): (key, value) for key, value in settings.items()}
     lines, at = list[str](), None
-    for said in text.splitlines():
-        line = said if addresses else re.sub(r"^(NodeName=\S+) NodeAddr=\S+", r"\1", said)
+    for conf_line in text.splitlines():
+        line = conf_line if addresses else re.sub(r"^(NodeName=\S+) NodeAddr=\S+", r"\1", conf_line)
         key = line.partition("=")[0].strip().lower()
         if key == "nodename":
             at = len(lines) if at is None else at
@@ -375,7 +375,7 @@ def move_hosts(lines: str, addresses: Mapping[str, str]) -> str:
     """Lines of ``/etc/hosts`` with other addresses for some names."""
     found = []
     for line in lines.splitlines():
-        words = line.split()
-        known = len(words) > 1 and words[1] in addresses
-        found.append(" ".join([addresses[words[1]], *words[1:]]) if known else line)
+        fields = line.split()
+        known = len(fields) > 1 and fields[1] in addresses
+        found.append(" ".join([addresses[fields[1]], *fields[1:]]) if known else line)
     return "".join(f"{line}\n" for line in found)

@@ -31,7 +31,7 @@ FOLDER_SECONDS = 20.0
 """For one folder."""
 _FRESH = ".clustertune-new"
 
-Told = Callable[[str], None]
+Report = Callable[[str], None]
 """Is called before each step with what it does."""
 
 
@@ -57,7 +57,7 @@ def apply(
     *,
     force: bool = False,
     format_device: str | None = None,
-    told: Told = lambda _: None,
+    report: Report = lambda _: None,
 ) -> Done:
     """Make the difference of :func:`make_plan` go away. The same call again does nothing, and completes one that was killed.
 
@@ -66,19 +66,19 @@ def apply(
     Raises UserError: exit 2 where something stands in the way, 73 and 75 as :func:`files.put`.
     """
     with exclusive(root, LOCK, "sets up storage here"):
-        return _apply(cluster, node, root, force, format_device, told)
+        return _apply(cluster, node, root, force, format_device, report)
 
 
-def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: str | None, told: Told) -> Done:
+def _apply(cluster: Cluster, node: str, root: Path, force: bool, format_device: str | None, report: Report) -> Done:
     plan = make_plan(cluster, node, root, force=force)
     formatted = _require(plan, format_device)
     done = Done(notes=list(plan.notes))
     if plan.live and any(change.needed and change.path == FSTAB for change in plan.changes):
-        told("ask systemd about the new fstab")
+        report("ask systemd about the new fstab")
         _verify(plan, done)
-    _write(plan, done, told)
+    _write(plan, done, report)
     if plan.live:
-        _run_steps(plan, done, told, formatted)
+        _run_steps(plan, done, report, formatted)
     return done
 
 
@@ -118,64 +118,64 @@ def _gid(group: str) -> int | None:
 
 def _verify(plan: Plan, done: Done) -> None:
     old = next(change.before or b"" for change in plan.changes if change.path == FSTAB)
-    said = complaints(old, plan.fstab, plan.layout.mounts)
-    if said is None:
+    old_complaints = complaints(old, plan.fstab, plan.layout.mounts)
+    if old_complaints is None:
         done.notes.append(
             "systemd could not be asked about the new fstab: systemd-fstab-generator or systemd-analyze is missing"
         )
-    elif said:
+    elif old_complaints:
         fix = "fstab is as it was; fix the lines that systemd names, or the cluster file"
         raise UserError(
-            [Problem(f"systemd would not boot with the new lines: {line}", file=FSTAB, fix=fix) for line in said[:10]]
+            [Problem(f"systemd would not boot with the new lines: {line}", file=FSTAB, fix=fix) for line in old_complaints[:10]]
         )
 
 
-def _write(plan: Plan, done: Done, told: Told) -> None:
+def _write(plan: Plan, done: Done, report: Report) -> None:
     wanted = [point for point in plan.points if points.missing(point, live=plan.live)]
-    for words in plan.point_words:
-        told(words)
+    for problem in plan.point_words:
+        report(problem)
     if wanted:
-        made, said = points.make(wanted, plan.root)
-        done.notes += [f"{path}: {why}" for path, why in said.items() if path in made]
-        done.left += [f"{path} {why}" for path, why in said.items() if path not in made]
+        made, failures = points.make(wanted, plan.root)
+        done.notes += [f"{path}: {why}" for path, why in failures.items() if path in made]
+        done.left += [f"{path} {why}" for path, why in failures.items() if path not in made]
         done.did += [points.missing(point, live=plan.live) or "" for point in wanted if point.path in made]
     for change in plan.changes:
         if change.needed:
-            told(f"write {change.path}")
+            report(f"write {change.path}")
             backup = put(plan.root, change)
             done.did.append(f"wrote {change.path}")
             done.backups += [str(backup)] if backup else []
 
 
-def _run_steps(plan: Plan, done: Done, told: Told, formatted: str | None) -> None:
+def _run_steps(plan: Plan, done: Done, report: Report, formatted: str | None) -> None:
     """The commands, and the folders as soon as this node's disks are mounted."""
     local = {mount.target for mount in plan.layout.mounts if mount.kind in ("device", "bind")}
     waiting = list(plan.steps)
     if formatted:
         step = next(step for step in waiting if step.argv[-1] == formatted and step.argv[0].startswith("mkfs"))
         waiting.remove(step)
-        if not _command(step, done, told, MKFS_SECONDS):
+        if not _command(step, done, report, MKFS_SECONDS):
             return
     for step in [
         step for step in waiting if (step.argv[0] == "systemctl" and "daemon-reload" in step.argv) or step.target in local
     ]:
         waiting.remove(step)
-        _step(step, plan, done, told)
+        _step(step, plan, done, report)
     for brick in plan.layout.own:
         folders = [folder for folder in plan.folders if folder.path.startswith(f"{brick.path}/")]
-        _make_folders(folders, done, told, brick.path)
-    _make_folders([folder for folder in plan.folders if folder in plan.layout.local], done, told)
+        _make_folders(folders, done, report, brick.path)
+    _make_folders([folder for folder in plan.folders if folder in plan.layout.local], done, report)
     for step in waiting:
-        _step(step, plan, done, told)
+        _step(step, plan, done, report)
 
 
-def _step(step: Step, plan: Plan, done: Done, told: Told) -> None:
+def _step(step: Step, plan: Plan, done: Done, report: Report) -> None:
     if step.by_hand:
         done.left.append(f"{step.why}: {step}")
     elif step.target and (reason := _not_yet(plan, step.target)):
         done.left.append(reason)
     else:
-        _command(step, done, told)
+        _command(step, done, report)
 
 
 def _not_yet(plan: Plan, target: str) -> str | None:
@@ -188,8 +188,8 @@ def _not_yet(plan: Plan, target: str) -> str | None:
             return f"{target} is not mounted: {mount.source} is missing, {disk.source} is not mounted there"
         answer = ask(partial(own_disk, mount.source), PROBE_SECONDS)
         if answer.silent or answer.errno:
-            said = "does not answer" if answer.silent else os.strerror(answer.errno or 0)
-            return f"{target} is not mounted: {mount.source}: {said}; mount its file system"
+            text = "does not answer" if answer.silent else os.strerror(answer.errno or 0)
+            return f"{target} is not mounted: {mount.source}: {text}; mount its file system"
         if not (answer.found or {})["own"]:
             return f"{target} is not mounted: {mount.source} lies on the root disk; mount its file system"
     if mount.kind == "pool":
@@ -199,9 +199,9 @@ def _not_yet(plan: Plan, target: str) -> str | None:
     return None
 
 
-def _command(step: Step, done: Done, told: Told, seconds: float = COMMAND_SECONDS) -> bool:
+def _command(step: Step, done: Done, report: Report, seconds: float = COMMAND_SECONDS) -> bool:
     """Run one command. What it says against itself is kept for the report; a hung one is left behind after its limit."""
-    told(str(step))
+    report(str(step))
     program = tool(step.argv[0]) or step.argv[0]
     child = subprocess.Popen(
         [program, *step.argv[1:]],
@@ -212,9 +212,9 @@ def _command(step: Step, done: Done, told: Told, seconds: float = COMMAND_SECOND
         errors="replace",
         start_new_session=True,
     )
-    said = ""
+    output = ""
     try:
-        _, said = child.communicate(timeout=seconds)
+        _, output = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, 9)
@@ -225,16 +225,16 @@ def _command(step: Step, done: Done, told: Told, seconds: float = COMMAND_SECOND
     if child.returncode == 0:
         done.did.append(str(step))
         return True
-    words = next(iter(said.strip().splitlines()[-1:]), f"exit status {child.returncode}")
+    reason = next(iter(output.strip().splitlines()[-1:]), f"exit status {child.returncode}")
     later = "; run the same command again once that node serves" if "fg,retry=0" in step.argv else ""
-    done.left.append(f"{step}: {words}{later}")
+    done.left.append(f"{step}: {reason}{later}")
     return False
 
 
-def _make_folders(folders: list[Folder], done: Done, told: Told, brick: str | None = None) -> None:
+def _make_folders(folders: list[Folder], done: Done, report: Report, brick: str | None = None) -> None:
     """Each in a child: a frozen file system would hold us for ever. On the root disk only what is no part of a ``brick``."""
     for folder in folders:
-        told(f"make {folder.path}")
+        report(f"make {folder.path}")
         answer = ask(partial(_make_folder, folder, brick), FOLDER_SECONDS)
         if (answer.found or {}).get("made"):
             done.did.append(f"made {folder.path}, mode {folder.mode:04o}")
@@ -252,13 +252,13 @@ def _make_folder(folder: Folder, brick: str | None) -> dict[str, bool]:
     """A folder with its mode and group, all at once: a killed run leaves none with half of them."""
     if brick and not own_disk(brick)["own"]:
         return {"made": False}
-    place = Path(folder.path)
-    fresh = place.with_name(f".{place.name}{_FRESH}")
-    place.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(folder.path)
+    fresh = path.with_name(f".{path.name}{_FRESH}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         fresh.rmdir()
     fresh.mkdir(0o700)
     os.chown(fresh, 0, (_gid(folder.group) if folder.group else None) or 0)
     fresh.chmod(folder.mode)
-    fresh.rename(place)
+    fresh.rename(path)
     return {"made": True}

@@ -48,11 +48,11 @@ def look(path: str) -> Device:
     if os.geteuid() != 0:
         return Device(path, "unknown")
     # In a child: a disk that does not answer holds whoever reads it, for ever.
-    answer = ask(partial(_asked, path), 3 * _SECONDS)
+    answer = ask(partial(_device_record, path), 3 * _SECONDS)
     return Device(**answer.found) if answer.found else Device(path, "silent" if answer.silent else "unknown")
 
 
-def _asked(path: str) -> dict[str, Any]:
+def _device_record(path: str) -> dict[str, Any]:
     try:
         return asdict(_content(path))
     except subprocess.SubprocessError:
@@ -62,8 +62,8 @@ def _asked(path: str) -> dict[str, Any]:
 def _content(path: str) -> Device:
     probe = _run("blkid", "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", path)
     signatures = _run("wipefs", "--no-act", "--noheadings", "--output", "TYPE", path)
-    if words := [*probe.stdout.split(), *signatures.stdout.split()]:
-        return Device(path, "holds", words[0])
+    if signatures_found := [*probe.stdout.split(), *signatures.stdout.split()]:
+        return Device(path, "holds", signatures_found[0])
     # blkid: 2 says that nothing was found, 8 that it found several things at once.
     if probe.returncode != 2 or signatures.returncode != 0:
         return Device(path, "unknown")
@@ -118,24 +118,24 @@ def steps(mount: Mount) -> Iterator[Step]:
         yield Step(("lsblk", "-f", mount.source), f"{mount.source} is in use already", by_hand=True)
 
 
-def require_blank(asked: str, mounts: Iterator[Mount]) -> Mount:
+def require_blank(requested: str, mounts: Iterator[Mount]) -> Mount:
     """The mount whose device may be formatted. Raises UserError where ``--format`` names another one, or it is not blank."""
     key = "--format"
     known = list(mounts)
-    mount = next((mount for mount in known if mount.source == asked), None)
+    mount = next((mount for mount in known if mount.source == requested), None)
     if mount is None:
         names = ", ".join(mount.source for mount in known) or "none"
-        raise UserError(Problem(f"{asked} is no device of this node's bricks ({names})", file="command line", key=key))
-    device = look(asked)
+        raise UserError(Problem(f"{requested} is no device of this node's bricks ({names})", file="command line", key=key))
+    device = look(requested)
     if device.state != "blank":
-        said = {
+        reasons = {
             "holds": f"holds {device.holds}",
             "absent": "does not exist",
             "other": "is no block device",
             "busy": "is in use",
             "silent": "does not answer",
         }
-        message = f"{asked} {said.get(device.state, 'cannot be looked at')}: only a blank device is formatted"
+        message = f"{requested} {reasons.get(device.state, 'cannot be looked at')}: only a blank device is formatted"
         fix = f"leave {key} out, or make sure that nothing on it is needed and run wipefs yourself"
         raise UserError(Problem(message, file="command line", key=key, fix=fix))
     return mount

@@ -67,8 +67,8 @@ def _written(client: str, folder: str, now: Mapping[tuple[str, str], frozenset[s
 def canonical(lines: Iterable[str], text: str, seconds: float) -> dict[str, str]:
     """Full names of those clients of our ``lines`` that etab does not name as we do: exportfs asks the resolver for them."""
     now = {client for _, client in clients(text)}
-    asked = {client for _, client in clients("\n".join(lines)) if "/" not in client and client not in now}
-    answers = ask_all({client: partial(_resolve, client) for client in asked}, seconds)
+    requested = {client for _, client in clients("\n".join(lines)) if "/" not in client and client not in now}
+    answers = ask_all({client: partial(_resolve, client) for client in requested}, seconds)
     return {client: answer.found["name"] for client, answer in answers.items() if answer.found}
 
 

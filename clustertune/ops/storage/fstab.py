@@ -107,10 +107,10 @@ def _logical(text: str) -> Iterator[tuple[int, str]]:
 
 def _folder(line: str) -> str:
     try:
-        words = shlex.split(line.replace("\\", "\\\\"), posix=True)
+        fields = shlex.split(line.replace("\\", "\\\\"), posix=True)
     except ValueError:
-        words = line.split()
-    first = words[0] if words else ""
+        fields = line.split()
+    first = fields[0] if fields else ""
     return os.path.normpath(unescape(first)) if first.startswith("/") else ""
 
 

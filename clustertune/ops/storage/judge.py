@@ -9,8 +9,8 @@ from typing import NamedTuple
 from clustertune.check.rule import FAIL, PASS, STORAGE, UNKNOWN, WARN, Finding, Seen, checks, finding, in_order, rule
 from clustertune.config.cluster_schema import Brick
 from clustertune.ops.storage import etab
-from clustertune.ops.storage.layout import CACHE_FILES, DATA, Layout, mode_of, words
-from clustertune.ops.storage.look import Facts, Place
+from clustertune.ops.storage.layout import CACHE_FILES, DATA, Layout, mode_of, size_text
+from clustertune.ops.storage.look import Facts, MountState
 
 SKEW_WARN, SKEW_FAIL = 2.0, 300.0
 """Seconds: more than a probe may be off; munge's default time to live (munge(7), 5 minutes)."""
@@ -30,7 +30,7 @@ class SeenBrick(NamedTuple):
     """One brick as this node sees it."""
 
     brick: Brick
-    place: Place
+    place: MountState
     address: str
     """Of its server."""
     own: bool
@@ -53,11 +53,11 @@ def judge(facts: Facts, wanted: Layout) -> list[Finding]:
     """Every finding, worst first. A rule says ``unknown`` where what it looks at was not seen."""
     found: list[Finding] = []
     for one in checks(STORAGE):
-        said = list(one(Storage(facts, wanted)))
-        if not said and _applies(one.rule.id, facts, wanted):
+        seen = list(one(Storage(facts, wanted)))
+        if not seen and _applies(one.rule.id, facts, wanted):
             unseen = _unseen(one.rule.id, facts, wanted)
-            said = [finding(one.rule, UNKNOWN, f"not seen: {unseen}") if unseen else finding(one.rule, PASS, "as it should be")]
-        found += said
+            seen = [finding(one.rule, UNKNOWN, f"not seen: {unseen}") if unseen else finding(one.rule, PASS, "as it should be")]
+        found += seen
     return in_order(found)
 
 
@@ -78,7 +78,7 @@ def _unseen(name: str, facts: Facts, wanted: Layout) -> str:
         if name in ("brick-options", "storage-clock"):
             bricks = [brick for brick in bricks if brick.node != wanted.node]
         places, written = [facts.bricks[brick.mount] for brick in bricks], name in ("brick-writable", "storage-clock")
-        return ", ".join(place.path for place in places if not _seen(place, wanted, written=written))
+        return ", ".join(state.path for state in places if not _seen(state, wanted, written=written))
     if name.startswith("pool-") and name != "pool-mounted" and facts.pool:
         pool, wrote = facts.pool, name in ("pool-writable", "pool-mmap")
         seen = pool.fstype == "fuse.mergerfs" and not (wrote and (pool.silent or pool.errno or pool.written != "ok"))
@@ -86,10 +86,10 @@ def _unseen(name: str, facts: Facts, wanted: Layout) -> str:
     return "" if name != "nfs-server-answers" or facts.servers else "no server was asked"
 
 
-def _seen(place: Place, wanted: Layout, *, written: bool) -> bool:
-    if (place.fstype is None and wanted.at(place.path)) or place.silent or place.errno:
+def _seen(state: MountState, wanted: Layout, *, written: bool) -> bool:
+    if (state.fstype is None and wanted.at(state.path)) or state.silent or state.errno:
         return False
-    return not written or place.written in ("ok", "ENOSPC", "EDQUOT")
+    return not written or state.written in ("ok", "ENOSPC", "EDQUOT")
 
 
 # --- bricks ------------------------------------------------------------------------------------------------------------
@@ -98,12 +98,12 @@ def _seen(place: Place, wanted: Layout, *, written: bool) -> bool:
 def _bricks(s: Storage, *, well: bool = False) -> Iterator[SeenBrick]:
     """The bricks that were looked at; ``well``: of them those that are mounted and answer."""
     for brick, address in zip(s.wanted.bricks, s.wanted.addresses, strict=True):
-        place = s.facts.bricks.get(brick.mount)
-        if place is None:
+        state = s.facts.bricks.get(brick.mount)
+        if state is None:
             continue
-        absent = place.fstype is None and s.wanted.at(brick.mount) is not None
-        seen = SeenBrick(brick, place, address, brick.node == s.wanted.node, absent)
-        if not well or not (absent or seen.silent or place.errno):
+        absent = state.fstype is None and s.wanted.at(brick.mount) is not None
+        seen = SeenBrick(brick, state, address, brick.node == s.wanted.node, absent)
+        if not well or not (absent or seen.silent or state.errno):
             yield seen
 
 
@@ -119,8 +119,8 @@ def mounted(s: Storage) -> Iterator[Seen]:
             fix = f"mount {seen.brick.mount}; journalctl -u '*.mount' says why it did not"
             fix += "" if seen.own else f"; on {seen.brick.node}: clustertune ops storage check"
             yield Seen(FAIL, "nothing is mounted there", fix, seen.where)
-    for path, place in s.facts.disks.items():
-        if place.fstype is None:
+    for path, state in s.facts.disks.items():
+        if state.fstype is None:
             device = _device(s, path)
             yield Seen(FAIL, f"{device} is not mounted, and not exported", f"lsblk -f {device}; mount {path}", path)
 
@@ -146,10 +146,10 @@ def answers(s: Storage) -> Iterator[Seen]:
 
 
 def _hung(s: Storage, seen: SeenBrick) -> Seen:
-    place, node = seen.place, seen.brick.node
-    what = f"no answer in {s.facts.seconds:g} s" + ("" if place.silent else " to a write, while it can be read")
-    if place.left:
-        what += f"; process {place.left} still waits for it, unkillable until it answers, and does no harm"
+    state, node = seen.place, seen.brick.node
+    what = f"no answer in {s.facts.seconds:g} s" + ("" if state.silent else " to a write, while it can be read")
+    if state.left:
+        what += f"; process {state.left} still waits for it, unkillable until it answers, and does no harm"
     if seen.own:
         fix = "dmesg for errors of the disk; xfs_freeze -u where somebody froze it"
     else:
@@ -158,15 +158,15 @@ def _hung(s: Storage, seen: SeenBrick) -> Seen:
 
 
 def _answered(seen: SeenBrick) -> Seen:
-    place, node = seen.place, seen.brick.node
-    if place.errno == "ESTALE":
-        fix = f"umount -l {place.path} && mount {place.path}, then the pool likewise"
+    state, node = seen.place, seen.brick.node
+    if state.errno == "ESTALE":
+        fix = f"umount -l {state.path} && mount {state.path}, then the pool likewise"
         return Seen(FAIL, f"stale file handle: {node} exports another file system than when it was mounted", fix, seen.where)
-    if place.errno in ("EACCES", "EPERM"):
-        return Seen(UNKNOWN, f"this user may not look there ({place.errno})", where=seen.where)
+    if state.errno in ("EACCES", "EPERM"):
+        return Seen(UNKNOWN, f"this user may not look there ({state.errno})", where=seen.where)
     at_home = "dmesg for errors of the disk; then umount, xfs_repair, mount"
     return Seen(
-        FAIL, f"answers {place.errno}", at_home if seen.own else f"on {node}: clustertune ops storage check", seen.where
+        FAIL, f"answers {state.errno}", at_home if seen.own else f"on {node}: clustertune ops storage check", seen.where
     )
 
 
@@ -197,20 +197,20 @@ def writable(s: Storage) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
     for seen in _bricks(s, well=True):
-        place, at = seen.place, "here" if seen.own else f"on {seen.brick.node}"
-        if place.read_only or "ro" in place.options or place.written == "EROFS":
+        state, at = seen.place, "here" if seen.own else f"on {seen.brick.node}"
+        if state.read_only or "ro" in state.options or state.written == "EROFS":
             folder = seen.brick.path if seen.own else seen.brick.mount
             fix = f"dmesg {at}: the kernel goes read-only on errors; then mount -o remount,rw {folder}"
             yield Seen(FAIL, "read-only", fix, seen.where)
-        elif place.written in ("EACCES", "EPERM"):
+        elif state.written in ("EACCES", "EPERM"):
             fix = f"clustertune ops storage apply {at} makes the folders; where they are there, fix their modes"
-            yield Seen(FAIL, f"a user may not {place.write_step} a file ({place.written})", fix, seen.where)
-        elif place.written in ("forbidden", "absent", "not asked"):
-            said = {"absent": "there is no shared folder on it", "forbidden": "this user may not write there"}
-            yield Seen(UNKNOWN, said.get(place.written, "no write was tried"), where=seen.where)
-        elif place.written not in ("ok", "", "ENOSPC", "EDQUOT"):
+            yield Seen(FAIL, f"a user may not {state.write_step} a file ({state.written})", fix, seen.where)
+        elif state.written in ("forbidden", "absent", "not asked"):
+            reasons = {"absent": "there is no shared folder on it", "forbidden": "this user may not write there"}
+            yield Seen(UNKNOWN, reasons.get(state.written, "no write was tried"), where=seen.where)
+        elif state.written not in ("ok", "", "ENOSPC", "EDQUOT"):
             fix = f"dmesg {at}; xfs_repair after umount where the disk is well"
-            yield Seen(FAIL, f"{place.write_step} of a file fails with {place.written}", fix, seen.where)
+            yield Seen(FAIL, f"{state.write_step} of a file fails with {state.written}", fix, seen.where)
 
 
 @rule("brick-space", STORAGE)
@@ -222,17 +222,17 @@ def space(s: Storage) -> Iterator[Seen]:
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
     for seen in _bricks(s, well=True):
-        place, least = seen.place, s.wanted.minfreespace
-        if place.free is None or place.total is None:
+        state, least = seen.place, s.wanted.minfreespace
+        if state.free is None or state.total is None:
             continue
-        room = f"{words(place.free)} of {words(place.total)} are free"
-        if place.written in ("ENOSPC", "EDQUOT") or place.free == 0:
+        room = f"{size_text(state.free)} of {size_text(state.total)} are free"
+        if state.written in ("ENOSPC", "EDQUOT") or state.free == 0:
             yield Seen(FAIL, f"full: {room}", where=seen.where)
-        elif least and place.free < least:
-            yield Seen(WARN, f"{room}, less than minfreespace ({words(least)}): it takes no new file", where=seen.where)
-        if place.inodes and place.free_inodes is not None and place.free_inodes < INODES * place.inodes:
-            status = FAIL if place.free_inodes == 0 else WARN
-            text = f"{place.free_inodes} of {place.inodes} inodes are free"
+        elif least and state.free < least:
+            yield Seen(WARN, f"{room}, less than minfreespace ({size_text(least)}): it takes no new file", where=seen.where)
+        if state.inodes and state.free_inodes is not None and state.free_inodes < INODES * state.inodes:
+            status = FAIL if state.free_inodes == 0 else WARN
+            text = f"{state.free_inodes} of {state.inodes} inodes are free"
             yield Seen(status, text, "remove small files: caches, logs, extracted archives", seen.where)
 
 
@@ -257,19 +257,19 @@ def source(s: Storage) -> Iterator[Seen]:
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
     for seen in _bricks(s, well=True):
-        mount, place = s.wanted.at(seen.brick.mount), seen.place
+        mount, state = s.wanted.at(seen.brick.mount), seen.place
         again = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
-        if mount and mount.kind == "bind" and place.as_meant is False:
+        if mount and mount.kind == "bind" and state.as_meant is False:
             yield Seen(FAIL, f"it shows something else than {seen.brick.path}", again, seen.where)
-        if mount and mount.kind == "nfs" and place.fstype:
-            if not place.fstype.startswith("nfs"):
-                yield Seen(FAIL, f"{place.fstype} from {place.source}, not NFS from {mount.source}", again, seen.where)
-            elif place.source.rstrip("/") != mount.source.rstrip("/"):
-                yield Seen(FAIL, f"mounted from {place.source}, not {mount.source}", again, seen.where)
-    for path, place in s.facts.disks.items():
-        if place.fstype is not None and place.as_meant is False:
+        if mount and mount.kind == "nfs" and state.fstype:
+            if not state.fstype.startswith("nfs"):
+                yield Seen(FAIL, f"{state.fstype} from {state.source}, not NFS from {mount.source}", again, seen.where)
+            elif state.source.rstrip("/") != mount.source.rstrip("/"):
+                yield Seen(FAIL, f"mounted from {state.source}, not {mount.source}", again, seen.where)
+    for path, state in s.facts.disks.items():
+        if state.fstype is not None and state.as_meant is False:
             fix = f"see which disk is meant: lsblk -f; then umount {path} && mount {path}, or fix storage.bricks.device"
-            yield Seen(FAIL, f"{place.source} is mounted, not {_device(s, path)}", fix, path)
+            yield Seen(FAIL, f"{state.source} is mounted, not {_device(s, path)}", fix, path)
 
 
 @rule("brick-options", STORAGE)
@@ -293,10 +293,10 @@ def server(s: Storage) -> Iterator[Seen]:
     Why: every access waits until it does
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
-    for address, said in s.facts.servers.items():
-        if said != "ok":
+    for address, answer in s.facts.servers.items():
+        if answer != "ok":
             node = next(b.node for b, other in zip(s.wanted.bricks, s.wanted.addresses, strict=True) if other == address)
-            what = f"no answer in {s.facts.seconds:g} s" if said in ("silent", "ETIMEDOUT") else f"answers {said}"
+            what = f"no answer in {s.facts.seconds:g} s" if answer in ("silent", "ETIMEDOUT") else f"answers {answer}"
             fix = f"see whether {node} is up, its nfs-server runs, and no firewall stands between"
             yield Seen(FAIL, what, fix, f"{address}:2049")
 
@@ -322,7 +322,7 @@ def export(s: Storage) -> Iterator[Seen]:
 # --- pool --------------------------------------------------------------------------------------------------------------
 
 
-def _pool(s: Storage) -> Place | None:
+def _pool(s: Storage) -> MountState | None:
     """The pool, where mergerfs is mounted there."""
     pool = s.facts.pool if s.wanted.pool else None
     return pool if pool and pool.fstype == "fuse.mergerfs" else None
@@ -371,14 +371,14 @@ def pool_bricks(s: Storage) -> Iterator[Seen]:
     Why: files on the missing one are not there for anybody
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
-    pool, said = _pool(s), s.facts.xattrs
+    pool, attributes = _pool(s), s.facts.xattrs
     if pool is None or s.wanted.pool is None:
         return
-    if not said:
+    if not attributes:
         yield Seen(UNKNOWN, "mergerfs did not report its settings", where=pool.path)
         return
     again, meant = _anew(pool), s.wanted.pool.source.split(":")
-    text = said.get("branches") or said.get("srcmounts") or ""
+    text = attributes.get("branches") or attributes.get("srcmounts") or ""
     # A branch may have a minfreespace of its own after its mode: /a=RW,4G.
     now = {path: mode.partition(",")[0] or "RW" for path, _, mode in (part.partition("=") for part in text.split(":") if part)}
     if absent := [branch for branch in meant if branch not in now]:
@@ -392,7 +392,7 @@ def pool_bricks(s: Storage) -> Iterator[Seen]:
         yield Seen(FAIL, text, f"mount {' '.join(gone)}", pool.path)
 
 
-def _anew(pool: Place) -> str:
+def _anew(pool: MountState) -> str:
     return f"umount {pool.path} && mount {pool.path}, when no job uses it; clustertune ops storage apply first"
 
 
@@ -403,12 +403,12 @@ def pool_options(s: Storage) -> Iterator[Seen]:
     Why: files outgrow a brick, or go where they should not
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
-    pool, said = _pool(s), s.facts.xattrs
+    pool, attributes = _pool(s), s.facts.xattrs
     if pool is None or s.wanted.pool is None:
         return
     meant = dict(option.partition("=")[::2] for option in s.wanted.pool.options)
     for key, same in _COMPARED.items():
-        value = said.get(key) or said.get("func.create" if key == "category.create" else key)
+        value = attributes.get(key) or attributes.get("func.create" if key == "category.create" else key)
         if value is not None and not same(meant[key], value):
             status = FAIL if key == "cache.files" and value in ("off", "direct") else WARN
             yield Seen(status, f"{key} is {value}, {meant[key]} is meant", _anew(pool), pool.path)
@@ -462,8 +462,8 @@ def pool_writes(s: Storage) -> Iterator[Seen]:
         fix = "storage.pool.create=epmfs, where only one brick has the folder; else fix the folders' modes"
         yield Seen(FAIL, f"a user may not {pool.write_step} a file ({written})", fix, pool.path)
     elif written in ("forbidden", "not asked") and not (pool.silent or pool.errno):
-        said = {"forbidden": "this user may not write to the shared folders"}
-        yield Seen(UNKNOWN, said.get(written, "no write was tried: it could go to the root disk"), where=pool.path)
+        reasons = {"forbidden": "this user may not write to the shared folders"}
+        yield Seen(UNKNOWN, reasons.get(written, "no write was tried: it could go to the root disk"), where=pool.path)
     elif written not in ("ok", "", "silent", "not asked", "absent"):
         yield Seen(FAIL, f"{pool.write_step} fails with {written}", "fix the brick that says so above", pool.path)
 

@@ -237,18 +237,18 @@ def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:
     needed, what = _whole(_SHARD_BYTES), "the largest shard of a merged model"
     if gpu:
         needed, what = _whole(gpu.memory_gb * _GIB), f"the memory of one {compute.gpu}, which bounds a rank's checkpoint file"
-    short = f"it falls short of {words(needed)}, {what}: a larger file than it fails where its brick fills up"
+    short = f"it falls short of {size_text(needed)}, {what}: a larger file than it fails where its brick fills up"
     if pool.min_free_gb:
-        said = _whole(pool.min_free_gb * 1e9)
-        return said, [f"minfreespace={words(said)} as storage.pool.min_free_gb says: {short}"] if said < needed else []
+        given = _whole(pool.min_free_gb * 1e9)
+        return given, [f"minfreespace={size_text(given)} as storage.pool.min_free_gb says: {short}"] if given < needed else []
     smallest = min(brick.tb for brick in cluster.storage.bricks) * 1e12
     if needed > smallest / 4:
         found = _whole(smallest / 20)
-        return found, [f"minfreespace={words(found)} is 5 % of the smallest brick: {short}"]
-    return needed, [f"minfreespace={words(needed)} is {what}; storage.pool.min_free_gb says otherwise"]
+        return found, [f"minfreespace={size_text(found)} is 5 % of the smallest brick: {short}"]
+    return needed, [f"minfreespace={size_text(needed)} is {what}; storage.pool.min_free_gb says otherwise"]
 
 
-def words(size: int) -> str:
+def size_text(size: int) -> str:
     """A size in GiB, MiB or bytes."""
     for unit, name in ((_GIB, "GiB"), (_MIB, "MiB")):
         if size >= unit:
@@ -320,12 +320,12 @@ def _shared_on(cluster: Cluster, brick: Brick) -> Iterator[Folder]:
     below = _below(shared, mount) if shared else None
     if below is None:
         return
-    place = base
+    path = base
     for number, part in enumerate(below.parts, 1):
-        place = f"{place}/{part}"
+        path = f"{path}/{part}"
         last = number == len(below.parts)
-        yield Folder(place, mode_of(group) if last else 0o755, group if last else None)
-    yield from (Folder(f"{place}/{name}", mode_of(group), group) for name in _names(cluster))
+        yield Folder(path, mode_of(group) if last else 0o755, group if last else None)
+    yield from (Folder(f"{path}/{name}", mode_of(group), group) for name in _names(cluster))
 
 
 def _local(cluster: Cluster, host: Host) -> Iterator[Folder]:

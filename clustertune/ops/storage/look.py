@@ -23,7 +23,7 @@ from clustertune.ops.storage.plan import BLOCK, serves
 
 
 @dataclass
-class Place:
+class MountState:
     """One mount point and what is mounted there."""
 
     path: str
@@ -68,11 +68,11 @@ class Facts:
     """Whether root looked."""
     seconds: float = 0.0
     """The limit of one look."""
-    bricks: dict[str, Place] = field(default_factory=dict)
+    bricks: dict[str, MountState] = field(default_factory=dict)
     """By mount point."""
-    disks: dict[str, Place] = field(default_factory=dict)
+    disks: dict[str, MountState] = field(default_factory=dict)
     """Where this node's own devices are mounted, by the exported folder."""
-    pool: Place | None = None
+    pool: MountState | None = None
     xattrs: dict[str, str] = field(default_factory=dict)
     """mergerfs' settings at run time, without ``user.mergerfs.``."""
     servers: dict[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Fac
     disks = {mount.target: mount.source for mount in wanted.mounts if mount.kind == "device"}
     binds = {brick.mount: brick.path for brick in wanted.own if brick.path != brick.mount}
     real = _reals({*wanted.mounted, *disks, *pool, *binds.values()}, root, now, seconds)
-    found = {path: _place(path, now.get(place)) for path, place in real.items()}
+    found = {path: _mount_state(path, now.get(real_path)) for path, real_path in real.items()}
     facts.bricks = {brick.mount: found[brick.mount] for brick in wanted.bricks}
     for path, device in disks.items():
         facts.disks[path] = replace(found[path], as_meant=_same_device(found[path].source, device))
@@ -133,8 +133,8 @@ def _real(root: Path, path: str) -> dict[str, str]:
     return {"path": str(inside(root, path))}
 
 
-def _place(path: str, entry: MountLine | None) -> Place:
-    return Place(path, entry.fstype, entry.source, options=list(entry.options)) if entry else Place(path)
+def _mount_state(path: str, entry: MountLine | None) -> MountState:
+    return MountState(path, entry.fstype, entry.source, options=list(entry.options)) if entry else MountState(path)
 
 
 def _same_device(one: str, other: str) -> bool:
@@ -151,50 +151,52 @@ def _is_bind(now: Mapping[str, MountLine], path: str, mount: str) -> bool | None
     return (bind.device, bind.root) == (now[above].device, folder)
 
 
-def _first_round(wanted: Layout, facts: Facts, places: list[Place], root: Path, seconds: float) -> None:
+def _first_round(wanted: Layout, facts: Facts, places: list[MountState], root: Path, seconds: float) -> None:
     """Whatever only reads."""
-    works: dict[str, Work] = {f"at {place.path}": partial(probe.state, root, place.path) for place in places}
+    works: dict[str, Work] = {f"at {state.path}": partial(probe.state, root, state.path) for state in places}
     if wanted.pool:
         works["xattrs"] = partial(probe.xattrs, root, wanted.pool.target)
     if root == NODE:
-        works |= {f"to {address}": partial(probe.connect, address, seconds) for address in _asked(wanted)}
+        works |= {f"to {address}": partial(probe.connect, address, seconds) for address in _other_servers(wanted)}
     shared = wanted.shared
     paths = [f"{shared.rstrip('/')}/{name}" for name in wanted.names] if shared else []
     works |= {f"folder {path}": partial(probe.folder, root, path) for path in paths}
     answers = ask_all(works, seconds + 0.5)
-    for place in places:
-        _note(place, answers[f"at {place.path}"])
+    for state in places:
+        _note(state, answers[f"at {state.path}"])
     facts.xattrs = dict((answers["xattrs"].found if "xattrs" in answers else None) or {})
-    facts.servers = {address: _outcome(answers[f"to {address}"]) for address in _asked(wanted) if f"to {address}" in answers}
+    facts.servers = {
+        address: _outcome(answers[f"to {address}"]) for address in _other_servers(wanted) if f"to {address}" in answers
+    }
     for path in paths:
         answer = answers[f"folder {path}"]
         facts.folders[path] = answer.found or {"errno": _outcome(answer)}
 
 
-def _asked(wanted: Layout) -> list[str]:
+def _other_servers(wanted: Layout) -> list[str]:
     """The servers of the other nodes' bricks."""
     pairs = zip(wanted.bricks, wanted.addresses, strict=True)
     return list(dict.fromkeys(address for brick, address in pairs if brick.node != wanted.node))
 
 
-def _second_round(wanted: Layout, places: list[Place], root: Path, seconds: float) -> None:
+def _second_round(wanted: Layout, places: list[MountState], root: Path, seconds: float) -> None:
     """A write through every mount that answered and is mounted: on the root disk nothing is ever written."""
     gid = _gid(wanted.group)
     works: dict[str, Work] = {}
     pool = wanted.pool.target if wanted.pool else None
-    trap = any(place.data if place.fstype is None else place.root_disk for place in places if place.path != pool)
-    for place in places:
-        if place.fstype is None or place.silent or place.errno or place.root_disk or (trap and place.path == pool):
-            place.written = "not asked"
+    trap = any(state.data if state.fstype is None else state.root_disk for state in places if state.path != pool)
+    for state in places:
+        if state.fstype is None or state.silent or state.errno or state.root_disk or (trap and state.path == pool):
+            state.written = "not asked"
             continue
-        if folders := _writable(wanted, place.path):
-            works[place.path] = partial(probe.write, root, place.path, folders, gid)
+        if folders := _writable(wanted, state.path):
+            works[state.path] = partial(probe.write, root, state.path, folders, gid)
         else:
-            place.written = "not asked"
+            state.written = "not asked"
     answers = ask_all(works, seconds)
-    for place in places:
-        if place.path in works:
-            _note_write(place, answers[place.path])
+    for state in places:
+        if state.path in works:
+            _note_write(state, answers[state.path])
 
 
 def _writable(wanted: Layout, mount: str) -> list[str]:
@@ -225,21 +227,21 @@ def _outcome(answer: Answer) -> str:
     return errno.errorcode.get(answer.errno, str(answer.errno)) if answer.errno else "ok"
 
 
-def _note(place: Place, answer: Answer) -> None:
-    place.silent, place.left = answer.silent, answer.left
-    place.errno = "" if answer.silent or not answer.errno else _outcome(answer)
+def _note(state: MountState, answer: Answer) -> None:
+    state.silent, state.left = answer.silent, answer.left
+    state.errno = "" if answer.silent or not answer.errno else _outcome(answer)
     for key, value in (answer.found or {}).items():
-        setattr(place, key, value)
+        setattr(state, key, value)
 
 
-def _note_write(place: Place, answer: Answer) -> None:
+def _note_write(state: MountState, answer: Answer) -> None:
     if answer.found is None:
-        place.written, place.left = _outcome(answer), place.left or answer.left
+        state.written, state.left = _outcome(answer), state.left or answer.left
         return
     for key, value in answer.found.items():
-        setattr(place, key, value)
-    if place.written in ("EACCES", "EPERM") and os.geteuid() != 0:
-        place.written = "forbidden"
+        setattr(state, key, value)
+    if state.written in ("EACCES", "EPERM") and os.geteuid() != 0:
+        state.written = "forbidden"
 
 
 def _stale(wanted: Layout, root: Path, source: str) -> list[str]:

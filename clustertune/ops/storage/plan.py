@@ -64,7 +64,7 @@ class Plan:
     @property
     def point_words(self) -> list[str]:
         """What is to be done about mount points."""
-        return [words for point in self.points if (words := points.missing(point, live=self.live))]
+        return [message for point in self.points if (message := points.missing(point, live=self.live))]
 
     @property
     def needed(self) -> bool:
@@ -152,7 +152,7 @@ def _install(folder: Folder) -> str:
 
 
 def by_hand(cluster: Cluster, node: str, root: Path) -> list[str]:
-    """Disks of bricks that are mounted above the exported folder now, and by nothing that the next boot knows, in words."""
+    """Disks of bricks that are mounted above the exported folder now, and by nothing that the next boot knows, in message."""
     if root != NODE:
         return []
     own = [brick for brick in cluster.storage.bricks if brick.node == find_node(cluster, node).name]
@@ -204,7 +204,7 @@ def _other_exports(root: Path) -> dict[str, bytes]:
     return {path: text for path in paths if (text := read(root, path)) is not None}
 
 
-def words(plan: Plan) -> Iterator[str]:
+def as_lines(plan: Plan) -> Iterator[str]:
     """A plan for a person: the differences, then the commands in their order, then what to know."""
     for change in plan.changes:
         yield from diff(change)
@@ -278,8 +278,8 @@ def serves(proc: Path = Path("/proc")) -> bool:
         return int((proc / "fs/nfsd/threads").read_text()) > 0
     with contextlib.suppress(OSError):
         for line in (proc / "net/rpc/nfsd").read_text().splitlines():
-            if (words := line.split())[:1] == ["th"]:
-                return words[1:2] not in ([], ["0"])
+            if (fields := line.split())[:1] == ["th"]:
+                return fields[1:2] not in ([], ["0"])
     return False
 
 
@@ -430,8 +430,8 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
     with tempfile.TemporaryDirectory(prefix="clustertune-") as name:
         folder = Path(name)
         places = [folder / part for part in ("normal", "early", "late")]
-        for place in places:
-            place.mkdir()
+        for target in places:
+            target.mkdir()
         fstab = folder / "fstab"
         fstab.write_bytes(text)
         env = {
@@ -441,15 +441,15 @@ def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
             "SYSTEMD_LOG_TARGET": "console",
             "SYSTEMD_LOG_LEVEL": "info",
         }
-        said = _run([program, *map(str, places)], env)
+        output = _run([program, *map(str, places)], env)
         units = {path.name for path in places[0].glob("*.mount")}
         env["SYSTEMD_UNIT_PATH"] = f"{places[0]}:"
         missing = not any(Path(folder, CLIENT).exists() for folder in UNITS)
         for file, body in CLIENT_UNITS.items() if missing else ():
             (places[0] / file).write_text(body)
         names = [str(places[0] / name) for name in sorted(units)]
-        said += _run([analyze, "--man=no", "verify", *names, *([CLIENT] if missing else []), *TARGETS], env)
-        lines = [line.replace(str(folder), "") for line in said if _TOLD.search(line)]
+        output += _run([analyze, "--man=no", "verify", *names, *([CLIENT] if missing else []), *TARGETS], env)
+        lines = [line.replace(str(folder), "") for line in output if _TOLD.search(line)]
         return units, list(dict.fromkeys(line for line in lines if not line.startswith("Parsing ")))
 
 

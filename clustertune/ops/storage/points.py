@@ -68,12 +68,12 @@ def _each(points: list[str], mounted: set[str], what: Callable[[list[str]], Mapp
     return list(ask_all(works, seconds).values())
 
 
-def _look(path: str, root: Path, place: Path) -> Point:
-    leads = "/" + str(place.relative_to(root)) if root != NODE else str(place)
+def _look(path: str, root: Path, target: Path) -> Point:
+    leads = "/" + str(target.relative_to(root)) if root != NODE else str(target)
     if leads != path:
         return Point(path, "link", leads=leads)
     try:
-        mode = place.lstat().st_mode
+        mode = target.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return Point(path, "absent")
     except PermissionError:
@@ -81,20 +81,20 @@ def _look(path: str, root: Path, place: Path) -> Point:
     if not stat.S_ISDIR(mode):
         return Point(path, "other")
     try:
-        with os.scandir(place) as found:
+        with os.scandir(target) as found:
             names = tuple(sorted(entry.name for _, entry in zip(range(20), found, strict=False)))
-        return Point(path, "folder", names, immutable(place))
+        return Point(path, "folder", names, immutable(target))
     except PermissionError:
         return Point(path, "unknown")
 
 
-def immutable(place: Path) -> bool | None:
+def immutable(target: Path) -> bool | None:
     """Whether a folder bears the flag; None where its file system knows none."""
-    return _flags(place, lambda flags: flags)
+    return _flags(target, lambda flags: flags)
 
 
-def _flags(place: Path, change: Callable[[int], int]) -> bool | None:
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _flags(target: Path, change: Callable[[int], int]) -> bool | None:
+    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         data = bytearray(8)
         fcntl.ioctl(fd, _GET_FLAGS, data)
@@ -112,9 +112,9 @@ def _flags(place: Path, change: Callable[[int], int]) -> bool | None:
         os.close(fd)
 
 
-def set_immutable(place: Path, on: bool = True) -> bool | None:
+def set_immutable(target: Path, on: bool = True) -> bool | None:
     """Set or clear the flag. Returns what it is now; None where the file system knows none. Raises OSError."""
-    return _flags(place, lambda flags: flags | _IMMUTABLE if on else flags & ~_IMMUTABLE)
+    return _flags(target, lambda flags: flags | _IMMUTABLE if on else flags & ~_IMMUTABLE)
 
 
 def problems(points: Iterable[Point]) -> list[Problem]:
@@ -153,21 +153,23 @@ def make(points: Iterable[Point], root: Path) -> tuple[list[str], dict[str, str]
         for path in wanted:
             inside(root, path).mkdir(parents=True, exist_ok=True)
         return wanted, {}
-    said = dict.fromkeys(wanted, f"no answer in {SECONDS:g} s")
+    failures = dict.fromkeys(wanted, f"no answer in {SECONDS:g} s")
     for answer in _each(wanted, set(mount_points()), lambda paths: {path: _make(path) for path in paths}, SECONDS):
-        said |= answer.found or {}
-    return [path for path in wanted if said[path] in ("", NO_FLAG)], {path: words for path, words in said.items() if words}
+        failures |= answer.found or {}
+    return [path for path in wanted if failures[path] in ("", NO_FLAG)], {
+        path: reason for path, reason in failures.items() if reason
+    }
 
 
 def _make(path: str) -> str:
     """Empty, or why it is not as it should be."""
-    place = Path(path)
+    target = Path(path)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if set_immutable(place) is None:
+        target.mkdir(parents=True, exist_ok=True)
+        if set_immutable(target) is None:
             return NO_FLAG
     except OSError as error:
-        if not place.is_dir():
+        if not target.is_dir():
             return f"could not be made: {error.strerror}; see what is mounted above it, and how"
         hint = "; a container may not, the machine itself may" if error.errno == errno.EPERM else ""
         return f"could not be made immutable: {error.strerror}{hint}"

@@ -28,15 +28,15 @@ _SIZE = 256 * 1024
 
 def state(root: Path, path: str) -> dict[str, Any]:
     """What statvfs and the folder itself tell, as fields of ``look.Place``. Raises OSError: ESTALE, ENOTCONN, EIO."""
-    place = inside(root, path)
-    found = os.statvfs(place)
-    with os.scandir(place) as entries:
+    target = inside(root, path)
+    found = os.statvfs(target)
+    with os.scandir(target) as entries:
         next(entries, None)  # a stale handle shows where the folder is read
     data: bool | None = True
-    seen = place
+    seen = target
     try:
-        (place / DATA).stat()
-        seen = place / DATA
+        (target / DATA).stat()
+        seen = target / DATA
     except FileNotFoundError:
         data = False
     return {

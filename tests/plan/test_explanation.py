@@ -12,7 +12,7 @@ import pytest
 from clustertune.config.hardware import Price
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
-from clustertune.plan import document, words
+from clustertune.plan import document, explanation
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Link, Machine
@@ -95,7 +95,7 @@ def test_without_lengths_there_is_no_price(tmp_path: Path) -> None:
     body = document.as_json(unknown, PRICE)
     assert body["hours"] is body["gpu_hours"] is body["cost"] is body["steps"] is None
     assert any("number of steps is not known" in line for line in body["assumptions"])
-    assert words.why(unknown, "hours")[0].startswith("the number of steps is not known")
+    assert explanation.why(unknown, "hours")[0].startswith("the number of steps is not known")
 
 
 TOKEN = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?)|(?P<word>[A-Za-z][\w'-]*(?:/s)?)|(?P<sign>[-+/()])")
@@ -134,7 +134,7 @@ def test_the_arithmetic_is_true(name: str, tmp_path: Path) -> None:
     }  # fmt: skip
     plan = planned(tmp_path / "recipe", LATENT, **(CASES | more)[name])
     checked = set()
-    for topic, terms in words.topics(plan).items():
+    for topic, terms in explanation.topics(plan).items():
         for term in terms:
             if not term.value or "{" not in term.formula or "the longer of" in term.formula:
                 continue
@@ -148,15 +148,15 @@ def test_the_arithmetic_is_true(name: str, tmp_path: Path) -> None:
 
 def test_every_part_can_be_asked_for(plan: Plan) -> None:
     """Each topic answers, spelt with spaces, underscores or capitals; another is refused with the nearest."""
-    for topic in [*words.topics(plan), "hours", "steps", "mfu", "HFU", "exposed_communication", "network"]:
-        assert isinstance(words.why(plan, topic), list)
-    assert words.why(plan, "Exposed Communication") == words.why(plan, "communication")
+    for topic in [*explanation.topics(plan), "hours", "steps", "mfu", "HFU", "exposed_communication", "network"]:
+        assert isinstance(explanation.why(plan, topic), list)
+    assert explanation.why(plan, "Exposed Communication") == explanation.why(plan, "communication")
     with pytest.raises(UserError, match="did you mean communication"):
-        words.why(plan, "comunication")
+        explanation.why(plan, "comunication")
     with pytest.raises(UserError, match="no part"):
-        words.why(plan, "")
-    assert any(line.startswith("together") for line in words.why(plan, "hours"))
-    assert f"{plan.utilisation(hardware=False):.1%}" in words.why(plan, "mfu")[0]
+        explanation.why(plan, "")
+    assert any(line.startswith("together") for line in explanation.why(plan, "hours"))
+    assert f"{plan.utilisation(hardware=False):.1%}" in explanation.why(plan, "mfu")[0]
 
 
 LONG = {"train": {"num_train_epochs": 20}}
@@ -182,7 +182,7 @@ def test_the_bottleneck_is_the_largest_part(
 ) -> None:  # fmt: skip
     """One sentence that follows what takes the time, or why nothing starts."""
     plan = planned(tmp_path / "recipe", at, given, **recipe)
-    found = words.bottleneck(plan)
+    found = explanation.bottleneck(plan)
     assert found.startswith(expected), found
     assert plan.fits == ("not fit" not in found)
     assert found.endswith(".") and "\n" not in found
@@ -191,16 +191,16 @@ def test_the_bottleneck_is_the_largest_part(
 def test_a_slow_network_is_named_with_its_share_of_nominal(tmp_path: Path) -> None:
     """10 % of nominal is a fault to look for, and the sentence says so."""
     plan = planned(tmp_path / "recipe", machine(inter=SLOW), nodes=2)
-    assert "0.1 GB/s, 10% of nominal, measured" in words.bottleneck(plan)
-    assert words.bandwidth_source(plan) == "measured"
-    assert any(line == "between nodes: check" for line in words.assumptions(plan))
+    assert "0.1 GB/s, 10% of nominal, measured" in explanation.bottleneck(plan)
+    assert explanation.bandwidth_source(plan) == "measured"
+    assert any(line == "between nodes: check" for line in explanation.assumptions(plan))
 
 
 def test_the_source_of_the_bandwidth(tmp_path: Path) -> None:
     """That of the slowest level that is used; none where nothing is sent."""
-    assert words.bandwidth_source(planned(tmp_path / "one", machine(inter=SLOW))) == "nominal"
+    assert explanation.bandwidth_source(planned(tmp_path / "one", machine(inter=SLOW))) == "nominal"
     single = planned(tmp_path / "single", lora=LORA_SECTION, gpus=1, accelerate={"distributed_type": "NO"})
-    assert words.bandwidth_source(single) == "none"
+    assert explanation.bandwidth_source(single) == "none"
 
 
 def test_a_calibrated_plan_is_narrower(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_calibrated_plan_is_narrower(tmp_path: Path) -> None:
     known = replace(constants(), calibrated=("compute_scale", "intra_scale", "inter_scale"))
     narrow = planned(tmp_path / "narrow", given=known)
     assert wide.low < narrow.low < 1 < narrow.high < wide.high
-    assert any("calibrated" in line for line in words.assumptions(narrow))
+    assert any("calibrated" in line for line in explanation.assumptions(narrow))
 
 
 def test_numbers_as_people_read_them() -> None:
@@ -234,7 +234,9 @@ def test_numbers_as_people_read_them() -> None:
 )
 def test_recomputation_is_said(train: dict[str, Any], sections: dict[str, Any], says: str, tmp_path: Path) -> None:
     """A recipe that is silent of it gets TRL's default, a third more time: whoever plans a published run must see that."""
-    (line,) = [text for text in words.assumptions(planned(tmp_path / "r", train=train, **sections)) if "recomputed" in text]
+    (line,) = [
+        text for text in explanation.assumptions(planned(tmp_path / "r", train=train, **sections)) if "recomputed" in text
+    ]
     assert line.endswith(says)
 
 
@@ -244,12 +246,14 @@ def test_waiting_for_nvme_is_not_waiting_for_the_network(tmp_path: Path) -> None
               (("device", "nvme"), ("nvme_path", "/somewhere"))}  # fmt: skip
     accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3} | config}
     plan = planned(tmp_path / "r", accelerate=accelerate, train={"global_batch_size": 64})
-    assert "between NVMe and GPU" in words.bottleneck(plan) and "network" not in words.bottleneck(plan)
-    assert any("NVMe is assumed to read and write 6 GB/s" in text for text in words.assumptions(plan))
-    assert any(text.startswith("weights and gradients between NVMe and GPU: (") for text in words.why(plan, "communication"))
+    assert "between NVMe and GPU" in explanation.bottleneck(plan) and "network" not in explanation.bottleneck(plan)
+    assert any("NVMe is assumed to read and write 6 GB/s" in text for text in explanation.assumptions(plan))
+    assert any(
+        text.startswith("weights and gradients between NVMe and GPU: (") for text in explanation.why(plan, "communication")
+    )
     assert plan.low < 0.8 and plan.high > 1.2
 
 
 def test_a_part_that_takes_nothing_is_said(tmp_path: Path) -> None:
     """An empty answer reads like a fault."""
-    assert words.why(planned(tmp_path / "r"), "pipeline") == ["pipeline: 0, this plan has none"]
+    assert explanation.why(planned(tmp_path / "r"), "pipeline") == ["pipeline: 0, this plan has none"]

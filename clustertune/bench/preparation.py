@@ -27,7 +27,7 @@ CONVERSATIONS = "synthetic.jsonl"
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchRequest:
     """The command line."""
 
     recipe: str
@@ -55,7 +55,7 @@ class Asked:
 class Bench:
     """A benchmark as it is run."""
 
-    asked: Asked
+    request: BenchRequest
     whole: Resolved
     """The recipe as it was given: what is projected."""
     measured: Resolved
@@ -78,44 +78,47 @@ class Bench:
         return Lengths(tuple(sorted(next(drawn) for _ in range(1000))), "made-up conversations")
 
 
-def make(asked: Asked) -> Bench:
+def make(request: BenchRequest) -> Bench:
     """Resolve the recipe twice: as it is, and as it is measured. Raises UserError with all problems of the recipe."""
-    given = list(asked.overrides)
-    ranks = asked.ranks
-    whole = resolve(asked.recipe, given, tiny=asked.tiny, ranks=ranks)
+    given = list(request.overrides)
+    ranks = request.ranks
+    whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
     require_startable(whole)
-    if ranks is None and not asked.elsewhere and (shrunk := _ranks_here(whole, asked)) is not None:
+    if ranks is None and not request.elsewhere and (shrunk := _ranks_here(whole, request)) is not None:
         ranks = shrunk
-        whole = resolve(asked.recipe, given, tiny=asked.tiny, ranks=ranks)
-    made = _to_make(asked.schedule, whole) if asked.synthetic else None
-    own = [*_steps(asked), *(_made_up(whole, asked.run_path) if made else [])]
+        whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
+    made = _to_make(request.schedule, whole) if request.synthetic else None
+    own = [*_steps(request), *(_made_up(whole, request.run_path) if made else [])]
     keys = {text.partition("=")[0] for text in own}
     kept = [text for text in given if text.partition("=")[0] not in keys]
-    return Bench(asked, whole, resolve(asked.recipe, [*kept, *own], tiny=asked.tiny, ranks=ranks), made)
+    return Bench(request, whole, resolve(request.recipe, [*kept, *own], tiny=request.tiny, ranks=ranks), made)
 
 
-def as_made(asked: Asked, whole: Resolved, measured: Resolved) -> Bench:
+def as_made(request: BenchRequest, whole: Resolved, measured: Resolved) -> Bench:
     """The benchmark of recipes that were resolved before."""
-    return Bench(asked, whole, measured, _to_make(asked.schedule, whole) if asked.synthetic else None)
+    return Bench(request, whole, measured, _to_make(request.schedule, whole) if request.synthetic else None)
 
 
-def _ranks_here(whole: Resolved, asked: Asked) -> int | None:
+def _ranks_here(whole: Resolved, request: BenchRequest) -> int | None:
     """How many ranks a small or made-up model gets on this machine, where that is fewer than the recipe's; None: its own."""
     gpus = chain.visible_gpus()
     few = gpus or tiny_ranks(whole.accelerate)
     if whole.world_size <= few:
         return None
-    if asked.tiny or asked.synthetic or whole.recipe.model.weights == "random":
+    if request.tiny or request.synthetic or whole.recipe.model.weights == "random":
         return few
     fix = f"--tiny or --ranks N measure it here, --submit on a cluster; it asks for {whole.world_size} GPUs"
-    raise UserError(Problem(f"this machine has {gpus} GPUs", file=asked.recipe, key="slurm", fix=fix))
+    raise UserError(Problem(f"this machine has {gpus} GPUs", file=request.recipe, key="slurm", fix=fix))
 
 
-def _steps(asked: Asked) -> list[str]:
+def _steps(request: BenchRequest) -> list[str]:
     """So many steps, nothing between them; one evaluation and one checkpoint behind them."""
-    total = asked.schedule.total
+    total = request.schedule.total
     found = [f"train.max_steps={total}", "train.eval_on_start=false", "train.save_strategy=no", "train.report_to=none"]
-    return [*found, *(["train.eval_strategy=steps", f"train.eval_steps={total}"] if asked.ends else ["train.eval_strategy=no"])]
+    return [
+        *found,
+        *(["train.eval_strategy=steps", f"train.eval_steps={total}"] if request.ends else ["train.eval_strategy=no"]),
+    ]
 
 
 def _made_up(whole: Resolved, run_path: Path) -> list[str]:
@@ -159,7 +162,7 @@ def make_conversations(bench: Bench) -> int:
     if bench.made is None:
         return 0
     tokens, count = bench.made
-    path, whole = made_file(bench.asked.run_path), bench.whole
+    path, whole = made_file(bench.request.run_path), bench.whole
     return write(path, _mean(whole), _longest(whole), tokens=tokens, count=count, seed=_seed(whole))
 
 
@@ -174,7 +177,7 @@ TEMPLATE_TOKENS = 12
 _SYLLABLES = ("ba", "ce", "di", "fo", "gu", "la", "me", "ni", "po", "ru")
 
 
-def words() -> list[str]:
+def vocabulary() -> list[str]:
     """The vocabulary: each word ends in another one's beginning, so that a tokenizer learns whole words."""
     return [a + b + c for a in _SYLLABLES for b in _SYLLABLES for c in _SYLLABLES][:WORDS]
 
@@ -189,7 +192,7 @@ def lengths(mean: float, longest: int, seed: int) -> Iterator[int]:
 
 def conversations(mean: float, longest: int, *, tokens: float, count: int, seed: int) -> Iterator[list[dict[str, str]]]:
     """At least ``count`` conversations with at least ``tokens`` tokens together; each answers one question."""
-    draw, known = random.Random(seed + 1), words()  # noqa: S311 - nothing secret
+    draw, known = random.Random(seed + 1), vocabulary()  # noqa: S311 - nothing secret
     made, total = 0, 0
     for length in lengths(mean, longest, seed):
         if made >= count and total >= tokens:

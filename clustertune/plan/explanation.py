@@ -60,23 +60,23 @@ def bottleneck(plan: Plan) -> str:
         wire = max(plan.step.wires, key=lambda w: w.term.value)
         inside = wire.collective.group.inside(plan.machine)
         link = plan.machine.intra if inside else plan.machine.inter
-        place = "inside a node" if inside else "between nodes"
+        where = "inside a node" if inside else "between nodes"
         speed = link.bytes_per_s / 1e9
         slow = f", {link.bytes_per_s / link.nominal_bytes_per_s:.0%} of nominal" if link.nominal_bytes_per_s > 0 else ""
         return (
-            f"The network {place}: {share:.0%} of the time the GPUs wait for the {wire.collective.name} "
+            f"The network {where}: {share:.0%} of the time the GPUs wait for the {wire.collective.name} "
             f"({speed:.3g} GB/s{slow}, {link.source})."
         )
     if name == "compute":
         return f"Computing: {share:.0%} of the time, {_kinds(plan)}."
-    words = {
+    phrases = {
         "pipeline_bubble": "The pipeline: a stage idles {share} of the time; more micro batches or virtual stages fill it.",
         "optimizer": "The optimizer: {share} of the time; a larger batch or more ranks spread it.",
         "evaluation": "Evaluation: {share} of the time; evaluate less often or fewer sequences.",
         "checkpoint": "Checkpoints: {share} of the time; save less often or to faster storage.",
         "load": "Start-up and loading: {share} of the time; the training itself is short.",
     }
-    return words[name].format(share=f"{share:.0%}")
+    return phrases[name].format(share=f"{share:.0%}")
 
 
 def _kinds(plan: Plan) -> str:
@@ -93,7 +93,7 @@ def _kinds(plan: Plan) -> str:
 def assumptions(plan: Plan) -> list[str]:
     """Everything that was taken to be so, one sentence each."""
     machine, constants = plan.machine, plan.constants
-    found = [f"{place}: {link.note}" for place, link in links(plan)]
+    found = [f"{location}: {link.note}" for location, link in links(plan)]
     share = constants.gemm(machine.generation) / constants.compute_scale
     known = ", calibrated" if "compute_scale" in constants.calibrated else ""
     found.append(f"matrix products reach {share:.0%} of {machine.peak_flops / 1e12:,.0f} TFLOP/s ({machine.generation}{known})")
@@ -113,8 +113,8 @@ def _recomputed(plan: Plan) -> str:
     if share and again.save:
         text += f"; of them {' and '.join(again.save)} kept".replace("every_second_matmul", "every second product")
     keys = ("activation_checkpointing", "gradient_checkpointing")
-    said = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
-    if share and not said and plan.resolved.train_args.get("activation_checkpointing"):
+    explicit = recipe.activation_checkpointing is not None or any(recipe.train.get(key) is not None for key in keys)
+    if share and not explicit and plan.resolved.train_args.get("activation_checkpointing"):
         text += ", TRL's default; activation_checkpointing.ratio=0 turns it off"
     return text
 

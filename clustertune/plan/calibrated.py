@@ -21,7 +21,7 @@ CALIBRATION = ".calibration.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class CalibratedCluster:
     """Where a plan is made for."""
 
     cluster: Cluster
@@ -35,12 +35,12 @@ class Place:
         return machine(self.cluster, measured=self.measured, nodes=nodes)
 
 
-def find_place(cluster: Cluster, nccl_check: Path | None = None) -> Place:
+def find_calibrated(cluster: Cluster, nccl_check: Path | None = None) -> CalibratedCluster:
     """The cluster with the files beside its own. Raises UserError where one of them is wrong."""
     measured = read_measured(nccl_check) if nccl_check else find_measured(cluster)
     kept = _beside(cluster)
     constants = calibration.read(kept, cluster=cluster.name) if kept is not None and kept.is_file() else Constants()
-    return Place(cluster, measured, kept, constants)
+    return CalibratedCluster(cluster, measured, kept, constants)
 
 
 def _beside(cluster: Cluster) -> Path | None:
@@ -59,10 +59,10 @@ def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
     ``{"unknown": why}``: a run never fails for its forecast.
     """
     try:
-        where = find_place(cluster)
+        where = find_calibrated(cluster)
         plan = make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants)
     except UserError as error:
         return {"unknown": str(error.problems[0])}
-    told = as_json(plan, None)
+    planned = as_json(plan, None)
     keys = ("step_s", "step_s_range", "tokens_per_s", "peak_gib_per_gpu", "hours", "bandwidth_source", "calibrated")
-    return {key: told[key] for key in keys}
+    return {key: planned[key] for key in keys}

@@ -26,7 +26,7 @@ SLACK_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalNode:
     """One node of its own number: the only one, or the first of several that were started by hand."""
 
     hosts: tuple[str, ...]
@@ -64,19 +64,19 @@ class Nodes:
     def command(self, folder: Path) -> list[str]:
         """``srun`` of the node's program."""
         # Slurm gives whole cores: a job that asked for one CPU has two, and srun warns of a step that wants both.
-        asked = self.environ.get("SLURM_CPUS_PER_TASK", "")
+        requested = self.environ.get("SLURM_CPUS_PER_TASK", "")
         return step.in_step(
             [sys.executable, "-m", NODE_MODULE, "--folder", str(folder)],
             self.cluster,
             binds=[folder.parent],
             nodes=len(self.hosts),
-            cpus=int(asked) if asked.isdigit() else self.allocation.cpus_per_node,
+            cpus=int(requested) if requested.isdigit() else self.allocation.cpus_per_node,
             gpus=self.gpus,
             environ=self.environ,
         )
 
 
-Place = Here | Nodes
+Target = LocalNode | Nodes
 
 
 TICK_SECONDS = 0.5
@@ -84,7 +84,7 @@ RECORD_SECONDS = 12.0
 """How long the other nodes may take to end what is left of a round: they notice within a second that this one has ended."""
 
 
-def run_round(place: Place, folder: Path, setup: Setup, tick: Callable[[Path], None] = lambda _: None) -> None:
+def run_round(target: Target, folder: Path, setup: Setup, tick: Callable[[Path], None] = lambda _: None) -> None:
     """Run a round to its end, or end it. Raises OSError where its folder cannot be written.
 
     It is ended at the latest after its ``most_seconds``. ``tick`` is called with the folder now and then.
@@ -94,7 +94,7 @@ def run_round(place: Place, folder: Path, setup: Setup, tick: Callable[[Path], N
     limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
     with (folder / LAUNCHED).open("ab") as out:
         child = subprocess.Popen(
-            place.command(folder),
+            target.command(folder),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -114,9 +114,9 @@ def run_round(place: Place, folder: Path, setup: Setup, tick: Callable[[Path], N
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(5)
             kill_group(child)
-    if isinstance(place, Here) and len(place.hosts) > 1:  # srun waits for all nodes by itself
+    if isinstance(target, LocalNode) and len(target.hosts) > 1:  # srun waits for all nodes by itself
         until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
-        for node in range(len(place.hosts)):
+        for node in range(len(target.hosts)):
             await_file(folder / NODE.format(node=node), until - time.monotonic())
 
 
@@ -130,9 +130,9 @@ def round_folder(folder: Path, number: int) -> Path:
     return folder / f"round-{number}"
 
 
-def finish(place: Place, folder: Path) -> None:
+def finish(target: Target, folder: Path) -> None:
     """Tell nodes that were started by hand that there is no further round. Raises OSError."""
-    if isinstance(place, Here) and len(place.hosts) > 1:
+    if isinstance(target, LocalNode) and len(target.hosts) > 1:
         write_whole(folder / END, {})
 
 
@@ -151,12 +151,12 @@ def join(folder: Path, node: int, seconds: float) -> int:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{following / SETUP} did not come within {seconds:.0f} s")
             await_file(following / SETUP, 0.5)
-        words = [sys.executable, "-m", NODE_MODULE, "--folder", str(following), "--node", str(node)]
+        command = [sys.executable, "-m", NODE_MODULE, "--folder", str(following), "--node", str(node)]
         setup = Setup.read(following)
         limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
         with (following / f"launch-{node}.out").open("ab") as out:
             child = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, start_new_session=True,
                 preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
             )  # fmt: skip
         try:
