@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from clustertune.config.accelerate_file import ALONE, SHARDED
@@ -91,14 +92,18 @@ def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None)
 
 
 @contextmanager
-def drafted(name: str, model: Model, method: str, data: Measured | None, at: Where) -> Iterator[tuple[Draft, Path]]:
+def drafted(
+    name: str, model: Model, method: str, data: Measured | None, at: Where, stated: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[tuple[Draft, Path]]:
     """The recipe of the fewest nodes whose GPUs hold it, with its best distribution, in a folder that is gone afterwards.
 
-    Where none do, the fewest nodes on which it fits with host memory. Raises NothingFits, and UserError where it is refused.
+    ``stated``: keys of the recipe that hold whatever is chosen. Where no GPUs hold it, the fewest nodes on which it fits with
+    host memory. Raises NothingFits, and UserError where it is refused.
     """
     found: Draft | None = None
     for nodes in at.sizes:
         made = draft(model, method, data, nodes, at.gpus)
+        made = replace(made, recipe=_over(made.recipe, stated))
         with folder_of(made, name) as folder:
             try:
                 chosen, burdens = choose(made, folder, at.place, method)
@@ -114,6 +119,15 @@ def drafted(name: str, model: Model, method: str, data: Measured | None, at: Whe
         found.assumed.append(f"no GPUs were named: --gpus {at.words[1]}")
     with folder_of(found, name) as folder:
         yield found, folder
+
+
+def stated(overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys of a recipe that ``section.key=value`` arguments state. Raises UserError with every problem."""
+    document, beside, problems = read_overrides(overrides)
+    problems += [Problem("is chosen here", file="command line", key=name) for name, part in beside.items() if part.data]
+    if problems:
+        raise UserError(problems)
+    return document.data
 
 
 class NothingFits(UserError):

@@ -49,6 +49,20 @@ def test_data_of_no_known_format_are_named_by_their_columns(tmp_path: Path) -> N
         measure(str(file))
 
 
+def test_the_command_line_names_columns_and_settings(tmp_path: Path) -> None:
+    """Columns of other names are read, and every other key of the recipe stands in it; a key that is none is named."""
+    file = rows(tmp_path / "qa.jsonl", {"question": "q" * 400, "answer": "a" * 360})
+    asked = ("--model", "Qwen/Qwen3-8B", "--data", file, *GPUS, "data.columns={prompt: question, completion: answer}")
+    done = run("new", tmp_path / "mine", *asked, "train.max_length=4096", "--json")
+    assert done.code == 0, done.err
+    recipe = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())
+    assert recipe["data"]["columns"] == {"prompt": "question", "completion": "answer"} and recipe["train"]["max_length"] == 4096
+    assert recipe["data"]["format"] == "prompt-completion" and recipe["data"]["expect"]["train"] == 190
+    assert run("plan", *asked, "--json").code == 0
+    refused = run("new", tmp_path / "other", *asked, "data.colums={}")
+    assert refused.code == 2 and "columns" in refused.err and not (tmp_path / "other").exists()
+
+
 def test_a_recipe_from_a_model_and_a_file(tmp_path: Path) -> None:
     """The folder resolves, plans as it was said, and holds what was assumed; nothing is written over."""
     data = rows(tmp_path / "mine.jsonl", ROWS["messages"], 500)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from clustertune.arguments import AsJson, ClusterOption
+from clustertune.arguments import AsJson, ClusterOption, Overrides
 
 ModelOption = Annotated[
     str | None,
@@ -38,6 +39,7 @@ def new(
     gpus: GpusOption = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
+    overrides: Overrides = None,
 ) -> None:
     """Write a recipe folder: model, data, LoRA's targets, the distribution that the planner chooses; list what was assumed."""
     from clustertune import draft
@@ -49,8 +51,9 @@ def new(
     from clustertune.plan.predict import GIB, make_plan
 
     folder = _target(name)
-    made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True)
-    with draft.drafted(folder.name, made_of, method, found, at) as (made, place):
+    stated = draft.stated(overrides or ())
+    made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
+    with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, place):
         machine = at.place.machine(int(made.recipe["slurm"]["nodes"]))
         plan = make_plan(resolve(place), machine, at.place.constants, lengths=made.lengths)
         (place / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
@@ -80,9 +83,13 @@ def new(
 
 
 def read(
-    model: str | None, data: str | None, method: str, gpus: str | None, cluster: str | None, *, needs_data: bool = False
-) -> tuple[Any, Any, Any]:
-    """What the options name: the model, the measured data (None without), the place. Raises UserError with every problem."""
+    model: str | None, data: str | None, method: str, gpus: str | None, cluster: str | None, *,
+    needs_data: bool = False, of_data: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """What the options name: the model, the measured data (None without), the place. Raises UserError with every problem.
+
+    ``of_data``: keys of the section ``data`` that the command line states.
+    """
     from clustertune import draft
     from clustertune.config.load import did_you_mean
     from clustertune.config.models import find_model, known_models
@@ -102,7 +109,7 @@ def read(
     if gpus is not None and cluster is not None:
         text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
         problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
-    asked = ((find_model, (model,)), (measure, (data,)), (draft.where, (gpus, cluster)))
+    asked = ((find_model, (model,)), (measure, (data, of_data)), (draft.where, (gpus, cluster)))
     found: list[Any] = [None] * len(asked)
     for index, (look, words) in enumerate(asked):
         try:

@@ -76,8 +76,9 @@ def answer(request: PlanRequest) -> None:
     request = replace(request, overrides=[*(size if request.gpus else []), *request.overrides])
     if request.data is not None:
         from clustertune.data.measure import measure
+        from clustertune.draft import stated
 
-        found = measure(request.data)
+        found = measure(request.data, stated(request.overrides).get("data"))
         known = known or (of_counts(list(found.tokens.items()), found.source) if found.tokens else None)
         request = replace(
             request, overrides=[*(f"data.{key}={_yaml(value)}" for key, value in found.section.items()), *request.overrides]
@@ -94,7 +95,8 @@ def _answer_model(request: PlanRequest, known: Lengths | None) -> None:
     from clustertune import draft
     from clustertune.commands.new import read
 
-    model, data, at = read(request.model, request.data, request.method, request.gpus, request.cluster)
+    of_data = draft.stated(request.overrides).get("data")
+    model, data, at = read(request.model, request.data, request.method, request.gpus, request.cluster, of_data=of_data)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(model.section["name"]).rpartition("/")[2]).lower()[:50] + f"-{request.method}"
     with draft.drafted(name, model, request.method, data, at) as (made, folder):
         plan = _plan(at.place, str(folder), request.overrides, request.tiny, known or made.lengths)

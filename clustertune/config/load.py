@@ -86,7 +86,8 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     """The known word that a misspelt one most likely means."""
     known = list(words)
     lowered = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    begun = [name for name in lowered if len(word) > 2 and name.startswith(word.lower())]
+    found = sorted(begun, key=len)[:1] or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
 

@@ -146,6 +146,8 @@ def _from_the_hub(name: str) -> Path:
     import huggingface_hub
 
     try:
+        # hf_hub_download alone retries for 24 s where no name server answers (huggingface_hub 2.4.0).
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, CONFIG), timeout=5)
         return Path(huggingface_hub.hf_hub_download(name, CONFIG))
     except Exception as error:  # the exceptions of the Hub's clients have no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.findings import read_model
 from clustertune.config.load import RECIPES
 from clustertune.config.schema import NAME, Data
-from clustertune.config.yamlfile import parse_value, read_yaml
+from clustertune.config.yamlfile import Document, parse_value, read_yaml
 from clustertune.data import prepare
 from clustertune.data.chats import messages_of, recognise
 from clustertune.data.sources import find_sources
@@ -47,21 +48,23 @@ class Measured:
         return f"{BYTES_PER_TOKEN:g} bytes a token assumed"
 
 
-def measure(given: str) -> Measured:
+def measure(given: str, stated: Mapping[str, Any] | None = None) -> Measured:
     """A file, a folder or a Hub id: its format is recognised, its conversations are counted as ``prepare`` makes them.
 
-    Data of the Hub that a recipe trains on are taken as that recipe describes them. Raises UserError.
+    ``stated``: what is known of the recipe's section ``data``, as ``columns``. Data of the Hub that a recipe trains on are
+    taken as that recipe describes them. Raises UserError.
     """
+    stated = dict(stated or {})
     path = Path(given).expanduser()
     if path.exists():
-        return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.resolve())})
+        return _count({"name": _plain(path.name.split(".")[0]), "input": str(path.resolve()), **stated})
     known = {str(section["name"]): section for section in _of_recipes()}
     if given in known:
-        return Measured({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")})
+        return Measured({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")} | stated)
     if not re.fullmatch(f"{NAME}/{NAME}", given):
         fix = f"give a file, a folder, or one of the Hub: {', '.join(sorted(known))}"
         raise UserError(Problem(f"there is no file {given!r}", file="command line", key="--data", fix=fix))
-    return _count({"name": given, "revision": _revision(given)})
+    return _count({"name": given, "revision": _revision(given), **stated})
 
 
 def _plain(name: str) -> str:
@@ -89,8 +92,10 @@ def _revision(name: str) -> str:
 
 
 def _count(section: dict[str, Any]) -> Measured:
-    section |= _recognised(Data.model_validate({**section, "format": "messages"}))
-    data = Data.model_validate(section)
+    data = read_model(Data, Document("command line", section))
+    if data.format is None:
+        section |= _recognised(data)
+        data = Data.model_validate(section)
     tokens: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(prefix="clustertune-data-") as folder:
         with contextlib.redirect_stderr(io.StringIO()):  # it names a file of rejected rows that is gone in a moment
@@ -122,11 +127,13 @@ def _recognised(data: Data) -> dict[str, Any]:
     for _, row in islice(source.records(), LOOKED_AT):
         if not isinstance(row, dict):
             continue
-        if (found := recognise(row)) is not None:
+        given = {name: row[other] for name, other in (data.columns or {}).items() if other in row}
+        if (found := recognise({**row, **given})) is not None:
             keys = dict(part.removeprefix("data.").split(": ", 1) for part in found.split(" and "))
             if keys["format"] != "preference":
-                return {key: parse_value(value) for key, value in keys.items()}
+                known = {key: parse_value(value) for key, value in keys.items()}
+                return known | {"columns": {**known.get("columns", {}), **data.columns}} if data.columns else known
         columns = columns or sorted(map(str, row))
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
-    fix = "docs/data.md has the formats; data.columns names columns"
+    fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
     raise UserError(Problem(named if columns else "no row can be read", file=source.shown, key="--data", fix=fix))
