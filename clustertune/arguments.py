@@ -93,7 +93,7 @@ def existing_folder(path: Path, what: str) -> Path:
     if path.is_dir():
         return path
     message = "is a file, not a folder" if path.exists() else "no such folder"
-    raise UserError(Problem(message, file=str(path), fix=f"give the folder of {what}"))
+    raise UserError(Problem(message, file=str(path), fix=f"give the path of {what}"))
 
 
 def newest_merged(below: Path) -> Path:

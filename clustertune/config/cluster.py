@@ -64,7 +64,9 @@ def of_gpus(text: str) -> Cluster:
     known, found = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
     if found is None or found[3] not in known:
         what = "is not NODESxGPUSxNAME" if found is None else f"there are no figures of {found[3]}"
-        fix = f"write 2x8xh100-sxm; {(found and did_you_mean(found[3], known)) or 'known: ' + ', '.join(known)}"
+        of_that = [name for name in known if found and name.startswith(found[3].lower())]
+        near = f"there are {', '.join(of_that)}" if of_that else found and did_you_mean(found[3], known)
+        fix = f"write 2x8xh100-sxm; {near or 'known: ' + ', '.join(known)}"
         raise UserError(Problem(f"{text[:60]!r}: {what}", file=COMMAND_LINE, key="--gpus", fix=fix))
     nodes, each, name = int(found[1]), int(found[2]), found[3]
     gpu = known[name]
