@@ -169,7 +169,7 @@ class Context:
         """The nodes as the rules of a machine see them, with the interface and the variables that ranks had."""
         network, compute = self.section("expected", "network"), self.section("expected", "compute")
         hca = network.get("hca")
-        tried = [(str(item.get("node")), item.get("status")) for item in self.entries("p2p_probe")]
+        tried = [(str(item.get("node")), str(item.get("status"))) for item in self.entries("p2p_probe")]
         variables = {name: value for name, value in self.section("environment").items() if isinstance(value, str)}
         found = []
         for facts in self.facts:

@@ -28,7 +28,7 @@ def run(folders):
     module._verify = lambda *_: None  # systemd is asked in other tests
     if folders:
         module.os.chown = lambda *_: os.kill(os.getppid(), 9) or os._exit(9)  # folders are made by a child
-    module.apply(cluster, node, Path("/"), told=told)
+    module.apply(cluster, node, Path("/"), report=told)
     os._exit(0)
 
 while True:
