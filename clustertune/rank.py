@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from clustertune import secrets
+from clustertune.checkpoint.cadence import Cadence, seconds_between_ends
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
@@ -196,7 +197,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     attempt: Attempt = Attempt(number, plan, stop, heartbeat, fence, out)
     session = Session.build(run.path, resolved, attempt, notes)
     limit = resolved.train_args.get("save_total_limit")
-    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence)
+    milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
+    store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
     with session.startup.part("digests"):
         latest = store.latest()
     if latest and latest[1].get("final"):
@@ -212,6 +214,8 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if session.log is not None and plan is not None:
         _tell_staged(run, session, node.read_records(records, len(plan.nodes)))
     trainer = session.make_trainer(store, source, data, lambda folder: _describe(folder, resolved), report, keys)
+    if resolved.recipe.save is not None:
+        trainer.cadence = Cadence(resolved.recipe.save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
     return session.run(trainer, latest)
@@ -236,6 +240,14 @@ def _train_megatron(
         check_fence(run.path, number)
 
     return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
+
+
+def _between_ends(run: RunDir, plan: Plan | None) -> float:
+    """Seconds between two failures of the nodes of an attempt; the time limit of its job is known to Slurm's jobs alone."""
+    body = run.read()
+    cluster, jobs = body.get("cluster") or {}, body.get("jobs") or {}
+    limit = jobs.get("train", {}).get("minutes") if plan is not None and plan.launcher == "slurm" else None
+    return seconds_between_ends(len(plan.nodes) if plan is not None else 1, cluster.get("compute", {}).get("mtbf_hours"), limit)
 
 
 def _is_first() -> bool:

@@ -1,7 +1,8 @@
 """The state of a checkpoint, written behind training: copied to host memory, then written and hashed by a thread.
 
 ``dcp.async_save`` is torch's stager and ``dcp.save`` in a thread. A checkpoint holds two states (model and optimizer), and two
-saves at a time would cross their collectives, so one thread here saves both. torch 2.13, accelerate 1.15.
+saves at a time would cross their collectives, so one thread here saves both, and meets the other ranks' threads on a process
+group of its own: for the folder, the digests, the manifest and what may go. torch 2.13, accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -12,40 +13,88 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from clustertune.checkpoint.shards import Planner, Writer, as_bytes
+from clustertune.checkpoint.shards import Planner, Writer, as_bytes, write_new
 from clustertune.host.sight import Sight
 from clustertune.host.system import memory
-from clustertune.manifest import FileRecord, new_hasher, record_files
+from clustertune.manifest import SHA256, XXH3_128, FileRecord, Ranks, new_hasher
 from clustertune.plan.host import COPY_SHARE
-
-_PEER = timedelta(hours=24)
-"""How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
+from clustertune.storage import is_full, storage_cause
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank's thread wrote of a checkpoint."""
+    """A checkpoint that is whole, as one rank's thread sees it."""
 
-    records: dict[str, FileRecord]
-    """Of each file, by its path relative to the checkpoint."""
-    digest: str
-    """Of this rank's part of the state."""
+    bytes: int
+    """Of all ranks."""
+    removed: list[Path]
+    """Checkpoints that went in its place."""
     seconds: float
 
 
-def digest(tensors: list[torch.Tensor], algorithm: str = "xxh3_128") -> str:
+@dataclass
+class State:
+    """What one rank puts into a checkpoint."""
+
+    states: Mapping[str, Any]
+    """What is written in shards, by folder; or what ``alone`` writes."""
+    parts: list[torch.Tensor]
+    """This rank's part of the state, which its digest is of: the trained parameters first."""
+    trained: int = 0
+    """How many of the parts are parameters."""
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    """Whole files, by their path relative to the checkpoint."""
+    alone: Callable[[Path, Mapping[str, Any]], None] | None = None
+    """Has a library write ``states`` into the folder, where this rank holds all of them."""
+    digest: str | None = None
+    """Of the parts where it is known already: they change while they are written."""
+
+
+class NotSaved(Exception):
+    """No checkpoint was made: what each rank says; ``stored`` where the storage is to blame."""
+
+    def __init__(self, text: str, *, stored: bool) -> None:
+        super().__init__(text)
+        self.stored = stored
+
+
+class NotFinite(Exception):
+    """No checkpoint was made: trained parameters of these ranks are not finite."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"trained parameters of ranks {ranks} are not finite")
+        self.ranks = ranks
+
+
+class Store(Protocol):
+    """Where a checkpoint goes: :class:`clustertune.checkpoint.store.CheckpointStore`, among the ranks' threads."""
+
+    def begin(self, step: int) -> Path: ...
+
+    def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, FileRecord]) -> int: ...
+
+    def prune(self) -> list[Path]: ...
+
+
+def words(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return next(iter(str(storage_cause(error) or error).splitlines()), type(error).__name__)
+
+
+def digest(tensors: list[torch.Tensor], algorithm: str = XXH3_128) -> str:
     """The digest (hex) over the bytes of tensors, in their order."""
     found = new_hasher(algorithm)
     for tensor in tensors:
@@ -57,18 +106,20 @@ def digest(tensors: list[torch.Tensor], algorithm: str = "xxh3_128") -> str:
 class StateWriter:
     """One rank's side of all saves of an attempt: one save at a time, in a thread, from host memory that is reused."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store, ranks: Ranks, group: Any) -> None:
+        """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
+        self._store, self._ranks, self._group = store, ranks, group
         cuda = torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # pinned, shared, asynchronous, non-blocking
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        # Never the group of training: the collectives of two threads would cross.
-        self._group = dist.new_group(backend="gloo", timeout=_PEER) if dist.is_initialized() else None
         self.copied_bytes = 0
         """Host memory that the copy takes once it was made."""
 
-    def room_for(self, size: int) -> str | None:
-        """Why a copy of ``size`` bytes for each rank of this node does not fit into its memory; None where it fits."""
-        ranks, sight = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), Sight()
+    def room_for(self, size: int, ranks: int) -> str | None:
+        """Why a copy of ``size`` bytes for each of so many ranks does not fit into this node's memory; None where it does."""
+        if size <= self.copied_bytes:  # it is there already
+            return None
+        sight = Sight()
         found = memory(sight)
         free, limit = found["memory_available_bytes"], found["memory_limit_bytes"]
         if free is None:
@@ -77,7 +128,7 @@ class StateWriter:
             resident = int(sight.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             free = min(free, limit - ranks * resident)
         need = (size - self.copied_bytes) * ranks
-        if need <= COPY_SHARE * max(0, free):  # a copy that is there needs nothing more
+        if need <= COPY_SHARE * max(0, free):
             return None
         return f"a copy of the state takes {need / 1e9:,.1f} GB of this node's memory, {free / 1e9:,.1f} GB are free"
 
@@ -98,24 +149,45 @@ class StateWriter:
                 return False
         return True
 
-    def start(
-        self, folder: Path, states: Mapping[str, Any], hashed: Callable[[], str], names: Callable[[], list[str]]
-    ) -> Future[Written]:
-        """In the thread: write ``states`` below ``folder``, fsync and hash what else this rank wrote, which ``names`` lists.
+    def start(self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None = None) -> Future[Written]:
+        """Have the thread make the checkpoint of a step, or finish the one in ``folder`` that others have begun to write.
 
-        ``hashed`` gives the digest of this rank's part of the state.
+        The future raises NotSaved, NotFinite, OSError or UserError on all ranks alike; anything else where a peer is lost.
         """
+        return self._pool.submit(self._save, step, state, meta, folder)
 
-        def write() -> Written:
-            began, records = time.perf_counter(), dict[str, FileRecord]()
-            for name, state in states.items():
+    def _save(self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None) -> Written:
+        began = time.perf_counter()
+        folder = folder or self._store.begin(step)
+        records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
+        try:
+            records = self._write(folder, state)
+            finite = all(bool(torch.isfinite(part).all()) for part in state.parts[: state.trained])
+            found = found or (digest(state.parts) if state.parts else None)
+        except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
+            fault = (words(error), isinstance(error, OSError) or bool(storage_cause(error)) or is_full(folder))
+        told = self._ranks.gather((fault, found, finite))
+        if failed := [f"rank {rank}: {one[0]}" for rank, (one, _, _) in enumerate(told) if one]:
+            raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in told))
+        if bad := [rank for rank, (_, _, good) in enumerate(told) if not good]:
+            raise NotFinite(bad)
+        size = self._store.commit(folder, {**meta, "state_digests": [one for _, one, _ in told if one]}, records)
+        seconds = time.perf_counter() - began
+        return Written(size, self._store.prune(), seconds)
+
+    def _write(self, folder: Path, state: State) -> dict[str, FileRecord]:
+        """Write this rank's files, durably; returns those whose digests are known."""
+        records: dict[str, FileRecord] = {}
+        if state.alone is not None:
+            state.alone(folder, state.states)
+        else:
+            for name, part in state.states.items():
                 writer = Writer(folder / name)
-                dcp.save(state, storage_writer=writer, planner=Planner(), process_group=self._group)
+                dcp.save(part, storage_writer=writer, planner=Planner(), process_group=self._group)
                 records |= {f"{name}/{file}": record for file, record in writer.records.items()}
-            records |= record_files(folder, [name for name in names() if name not in records])
-            return Written(records, hashed(), time.perf_counter() - began)
-
-        return self._pool.submit(write)
+        for name, content in state.small.items():
+            records[name] = write_new(folder / name, iter([content]), SHA256)
+        return records
 
 
 def _local(state: Any) -> Any:

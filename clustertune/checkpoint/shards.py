@@ -105,7 +105,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             names[entry.name] = again = names.get(entry.name, -1) + 1  # one rank may hold several chunks of a tensor
             tensors.append(Tensor(f"{entry.name}#{again}" if again else entry.name, *_rest(entry)))
         header = build_header(tensors)
-        self._put(name, self._content(header, entries, planner), XXH3_128)
+        self.records[name] = write_new(Path(self.path, name), self._content(header, entries, planner), XXH3_128)
         results, at = [], len(header)
         for entry, item in entries:
             results.append(WriteResult(item.index, entry.size, _StorageInfo(name, at, entry.size)))
@@ -123,27 +123,24 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             assert value.nbytes == entry.size, f"{entry.name}: {value.nbytes} bytes, planned {entry.size}"
             yield from as_bytes(value)
 
-    def _put(self, name: str, content: Iterator[Any], algorithm: str) -> None:
-        """Write a new file, and keep its digest."""
-        found, size = new_hasher(algorithm), 0
-        with Path(self.path, name).open("xb", buffering=0) as out:
-            for piece in content:
-                found.update(piece)
-                write_all(out, piece)
-                size += memoryview(piece).nbytes
-            os.fsync(out.fileno())
-        self.records[name] = FileRecord(size, found.hexdigest(), algorithm)
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for part in results for result in part}
-        self._put(INDEX, iter([write_index(metadata, places)]), SHA256)
+        self.records[INDEX] = write_new(Path(self.path, INDEX), iter([write_index(metadata, places)]), SHA256)
 
 
-def write_all(out: Any, piece: Any) -> None:
-    """Write all bytes: an unbuffered write may take only some."""
-    rest = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
-    while rest:
-        rest = rest[out.write(rest) :]
+def write_new(path: Path, content: Iterator[Any], algorithm: str) -> FileRecord:
+    """Write a file that is not there yet, durably, hashed on its way."""
+    found, size = new_hasher(algorithm), 0
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb", buffering=0) as out:
+        for piece in content:
+            found.update(piece)
+            rest = memoryview(piece)
+            size += rest.nbytes
+            while rest:  # an unbuffered write may take only some
+                rest = rest[out.write(rest) :]
+        os.fsync(out.fileno())
+    return FileRecord(size, found.hexdigest(), algorithm)
 
 
 def _describe(item: Any, planner: Any) -> Tensor:

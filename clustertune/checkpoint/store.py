@@ -11,8 +11,8 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,11 +163,13 @@ class CheckpointStore:
     folder: Path
     attempt: int
     limit: int | None
-    """How many whole checkpoints are kept; None keeps all."""
+    """How many whole checkpoints are kept beside the milestones; None keeps all."""
     ranks: Ranks
     tell: Callable[[str], None]
     """Where a deletion is announced; called on rank 0 only."""
     fence: Callable[[], None] = _unfenced
+    milestones: Collection[int] = ()
+    """Steps whose checkpoints are kept whatever the limit."""
     _read_back: Path | None = None
     """The checkpoint that this attempt went on from, whose bytes were compared."""
 
@@ -223,13 +225,21 @@ class CheckpointStore:
                 comparison.wait(1.0)
             return [problem for found in self.ranks.gather(comparison.finish()) for problem in found]
 
+    def on(self, ranks: Ranks) -> CheckpointStore:
+        """The same store among others of its ranks' threads."""
+        return replace(self, ranks=ranks)
+
+    def path(self, step: int) -> Path:
+        """The folder of this step, made or not."""
+        return self.folder / (f"step-{step:06d}" if self.attempt == 1 else f"step-{step:06d}.a{self.attempt}")
+
     def begin(self, step: int) -> Path:
         """A new, empty folder for this step. One that exists is never written into: OSError, on every rank alike.
 
         Raises UserError where another attempt has taken over.
         """
         self._check_fence()
-        path = self.folder / (f"step-{step:06d}" if self.attempt == 1 else f"step-{step:06d}.a{self.attempt}")
+        path = self.path(step)
         failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
             try:
@@ -283,10 +293,6 @@ class CheckpointStore:
         if told := self.ranks.broadcast((found.problems, found.code) if found else None):
             raise UserError(*told)
 
-    def own_files(self, path: Path) -> list[str]:
-        """The files of a checkpoint that this rank wrote, relative to it."""
-        return self._own(manifest.list_files(path))
-
     def _own(self, names: list[str]) -> list[str]:
         return [name for name in names if self._owner(name) == self.ranks.rank]
 
@@ -313,6 +319,8 @@ class CheckpointStore:
                 if not (checkpoint.path / manifest.MANIFEST).exists():
                     if checkpoint.attempt < self.attempt and whole:
                         self._remove(checkpoint, "left unfinished by an earlier attempt", removed)
+                elif checkpoint.step in self.milestones:
+                    continue
                 elif verify(checkpoint.path, hashes=False):
                     self.tell(f"checkpoint {checkpoint.path.name} is damaged: kept, not counted")
                 elif self.limit is not None and whole >= max(self.limit, 1) and checkpoint.path != self._read_back:

@@ -94,6 +94,8 @@ class Compute(Section):
     """What connects the GPUs of one node."""
     nvlink_domain: Annotated[Positive, Field(le=10_000)] | None = None
     """GPUs that one NVLink domain joins, over several nodes (NVL72: 72); None: those of one node."""
+    mtbf_hours: Quantity | None = None
+    """Mean hours between two failures of one node that end its job; None: nobody counted, and a published figure is taken."""
     measured_gb_s: Quantity | None = None
     """Bus bandwidth of an NCCL all-gather over the GPUs of a node (nccl-tests' busbw), GB/s; None: nobody measured."""
     sockets: Positive = 1

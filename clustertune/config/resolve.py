@@ -22,6 +22,7 @@ from clustertune.config.yamlfile import Document, KeyPath, leaves, read_text, re
 from clustertune.errors import Problem, UserError
 
 MAX_RANKS = 10**6
+_SAVING = ("save_strategy", "save_steps")
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = (), *, tiny: bool = False, ranks: int | None = None) -> Resolved:
@@ -211,6 +212,9 @@ class _Work:
         given = self.values.get("train")
         if not isinstance(given, dict):
             return
+        if self.values.get("save") is not None:
+            self.report(self._find_saved_twice(given))
+            given = {key: value for key, value in given.items() if key not in _SAVING}
         self.train, found = checks.check_native(checks.train_section(), given)
         self.report([*found, *checks.check_train(self.train)])
         positions = (self.architecture or {}).get("max_position_embeddings")
@@ -239,6 +243,15 @@ class _Work:
             self.derived.append(attention)
         if deep is not None and accumulated is not None:
             self._fill_deepspeed(deep, batch["global_batch_size"], accumulated.value, lora=lora is not None)
+
+    def _find_saved_twice(self, given: dict[str, Any]) -> Iterator[Found]:
+        """What ``train`` says of saving in the file that has ``save``, or over it; what lies below is replaced."""
+        places = {id(layer): at for at, layer in enumerate(self.layers.layers)}
+        section = max((places.get(id(owner), -1) for path, owner in self.owners.items() if path[0] == "save"), default=-1)
+        for key in _SAVING:
+            owner = self.owners.get(("train", key))
+            if key in given and owner is not None and owner.origin != "tiny" and places.get(id(owner), -1) >= section:
+                yield ("train", key), "the section save is given, too", "leave one of the two out"
 
     def _fill_deepspeed(self, document: Document, batch: Any, accumulation: int, *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
@@ -277,9 +290,11 @@ class _Work:
             "activation_checkpointing": ratio,
             "train.activation_checkpointing": self.train.get("activation_checkpointing"),
             "train.model_init_kwargs.quantization_config": quantization.of(self.train),
+            "save": self.values.get("save"),
         }.items():
             if value:
                 fix = "write megatron.recompute_granularity" if "checkpointing" in key else "leave it out"
+                fix = "write train.save_steps" if key == "save" else fix
                 yield tuple(key.split(".")), "Megatron does not read it", fix
 
     def _check_lora(self) -> None:

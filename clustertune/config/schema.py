@@ -367,6 +367,23 @@ class Budget(Section):
         return self
 
 
+def _check_every(value: Any) -> Any:
+    good = isinstance(value, str) and re.fullmatch(r"auto|(?!0*(\.0*)?[smh])\d{1,6}(\.\d+)?[smh]", value)
+    if not (good or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)):
+        raise ValueError("is not auto, a number of steps, or a time such as 90s, 30m or 2h")
+    return value
+
+
+class Save(Section):
+    """When a training saves, instead of ``train.save_steps``."""
+
+    every: Annotated[Any, AfterValidator(_check_every)] = "auto"
+    """A number of steps, or a time. ``auto`` weighs the cost of a save against that of a failure, as
+    :mod:`clustertune.checkpoint.cadence` says."""
+    milestones: tuple[Positive, ...] = ()
+    """Steps that are saved besides, whose checkpoints stay beside those that ``save_total_limit`` counts."""
+
+
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
@@ -399,3 +416,4 @@ class Recipe(Section):
     eval: Eval = Eval()
     expect: Expect = Expect()
     budget: Budget | None = None
+    save: Save | None = None

@@ -34,11 +34,12 @@ def save_copy(shape: Shape) -> Term | None:
     save on; None where training waits for its saves (:mod:`clustertune.checkpoint.saving`).
     """
     plan = shape.strategy
-    if not plan.kind.startswith("FSDP"):
+    if not plan.kind.startswith(("FSDP", "DDP", "NO")):
         return None
+    ranks = plan.ranks_per_node if plan.kind.startswith("FSDP") else 1  # where all ranks have the same, the first one saves it
     each = (4 if plan.lora else plan.weight_bytes) + plan.state_bytes
-    values = {"ranks": plan.ranks_per_node, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
-    size = plan.ranks_per_node * shape.local_trained * each / plan.state_shards
+    values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}
+    size = ranks * shape.local_trained * each / plan.state_shards
     return Term("copy for saves", size, BYTES, "{ranks} ranks x {count} trained x {bytes} B / {shards}", values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -11,22 +12,34 @@ import torch.distributed as dist
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import Plan
 
+_PEER = timedelta(hours=24)
+"""How long a rank's thread waits for the others' threads. A thread that hangs is found by the heartbeat of its rank."""
+
 
 class Group:
-    """All ranks of the job; with one process, every call returns at once."""
+    """All ranks of the job; with one process, every call returns at once.
 
-    def __init__(self) -> None:
+    ``process_group``: of all ranks, over gloo; by default the one that training has.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
         self._on = dist.is_available() and dist.is_initialized()
+        self.process_group = process_group
         self.rank: int = dist.get_rank() if self._on else 0
         self.world_size: int = dist.get_world_size() if self._on else 1
-        nccl = self._on and "nccl" in dist.get_backend()
+        nccl = self._on and process_group is None and "nccl" in dist.get_backend()
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    @classmethod
+    def apart(cls) -> Group:
+        """The same ranks on a group of their own: the collectives of a thread never cross those of training. All call this."""
+        return cls(dist.new_group(backend="gloo", timeout=_PEER) if dist.is_available() and dist.is_initialized() else None)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on all ranks."""
         box = [value]
         if self._on:
-            dist.broadcast_object_list(box, src=0, device=self._device)
+            dist.broadcast_object_list(box, src=0, group=self.process_group, device=self._device)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -34,7 +47,7 @@ class Group:
         if not self._on:
             return [value]
         box: list[Any] = [None] * self.world_size
-        dist.all_gather_object(box, value)
+        dist.all_gather_object(box, value, group=self.process_group)
         return box
 
     def barrier(self) -> None:
@@ -47,7 +60,7 @@ class Group:
         if not self._on:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group)
         return cast("list[float]", tensor.tolist())
 
 

@@ -32,6 +32,8 @@ from clustertune.training.stop import StopFlag
 from clustertune.training.trainer import NothingLeft, Saved, Store, Trainer
 from clustertune.training.watch import Watch
 
+NEVER = 10**9
+"""A step that no training reaches."""
 LABEL_SAMPLE = 64
 """Training rows whose labels are looked at before the first step."""
 
@@ -109,6 +111,8 @@ class Session:
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
         values |= sequences.TRAINER
+        if resolved.recipe.save is not None:
+            values["save_steps"] = NEVER  # but at the end: the trainer asks the section
         if values.get("padding_free") and not values.get("packing"):
             values["max_length"] = None  # TRL asks for it: the rows are cut already
         args = SFTConfig(output_dir=str(run_path), **build.spelt(values, SFTConfig.__dataclass_fields__))
@@ -279,6 +283,7 @@ class Session:
                 "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4), status="saved",
                 save_copy_s=round(saved.copy_seconds, 4), save_stall_s=round(saved.stall_seconds, 4),
                 save_write_s=round(saved.write_seconds, 4),
+                **({"save_every_s": round(saved.every_seconds, 1)} if saved.every_seconds is not None else {}),
             )  # fmt: skip
             self.log.sync()
         self.tell(f"saved {name}  {saved.bytes / 1e6:.1f} MB  {saved.seconds:.2f} s" + ("  (final)" if saved.final else ""))

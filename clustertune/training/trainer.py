@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import tempfile
 import time
@@ -20,13 +21,14 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from clustertune.checkpoint import restricted
-from clustertune.checkpoint.saving import StateWriter, Written, collected, digest
+from clustertune.checkpoint.cadence import Cadence
+from clustertune.checkpoint.saving import NotFinite, NotSaved, State, StateWriter, Written, collected, digest, words
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import SHA256, XXH3_128, FileRecord
+from clustertune.manifest import SHA256, XXH3_128
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
@@ -164,13 +166,11 @@ class Store(Protocol):
     @property
     def tell(self) -> Callable[[str], None]: ...
 
+    def on(self, ranks: Any) -> Any: ...
+
+    def path(self, step: int) -> Path: ...
+
     def begin(self, step: int) -> Path: ...
-
-    def own_files(self, path: Path) -> list[str]: ...
-
-    def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, FileRecord] | None = None) -> int: ...
-
-    def prune(self) -> list[Path]: ...
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,16 @@ class Saved:
     """Training stood still, the copy included."""
     write_seconds: float
     """Rank 0's thread wrote and hashed."""
+    every_seconds: float | None = None
+    """From here on between two saves, where they come by time."""
 
 
 @dataclass
 class _Saving:
     """A save under way."""
 
-    folder: Path
-    meta: dict[str, Any]
+    step: int
+    final: bool
     future: Future[Written]
     behind: bool
     """Training goes on meanwhile."""
@@ -240,6 +242,8 @@ class Trainer(ZeroTrainer):
     """The save that is being written; its checkpoint does not exist yet."""
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
+    _has_room = False
+    """It does, on all ranks."""
 
     def __init__(
         self,
@@ -272,6 +276,10 @@ class Trainer(ZeroTrainer):
         self.figures: Figures | None = None
         """Of all ranks, on rank 0."""
         self.describe_steps: Callable[[], dict[str, Any]] | None = None
+        self.cadence: Cadence | None = None
+        """Says when to save where the recipe has a section for it; rank 0 asks it."""
+        self.save_due = False
+        """All ranks save behind this step."""
         self._bad_loss: float | None = None
         self._resumed: Mapping[str, Any] = {}
 
@@ -320,16 +328,13 @@ class Trainer(ZeroTrainer):
     def _raise_non_finite(self, here: str, fix: str | None = None) -> None:
         self.finish_save()  # of a step before: it is good
         by_rank = [f"rank {rank}: {what}" for rank, what in enumerate(self.group.gather(here)) if what != "finite here"]
-        raise UserError(
-            Problem(
-                f"not finite at step {min(self.state.global_step + 1, self.state.max_steps)} ({'; '.join(by_rank)}); "
-                f"stopped before the optimizer step, nothing of it was saved",
-                fix="lower train.learning_rate, look at the data of that step, or check the base model's weights"
-                if fix is None
-                else fix,
-            ),
-            ExitCode.STOP,
-        )
+        step = min(self.state.global_step + 1, self.state.max_steps)
+        raise self._non_finite(step, by_rank, "stopped before the optimizer step, ", fix)
+
+    def _non_finite(self, step: int, by_rank: Sequence[str], when: str = "", fix: str | None = None) -> UserError:
+        text = f"not finite at step {step} ({'; '.join(by_rank)}); {when}nothing of it was saved"
+        fix = fix or "lower train.learning_rate, look at the data of that step, or check the base model's weights"
+        return UserError(Problem(text, fix=fix), ExitCode.STOP)
 
     # -- the agreed stop ------------------------------------------------------------------------------------------
 
@@ -343,19 +348,28 @@ class Trainer(ZeroTrainer):
         """
         superseded = self._find_superseded()
         saving = float(self._saving is not None and not self._saving.future.done())
-        values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving]
+        # At a step's end, and with no save under way: the next one would wait for it.
+        due = float(bool(mine) and self._saving is None and self.group.rank == 0 and self._is_save_due())
+        values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving, due]
         table = [0.0] * (len(mine) * self.group.world_size)
         table[len(mine) * self.group.rank : len(mine) * (self.group.rank + 1)] = mine
-        wanted, memory, taken, saving, *table = self.group.maximum([*values, *table])
+        wanted, memory, taken, saving, due, *table = self.group.maximum([*values, *table])
         if taken:
             raise superseded or UserError(Problem("another attempt has taken over: this one ends here"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
-        self.stopping = self.stopping or bool(wanted)
+        self.stopping, self.save_due = self.stopping or bool(wanted), bool(due)
         if mine and self.figures is not None:
             self.figures.add([table[at : at + len(mine)] for at in range(0, len(table), len(mine))])
         if self._saving is not None and not saving:
             self._commit()
         return self.stopping
+
+    def _is_save_due(self) -> bool:
+        if self.cadence is None:
+            return False
+        if not self.cadence.state_bytes:
+            self.cadence.state_bytes = float(sum(part.nbytes for part in state_parts(self.model, self.optimizer)))
+        return self.cadence.is_due(int(self.state.global_step))
 
     def _find_superseded(self) -> UserError | None:
         """What the fence says to rank 0. The others need not ask: file systems answer nodes at different times."""
@@ -416,7 +430,6 @@ class Trainer(ZeroTrainer):
         began = time.perf_counter()
         step = self.state.global_step
         self.heartbeat("save", step)
-        self._check_parameters()
         self.store_flos()
         meta = {
             "step": step,
@@ -428,44 +441,52 @@ class Trainer(ZeroTrainer):
             "final": step >= self.state.max_steps and not self.eval_skipped,
             "eval_skipped": self.eval_skipped,
         }
-        folder = Path(self.args.output_dir)
         try:
-            folder = self.store.begin(step)
-            states = self._write_state(folder)
+            # DeepSpeed writes by itself, now and into the folder.
+            folder = self.store.begin(step) if self.is_deepspeed_enabled else None
+            state = self._collect(folder)
         except Exception as error:
             # A lost peer fails a save too: only what the storage did is the storage's.
-            if not (isinstance(error, OSError) or storage_cause(error) or is_full(folder)):
+            if not (isinstance(error, OSError) or storage_cause(error) or is_full(self.store.path(step))):
                 raise
             # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
-            raise self._not_saved(step, folder, f"rank {self.group.rank}: {_words(error)}") from error
-        self._saving = self._start(folder, meta, states, began)
+            raise self._not_saved(step, f"rank {self.group.rank}: {words(error)}") from error
+        self._saving = self._start(folder, meta, state, began)
         if self.stopping or self.is_at_end or not self._saving.behind:
             self.finish_save()
         self.heartbeat("train", step)
 
-    def _start(self, folder: Path, meta: Mapping[str, Any], states: Mapping[str, Any], began: float) -> _Saving:
-        """Copy the state where training goes on, and have it written."""
+    @property
+    def writer(self) -> StateWriter:
+        """What writes behind training. All ranks ask for it together, the first time."""
         if self._writer is None:
-            self._writer = StateWriter()
-        parts = state_parts(self.model, self.optimizer)
+            ranks = Group.apart()
+            self._writer = StateWriter(self.store.on(ranks), ranks, ranks.process_group)
+        return self._writer
+
+    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: State, began: float) -> _Saving:
+        """Copy the state where training goes on, and have it written."""
+        writer, copied = self.writer, 0.0
+        if self.cadence is not None:
+            self.cadence.began()
         behind = not (self.stopping or self.is_at_end)
-        if behind and states:
-            reasons = self.group.gather(self._writer.room_for(sum(part.nbytes for part in parts)))
+        if behind and self.is_deepspeed_enabled:
+            state.digest, state.trained = digest(state.parts), 0  # it is on disk, and changes in the next step
+        elif behind and not self._has_room:  # a copy that is there is used again: no rank asks for more
+            copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.is_fsdp_enabled else 1
+            reasons = self.group.gather(writer.room_for(sum(part.nbytes for part in state.parts), copies))
             reason = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
-            behind = reason is None
+            self._has_room = behind = reason is None
             if reason and not self._waits_for_saves:
                 self._waits_for_saves = True
                 self.store.tell(f"note: training waits for each save: {reason}")
-        copied, hashed = 0.0, None
-        if behind and states:
+        if behind and not self.is_deepspeed_enabled:
             copying = time.perf_counter()
-            states, parts = self._writer.copy(states, parts)
+            state.states, state.parts = writer.copy(state.states, state.parts)
             copied = time.perf_counter() - copying
-        elif behind:  # DDP and DeepSpeed have written their state: it changes in the next step
-            hashed = digest(parts)
-        future = self._writer.start(folder, states, lambda: hashed or digest(parts), lambda: self.store.own_files(folder))
-        return _Saving(folder, dict(meta), future, behind, began, copied, time.perf_counter() - began)
+        future = writer.start(int(meta["step"]), state, meta, folder)
+        return _Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, copied, time.perf_counter() - began)
 
     def finish_save(self) -> None:
         """Wait until the save under way is whole on disk; returns at once where there is none. All ranks call this together.
@@ -475,41 +496,37 @@ class Trainer(ZeroTrainer):
         if self._saving is None:
             return
         began = time.perf_counter()
-        self.heartbeat("save", int(self._saving.meta["step"]))
+        self.heartbeat("save", self._saving.step)
         while any(self.group.maximum([float(not self._saving.future.done())])):  # nobody sits in a collective for long
             wait([self._saving.future], timeout=1.0)
         self._saving.stall += time.perf_counter() - began
         self._commit()
 
     def _commit(self) -> None:
-        """What all ranks have written becomes a checkpoint."""
+        """All ranks' threads are done: tell what they made."""
         assert self._saving is not None
         saving, self._saving = self._saving, None
-        began, step = time.perf_counter(), int(saving.meta["step"])
-        self.heartbeat("save", step)
-        error = saving.future.exception()
-        written = None if error else saving.future.result()
-        mine = (_words(error), isinstance(error, OSError) or bool(storage_cause(error))) if error else None
-        told = self.group.gather((mine, written and written.digest))
-        failed = [f"rank {rank}: {found[0]}" for rank, (found, _) in enumerate(told) if found]
+        step = saving.step
         try:
-            if failed:
-                stored = is_full(saving.folder) or any(found[1] for found, _ in told if found)
-                raise self._not_saved(step, saving.folder, "; ".join(failed), stored=stored) from error
-            saving.meta["state_digests"] = [found for _, found in told]
-            assert written is not None
-            size = self.store.commit(saving.folder, saving.meta, written.records)
-        except OSError as caught:
-            raise self._not_saved(step, saving.folder, _words(caught)) from caught
-        now = time.perf_counter()
-        figures = (now - saving.began, saving.copy, saving.stall + now - began, written.seconds)
-        self.on_checkpoint(Saved(step, saving.folder, size, bool(saving.meta["final"]), *figures))
-        self.heartbeat("save", step)
-        for path in self.store.prune():
-            self.on_removed(path)
+            written = saving.future.result()
+        except NotFinite as error:
+            raise self._non_finite(step, [f"rank {rank}: trained parameters" for rank in error.ranks]) from None
+        except NotSaved as error:
+            raise self._not_saved(step, str(error), stored=error.stored) from error
+        except OSError as error:
+            raise self._not_saved(step, words(error)) from error
+        if self.cadence is not None:
+            self.cadence.measured(saving.stall, written.seconds)
+        path, seconds = self.store.path(step), time.perf_counter() - saving.began
+        every = self.cadence.seconds() if self.cadence is not None else None
+        figures = (seconds, saving.copy, saving.stall, written.seconds, every)
+        self.on_checkpoint(Saved(step, path, written.bytes, saving.final, *figures))
+        for gone in written.removed:
+            self.on_removed(gone)
         self.heartbeat("train", self.state.global_step)
 
-    def _not_saved(self, step: int, folder: Path, what: str, *, stored: bool = True) -> UserError:
+    def _not_saved(self, step: int, what: str, *, stored: bool = True) -> UserError:
+        folder = self.store.path(step)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         need = 3 * sum(deepspeed.elements(p) * p.element_size() for p in trained)  # the parameters and AdamW's two moments
         free = free_bytes(folder)
@@ -525,32 +542,48 @@ class Trainer(ZeroTrainer):
             ExitCode.STORAGE if stored else ExitCode.FAILED,
         )
 
-    def _check_parameters(self) -> None:
-        finite = all(bool(torch.isfinite(local(p)).all()) for p in self.model.parameters() if p.requires_grad)
-        if any(self.group.maximum([float(not finite)])):
-            self._raise_non_finite("finite here" if finite else "trained parameters")
+    def _collect(self, folder: Path | None) -> State:
+        """What this rank puts into a checkpoint. DeepSpeed writes its own part into ``folder``; small files are bytes here."""
+        parts = state_parts(self.model, self.optimizer)
+        found = State({}, parts, sum(p.requires_grad for p in self.model.parameters()))
+        with tempfile.TemporaryDirectory() as made:
+            aside = folder or Path(made)
+            if self.is_fsdp_enabled:
+                with collected(self.accelerator.state.fsdp_plugin) as found.states:
+                    self._save_optimizer_and_scheduler(str(aside))
+                self._check_states(found.states, aside)
+            elif self.is_deepspeed_enabled:
+                self._save_optimizer_and_scheduler(str(aside))
+            elif self.group.rank == 0:  # every rank has the same
+                torch.save(self.lr_scheduler.state_dict(), aside / SCHEDULER_NAME)
+                found.states, found.alone = self._plain_state()
+            else:
+                found.parts, found.trained = [], 0
+            self._save_scaler(str(aside))
+            self._save_rng_state(str(aside))
+            if self.group.rank == 0:
+                for callback in [*self.callback_handler.callbacks, self.control]:
+                    if isinstance(callback, ExportableState):
+                        self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+                self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
+                self.checkpoint_extra(aside)
+            if folder is None:
+                files = (path for path in aside.rglob("*") if path.is_file())
+                found.small = {path.relative_to(aside).as_posix(): path.read_bytes() for path in files}
+        return found
 
-    def _write_state(self, folder: Path) -> Mapping[str, Any]:
-        """Write what is small, or what only a library of its own can write; returns the states that are still to be written."""
-        states: Mapping[str, Any] = {}
-        if self.is_fsdp_enabled:
-            with collected(self.accelerator.state.fsdp_plugin) as states:
-                self._save_optimizer_and_scheduler(str(folder))
-            self._check_states(states, folder)
-        else:
-            self._save_optimizer_and_scheduler(str(folder))
-        self._save_scaler(str(folder))
-        self._save_rng_state(str(folder))
-        if self.group.rank != 0:
-            return states
-        if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:
-            self.accelerator.unwrap_model(self.model).save_pretrained(folder)
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        self.checkpoint_extra(folder)
-        return states
+    def _plain_state(self) -> tuple[Mapping[str, Any], Callable[[Path, Mapping[str, Any]], None]]:
+        """What changes in training of a model that is not sharded, and what writes it with what does not."""
+        model = self.accelerator.unwrap_model(self.model)
+        whole, is_adapter = model.state_dict(), isinstance(model, PeftModel)
+        trains = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        moving = {name: value for name, value in whole.items() if trains.get(name, not is_adapter)}
+
+        def write(folder: Path, states: Mapping[str, Any]) -> None:
+            model.save_pretrained(folder, state_dict={**whole, **states["model"]})
+            torch.save(states["optimizer"], folder / OPTIMIZER_NAME)
+
+        return {"model": moving, "optimizer": self.optimizer.state_dict()}, write
 
     def _check_states(self, states: Mapping[str, Any], folder: Path) -> None:
         """Refuse a save without all trained parameters. Raises UserError on all ranks alike.
@@ -638,9 +671,9 @@ class Trainer(ZeroTrainer):
     def _holds_what_it_held(self) -> bool:
         """Whether the restored state is this rank's of the save, by its digest."""
         digests = self._resumed.get("state_digests") or []
-        if len(digests) != self.group.world_size:
+        if len(digests) not in (1, self.group.world_size):
             return True
-        found = digests[self.group.rank]  # of former releases SHA-256
+        found = digests[self.group.rank % len(digests)]  # one where every rank has the same; of former releases SHA-256
         return bool(found == digest(state_parts(self.model, self.optimizer), XXH3_128 if len(found) == 32 else SHA256))
 
     def _holds_other_ranks(self, checkpoint: Path) -> bool:
@@ -648,10 +681,9 @@ class Trainer(ZeroTrainer):
         if not self.is_fsdp_enabled:  # every rank has the same, as at the save
             parts = digest(state_parts(self.model, self.optimizer))
             return parts in (self._resumed.get("state_digests") or [parts])
-        self._writer = self._writer or StateWriter()
         with tempfile.TemporaryDirectory() as aside, collected(self.accelerator.state.fsdp_plugin) as states:
             self._save_optimizer_and_scheduler(aside)
-        return self._writer.equals(checkpoint, states)
+        return self.writer.equals(checkpoint, states)
 
     @property
     def _is_fsdp1(self) -> bool:
@@ -666,8 +698,3 @@ def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = [*parameters, *(value for p in parameters for _, value in sorted(inner.state.get(p, {}).items()))]
     return [local(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-def _words(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    return next(iter(str(storage_cause(error) or error).splitlines()), type(error).__name__)

@@ -68,6 +68,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             control.should_log = True
             control.should_training_stop = True
+        if self.trainer.save_due:
+            control.should_save = True
 
     def on_log(
         self,

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 from clustertune import manifest
-from clustertune.checkpoint import restricted, saving, shards
-from clustertune.checkpoint.saving import StateWriter
+from clustertune.checkpoint import restricted, saving, shards, store
+from clustertune.checkpoint.saving import NotFinite, NotSaved, State, StateWriter, Written
+from clustertune.checkpoint.store import CheckpointStore
+from tests.checkpoint.test_store import OneRank
 
 
 def states(seed: int = 0) -> dict[str, Any]:
@@ -28,30 +30,46 @@ def parts(found: dict[str, Any]) -> list[torch.Tensor]:
     return list(found["model_0"]["model"].values())
 
 
-def test_the_digest_of_each_file_is_known_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = states()
+def make(folder: Path) -> StateWriter:
+    return StateWriter(CheckpointStore(folder, 1, None, OneRank(), str), OneRank(), None)
+
+
+def save(folder: Path, found: dict[str, Any], **more: Any) -> Written:
+    return make(folder).start(2, State(found, parts(found), 1, **more), {"step": 2}).result()
+
+
+def test_each_file_is_hashed_on_its_way_and_the_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "hash_file", lambda *_: pytest.fail("a file was read"))
-        written = StateWriter().start(tmp_path, found, lambda: "digest", lambda: manifest.list_files(tmp_path)).result()
-    assert set(written.records) == set(manifest.list_files(tmp_path)) and len(written.records) == 4
-    assert written.digest == "digest"
-    for name, record in written.records.items():
-        assert record == manifest.hash_file(tmp_path / name, record.algorithm)
+        written = save(tmp_path, states(), small={"trainer_state.json": b"{}"})
+    made = manifest.read_manifest(tmp_path / "step-000002", "checkpoint")
+    assert store.verify(tmp_path / "step-000002") == [] and len(made.files) == 5
+    assert written.bytes == sum(record.size for record in made.files.values())
+    assert made.meta["state_digests"] == [saving.digest(parts(states()))]
+    for name, record in made.files.items():
         assert record.algorithm == (manifest.XXH3_128 if name.endswith(".distcp") else manifest.SHA256)
 
 
 def test_the_shards_are_safetensors_and_hold_no_pickle(tmp_path: Path) -> None:
     found = states()
-    StateWriter().start(tmp_path, found, str, list).result()
-    stored = load_file(tmp_path / "model_0" / "__0_0.distcp")
+    save(tmp_path, found)
+    stored = load_file(tmp_path / "step-000002" / "model_0" / "__0_0.distcp")
     assert all(torch.equal(stored[f"model.{name}"], value) for name, value in found["model_0"]["model"].items())
-    assert load_file(tmp_path / "other_0" / "__0_0.distcp")["o.lr"].numpy().tobytes() == b"0.5"
+    assert load_file(tmp_path / "step-000002" / "other_0" / "__0_0.distcp")["o.lr"].numpy().tobytes() == b"0.5"
+
+
+def test_parameters_that_are_not_finite_make_no_checkpoint(tmp_path: Path) -> None:
+    found = states()
+    parts(found)[0][3, 4] = math.inf
+    with pytest.raises(NotFinite, match=r"\[0\]"):
+        save(tmp_path, found)
+    assert store.newest_whole(tmp_path)[0] is None
 
 
 @pytest.mark.parametrize("value", [{1, 2}, ({3: "int"},), b"bytes", object()])
 def test_a_value_that_json_does_not_give_back_is_not_saved(value: object, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="numbers and words"):
-        StateWriter().start(tmp_path, {"other_0": {"o": {"x": [value]}}}, str, list).result()
+    with pytest.raises(NotSaved, match="numbers and words"):
+        save(tmp_path, states() | {"other_0": {"o": {"x": [value]}}})
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["ours", "torch's"])
@@ -102,8 +120,8 @@ def test_a_shard_that_is_cut_short_is_said(tmp_path: Path) -> None:
         dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
 
 
-def test_a_copy_keeps_its_values_and_its_memory() -> None:
-    writer, found = StateWriter(), states()
+def test_a_copy_keeps_its_values_and_its_memory(tmp_path: Path) -> None:
+    writer, found = make(tmp_path), states()
     copied, held = writer.copy(found, parts(found))
     before = [part.clone() for part in parts(found)]
     for part in parts(found):
@@ -116,23 +134,23 @@ def test_a_copy_keeps_its_values_and_its_memory() -> None:
 
 
 def test_a_state_that_was_not_loaded_is_not_what_was_saved(tmp_path: Path) -> None:
-    writer, found = StateWriter(), states()
-    writer.start(tmp_path, found, str, list).result()
-    assert writer.equals(tmp_path, found)
+    restricted.install()
+    writer, found = make(tmp_path), states()
+    save(tmp_path, found)
+    assert writer.equals(tmp_path / "step-000002", found)
     parts(found)[0][3, 4] += 1
-    assert not writer.equals(tmp_path, found)
+    assert not writer.equals(tmp_path / "step-000002", found)
 
 
 @pytest.mark.parametrize(
     ("free", "limit", "fits"), [(10e9, None, True), (2e9, None, False), (10e9, 2e9, False), (None, None, False)]
 )
 def test_a_copy_needs_room_for_all_ranks_of_a_node(
-    free: float | None, limit: float | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+    free: float | None, limit: float | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks of 1 GB each. What is unknown is not assumed to be there."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(saving, "memory", lambda _: {"memory_available_bytes": free, "memory_limit_bytes": limit})
-    writer = StateWriter()
-    assert (writer.room_for(10**9) is None) is fits
-    writer.copied_bytes = 10**9  # it is there already
-    assert (writer.room_for(10**9) is None) is (free is not None)
+    writer = make(tmp_path)
+    assert (writer.room_for(10**9, 2) is None) is fits
+    writer.copied_bytes = 10**9
+    assert writer.room_for(10**9, 2) is None, "it is there already"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
+from clustertune.checkpoint.saving import NotSaved
 from clustertune.errors import ExitCode, UserError
 from clustertune.training import trainer as room
 from clustertune.training.heartbeat import Heartbeat
@@ -43,14 +43,8 @@ class Disk:
     def __init__(self, folder: Path, error: BaseException) -> None:
         self.folder, self.error = folder, error
 
-    def begin(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
         return self.folder
-
-    def commit(self, path: Path, meta: Any) -> int:
-        raise AssertionError("nothing may be committed")
-
-    def prune(self) -> list[Path]:
-        raise AssertionError("nothing may be removed")
 
 
 def make(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Trainer:
@@ -62,14 +56,14 @@ def make(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
     made.args = SimpleNamespace(output_dir=str(folder))
     made._total_train_tokens, made.eval_skipped, made._bad_loss = 0, False, None
     made.heartbeat, made.at_write = Heartbeat(), -1
-    made.stopping = False
+    made.stopping = made.is_deepspeed_enabled = False
 
     def write(_folder: Path) -> None:
         made.at_write = made.group.met
         raise error
 
     monkeypatch.setattr(made, "store_flos", lambda: None, raising=False)
-    monkeypatch.setattr(made, "_write_state", write, raising=False)
+    monkeypatch.setattr(made, "_collect", write, raising=False)
     checked: Trainer = made
     return checked
 
@@ -80,26 +74,25 @@ def test_a_rank_that_cannot_write_leaves_without_meeting_the_others(tmp_path: Pa
     with pytest.raises(UserError, match=r"step 4 was not saved: rank 0: .*No space.*MB free, it needs about") as caught:
         trainer._save_checkpoint(trainer.model, None)
     assert caught.value.code is ExitCode.STORAGE
-    assert trainer.group.met == trainer.at_write > 0
+    assert trainer.group.met == trainer.at_write
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "shard"), ExitCode.STORAGE),
-        (CheckpointException("save", {1: (OSError(errno.ENOSPC, "No space left on device", "shard"), None)}), ExitCode.STORAGE),
-        (RuntimeError("a fault of a library"), ExitCode.FAILED),
+        (NotSaved("rank 0: No space left on device", stored=True), ExitCode.STORAGE),
+        (NotSaved("rank 0: a fault of a library", stored=False), ExitCode.FAILED),
     ],
 )
 def test_what_failed_behind_training_ends_all_ranks_alike(
     error: BaseException, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's own exception is no Exception. Nothing is committed: :class:`Disk` refuses."""
     trainer: Any = make(tmp_path, error, monkeypatch)
     future: Future[Any] = Future()
     future.set_exception(error)
-    trainer._saving = room._Saving(tmp_path, {"step": 4}, future, True, 0.0, 0.0, 0.0)
-    with pytest.raises(UserError, match="step 4 was not saved: rank 0: ") as caught:
+    trainer._saving = room._Saving(4, False, future, True, 0.0, 0.0, 0.0)
+    with pytest.raises(UserError, match="step 4 was not saved: ") as caught:
         trainer.finish_save()
     assert caught.value.code is code and str(getattr(error, "strerror", None) or "") in str(caught.value)
     trainer.finish_save()  # it is over

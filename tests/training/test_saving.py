@@ -32,16 +32,16 @@ def slow() -> None:
     from clustertune.checkpoint import saving, shards
     from clustertune.training.trainer import Trainer
 
-    put, start, agree, finish = shards.Writer._put, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
+    put, start, agree, finish = shards.write_new, saving.StateWriter.start, Trainer.agree, Trainer.finish_save
     go = threading.Event()
 
     def begin(self: Any, *args: Any) -> Any:
         go.clear()
         return start(self, *args)
 
-    def write(self: Any, *args: Any) -> None:
+    def write(*args: Any) -> Any:
         assert go.wait(60)
-        put(self, *args)
+        return put(*args)
 
     def step(self: Any, *args: Any) -> bool:
         stop = agree(self, *args)
@@ -52,7 +52,8 @@ def slow() -> None:
         go.set()
         finish(self)
 
-    saving.StateWriter.start, shards.Writer._put = begin, write  # type: ignore[method-assign]
+    saving.StateWriter.start = begin  # type: ignore[method-assign]
+    shards.write_new = saving.write_new = write
     Trainer.agree, Trainer.finish_save = step, end  # type: ignore[method-assign]
 
 
@@ -65,13 +66,13 @@ def no_room() -> None:
 
 def full() -> None:
     """The disk of rank 1 is full behind training."""
-    from clustertune.checkpoint import shards
+    from clustertune.checkpoint import saving, shards
 
     def write(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "shard")
 
     if os.environ["RANK"] == "1":
-        shards.write_all = write
+        shards.write_new = saving.write_new = write
 
 
 def killed() -> None:

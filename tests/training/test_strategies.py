@@ -226,7 +226,7 @@ def test_a_save_behind_training_has_the_bytes_of_one_that_training_waits_for(lla
     place, more = STRATEGIES[name][:2], FULL if trained == "full" else []
     waited, behind = (llama.train(name, *place, *more, stop=stop) for stop in (True, False))
     copied = [e["save_copy_s"] for path in (waited, behind) for e in events(path, "checkpoint") if e["step"] == 2]
-    assert copied[0] == 0 and (copied[1] > 0) is (name != "ddp")
+    assert copied[0] == 0 < copied[1]
     found = [read_manifest(path / "checkpoints" / step) for path, step in ((waited, "step-000002"), (behind, "step-000002.a2"))]
     shards = [{k: record for k, record in made.files.items() if k.endswith((".distcp", "tensors", "zer.pt"))} for made in found]
     assert shards[0] == shards[1] and shards[0] and found[0].meta["state_digests"] == found[1].meta["state_digests"]

@@ -1,0 +1,99 @@
+"""When to save: the optimum of Young and Daly, times, steps and milestones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import manifest
+from clustertune.checkpoint.cadence import Cadence, best_seconds, seconds_between_ends
+from clustertune.config.resolve import resolve
+from clustertune.config.schema import Save
+from clustertune.errors import UserError
+from tests.checkpoint.test_store import make_store, save
+from tests.command import REPO
+
+TINY = REPO / "recipes" / "tiny-oasst2"
+
+
+@pytest.mark.parametrize(("cost", "between"), [(0.2, 86_400.0), (5.0, 3_600.0), (60.0, 40_000.0), (300.0, 7_200.0)])
+def test_the_interval_loses_the_least_time(cost: float, between: float) -> None:
+    """Of all intervals, by the expected time of a piece of work under failures of an exponential law (Daly 2006, eq. 20)."""
+
+    def wasted(interval: float) -> float:
+        return between * math.exp(cost / between) * (math.exp((interval + cost) / between) - 1) / interval
+
+    best = min(range(1, 40_000, 5), key=wasted)
+    assert wasted(best_seconds(cost, 0.0, between)) <= 1.001 * wasted(best)
+    assert best_seconds(cost, 50_000.0, between) == 50_000.0, "the save before must be whole"
+
+
+def test_more_nodes_and_a_time_limit_end_a_job_more_often() -> None:
+    assert seconds_between_ends(4, 1000, None) == pytest.approx(1000 * 3600 / 4)
+    assert seconds_between_ends(1, 1e12, 60) == pytest.approx(3600, rel=1e-3)
+    assert seconds_between_ends(8, None, None) < seconds_between_ends(1, None, None)
+
+
+def steps_saved(every: Any, *, milestones: tuple[int, ...] = (), seconds: float = 10.0, **more: Any) -> list[int]:
+    """The steps of 30 behind which a save begins, of so many seconds each."""
+    now = [0.0]
+    made = Cadence(Save(every=every, milestones=milestones), 10_000.0, clock=lambda: now[0], **more)
+    found = []
+    for step in range(1, 31):
+        now[0] += seconds
+        if made.is_due(step):
+            made.began()
+            found.append(step)
+    return found
+
+
+def test_saves_come_by_steps_by_time_and_at_milestones() -> None:
+    assert steps_saved(10, milestones=(3,)) == [3, 10, 20, 30]
+    assert steps_saved("1m") == [7, 13, 19, 25] == steps_saved("60s")
+    assert steps_saved("1m", milestones=(9,)) == [7, 9, 15, 21, 27]
+    planned = steps_saved("auto", state_bytes=5e9)  # 1 s to copy: sqrt(2 * 10,000) = 141 s
+    assert planned == [16]
+    assert steps_saved("auto", state_bytes=5e8)[0] < planned[0], "a copy that takes less comes sooner"
+
+
+def test_a_measured_save_takes_the_place_of_the_planned_one() -> None:
+    made = Cadence(Save(), 10_000.0, 5e9)
+    before = made.seconds()
+    made.measured(4.0, 1.0)
+    assert made.seconds() == pytest.approx(2 * before, rel=0.02)
+
+
+def test_milestones_are_kept_beside_the_limit(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        save(tmp_path, step)
+    checkpoints = make_store(tmp_path, limit=1)[0]
+    checkpoints.milestones = (4,)
+    checkpoints.prune()
+    kept = sorted(path.name for path in tmp_path.iterdir() if (path / manifest.MANIFEST).exists())
+    assert kept == ["step-000004", "step-000008"]
+
+
+def test_the_section_is_no_part_of_what_decides_the_weights() -> None:
+    found = {resolve(TINY, [f"save.every={every}"]).fingerprint() for every in ("auto", "7", "30m")}
+    assert len(found) == 1
+    resolved = resolve(TINY, ["save.every=7", "save.milestones=[3]"])
+    assert resolved.recipe.save == Save(every=7, milestones=(3,)) and "save_steps" not in resolved.train_args
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["save.every=auto", "train.save_steps=5"], "train.save_steps"),
+        (["save.every=0"], "save.every"),
+        (["save.every=0m"], "save.every"),
+        (["save.every=true"], "save.every"),
+        (["save.every=soon"], "save.every"),
+        (["save.milestones=[0]"], "save.milestones"),
+    ],
+)
+def test_a_section_that_means_nothing_is_refused(given: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve(TINY, given)
