@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode
 from clustertune.monitor.status import Node, Status
-from clustertune.report import plots
+from clustertune.report.axis import time_axis
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
-from clustertune.report.page import style
+from clustertune.report.page import render, training_plots
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
 FILE = "live.html"
@@ -24,27 +23,25 @@ HOTTEST_C = 90.0
 
 def draw(status: Status, now: float | None = None) -> str:
     """The page. Plots are those of the report; what nothing was measured of is left out."""
-    from jinja2 import Environment, StrictUndefined
-
     moment_ = time.time() if now is None else now
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     alerts = len(status.alerts)
-    text: str = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        style=style(),
-        reload=RELOAD_SECONDS if status.state in ("waiting", "training") else None,
-        title=f"{f'({alerts}!) ' if alerts else ''}{status.recipe or status.title}",
-        heading=status.recipe or status.title,
-        status=status,
-        tone=TONES.get(status.state, "plain"),
-        share=None if not status.step or not status.steps else min(1.0, status.step / status.steps),
-        tiles=list(tiles(status)),
-        plots=list(_plots(status)),
-        heat=list(_heat(status.nodes)),
-        line=_time_axis(status, moment_),
-        parts=list(_parts(status)),
-        written=moment(moment_),
-    )
-    return text + "\n"
+    running = status.state == "training"
+    restarts = [a.start_step for a in status.metrics.attempts[1:] if a.start_step is not None]
+    values = {
+        "reload": RELOAD_SECONDS if status.state in ("waiting", "training") else None,
+        "title": f"{f'({alerts}!) ' if alerts else ''}{status.recipe or status.title}",
+        "heading": status.recipe or status.title,
+        "status": status,
+        "tone": TONES.get(status.state, "plain"),
+        "share": None if not status.step or not status.steps else min(1.0, status.step / status.steps),
+        "tiles": [{"name": name, "value": value, "note": note} for name, value, note in tiles(status)],
+        "plots": [plot for plot in training_plots(status.metrics, restarts, _band(status)) if plot],
+        "heat": list(_heat(status.nodes)),
+        "axis": time_axis(status.metrics, status.cost.attempts, moment_ if running else None),
+        "parts_of_step": list(_parts(status)),
+        "written": moment(moment_),
+    }
+    return render(_TEMPLATE, values) + "\n"
 
 
 def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
@@ -81,29 +78,13 @@ def tiles(status: Status) -> Iterator[tuple[str, str, str]]:
         yield "Budget used", f"{status.budget_used:.0%}", f"of {limits}; warns at {WARN_SHARE:.0%}"
 
 
-def _plots(status: Status) -> Iterator[tuple[str, str]]:
-    steps = status.metrics.steps
-    restarts = [a.start_step for a in status.metrics.attempts[1:] if a.start_step is not None]
-    band = None
-    if status.planned_range and status.planned_tokens_per_s and status.planned_step_s:
-        low, high = (
-            status.planned_tokens_per_s * status.planned_step_s / seconds for seconds in reversed(status.planned_range)
-        )
-        band = (low, high)
-    shown = {
-        "Loss": ("loss", "nats per token", None), "Throughput": ("tokens_per_second", "tokens/s over all ranks", band),
-        "Learning rate": ("learning_rate", "", None), "Gradient norm": ("grad_norm", "before clipping", None),
-        "MFU": ("mfu", "share of the GPUs' peak", None),
-    }  # fmt: skip
-    for title, (column, unit, behind) in shown.items():
-        lines = [plots.Line("train", steps.numbers, steps.column(column))]
-        if column == "loss" and status.metrics.evals:
-            evals = status.metrics.evals
-            lines.append(plots.Line("eval", [e.step for e in evals], [e.eval_loss for e in evals], plots.SECOND, marked=True))
-        if svg := plots.draw_lines(
-            title, lines, unit=unit, zero=title in ("Throughput", "MFU"), restarts=restarts, band=behind
-        ):
-            yield title, svg
+def _band(status: Status) -> tuple[float, float] | None:
+    """Tokens/s between which the plan expects four of five runs."""
+    rate, step_s = status.planned_tokens_per_s, status.planned_step_s
+    if not status.planned_range or not rate or not step_s:
+        return None
+    fast, slow = status.planned_range
+    return rate * step_s / slow, rate * step_s / fast
 
 
 def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
@@ -132,35 +113,6 @@ def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
                 }
             )
         yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(told)}
-
-
-def _time_axis(status: Status, now: float) -> dict[str, Any] | None:
-    """Attempts as bars, saves as ticks and faults as marks, each by its place in per cent of the time since the first."""
-    attempts = status.cost.attempts
-    if not attempts:
-        return None
-    begun = attempts[0].begun
-    running = status.state == "training"
-    ended = now if running else max(attempt.ended or attempt.seen for attempt in attempts)
-    whole = max(1e-9, ended - begun)
-
-    def place(value: float) -> float:
-        return round(min(100.0, max(0.0, 100 * (value - begun) / whole)), 3)
-
-    bars, marks = [], []
-    for attempt in attempts:
-        last = attempt is attempts[-1]
-        end = now if last and running else attempt.ended or attempt.seen
-        bars.append((place(attempt.begun), max(0.3, round(place(end) - place(attempt.begun), 3)), f"attempt {attempt.attempt}"))
-        if not (last and running) and attempt.code != ExitCode.OK:
-            what = "no outcome" if attempt.code is None else f"exit code {attempt.code}"
-            marks.append((place(end), "fault", f"attempt {attempt.attempt} ended with {what}, {moment(end)}"))
-    saves = [record for record in status.metrics.checkpoints if record.status == "saved" and record.time]
-    for record in saves[-200:]:
-        assert record.time is not None
-        marks.append((place(record.time), "save", f"step {record.step} saved, {size(record.bytes)}, {moment(record.time)}"))
-    faults = [text for _, kind, text in marks if kind == "fault"]
-    return {"bars": bars, "marks": marks, "from": moment(begun), "to": moment(ended), "faults": faults, "saves": len(saves)}
 
 
 def _parts(status: Status) -> Iterator[tuple[str, str]]:

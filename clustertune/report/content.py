@@ -95,9 +95,9 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Token accuracy", percent(last.eval_token_accuracy), note)
     elif steps:
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
-    rates = [rate for rate in steps.known("tokens_per_second") if math.isfinite(rate)]
-    if rates:
-        add("Tokens/s", number(float(round(median(rates)))), f"median, {number(steps[-1].tokens)} tokens in all")
+    rates = steps.known("tokens_per_second")
+    if rates and math.isfinite(rate := median(rates)):
+        add("Tokens/s", number(float(round(rate))), f"median, {number(steps[-1].tokens)} tokens in all")
     memory = steps.known("memory_bytes")
     if memory:
         add("Peak memory", size(max(memory)), "largest of all ranks")
@@ -109,7 +109,7 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         key, value = next(((key, value) for key, value, _ in evaluation.metrics(row)), ("", None))
         if not _is_part(scored, name):
             note = evaluation.shown(key) + ("" if get(scored, "details", name, "comparable") else ", not the benchmark")
-            add(name, _score(value), note)
+            add(name, score(value), note)
     return found
 
 
@@ -120,7 +120,7 @@ def _is_part(scored: Any, name: str) -> bool:
     return any(mine < theirs or (mine == theirs and name in theirs and other != name) for other, theirs in members.items())
 
 
-def _score(value: Any) -> str:
+def score(value: Any) -> str:
     """A share in per cent; what is none as a number."""
     return percent(value) if isinstance(value, int | float) and 0 <= value <= 1 else number(value)
 
@@ -180,11 +180,13 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scor
     return rows
 
 
-def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """What ``plan`` said before the first step beside what happened: medians behind the first two steps, which hold warm-up."""
-    steps = metrics.steps[WARM_UP:] or metrics.steps
-    times, rates = ([value for value in steps.known(name) if value] for name in ("seconds", "tokens_per_second"))
-    peaks = [value for value in metrics.steps.known("memory_bytes") if value]
+def forecast(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float, float | None]]:
+    """What ``plan`` said before the first step, by name, and what happened.
+
+    Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
+    """
+    steps, peaks = metrics.steps, metrics.steps.known("memory_bytes")
+    times, rates = (steps.known(name, WARM_UP) or steps.known(name) for name in ("seconds", "tokens_per_second"))
     train_seconds = get(stages, "train", "seconds")
     reached = {
         "step_s": median(times) if times else None,
@@ -192,13 +194,21 @@ def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str,
         "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
     }
-    rows = []
-    for key, name in FORECAST.items():
-        wanted, found = get(told, key), reached[key]
-        if isinstance(wanted, int | float) and not isinstance(wanted, bool) and wanted > 0:
-            error = f"{wanted / found - 1:+.0%}" if found else UNKNOWN
-            rows.append([name, number(wanted), number(found), error])
-    return rows
+    found = [(name, get(told, key), reached[key]) for key, name in FORECAST.items()]
+    return [(name, told, is_) for name, told, is_ in found if isinstance(told, int | float) and told is not True and told > 0]
+
+
+def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """The same in words, with the error of the plan."""
+    return [
+        [
+            name,
+            number(wanted),
+            number(found, 1 if found and found > 1000 else 4),
+            f"{wanted / found - 1:+.0%}" if found else UNKNOWN,
+        ]
+        for name, wanted, found in forecast(told, metrics, stages)
+    ]
 
 
 def forecast_note(told: Any) -> str:
@@ -314,11 +324,12 @@ def eval_content(scored: Any) -> dict[str, Any] | None:
         named = {evaluation.find_metric(task, metric): mark for metric, mark in (get(marks, name) or {}).items()}
         for key, value, error in evaluation.metrics(task):
             mark = named.get(key)
-            cells = [name, evaluation.shown(key), _score(value), _score(error)]
+            cells = [name, evaluation.shown(key), score(value), score(error)]
             rows.append([*cells, *([percent(mark)] if marks else [])])
             if isinstance(value, int | float) and 0 <= value <= 1 and not _is_part(scored, name):
                 label = evaluation.shown(key) if len(tasks) == 1 else f"{name} {evaluation.shown(key)}"
-                bars.append((label, float(value), error if isinstance(error, int | float) else None, mark))
+                base = get(scored, "paired", name, key, "base")
+                bars.append((label, base, float(value), error if isinstance(error, int | float) else None, mark))
     notes = ["Below the recipe's pass mark."] if get(scored, "pass", "passed") is False else []
     notes += [str(note) for note in get(scored, "notes") or []]
     by_hand = get(scored, "by_hand")

@@ -107,6 +107,12 @@ class Cost:
         """Of all stages."""
         return sum(self.stages.values(), Spent())
 
+    @property
+    def all_energy(self) -> bool:
+        """Whether every attempt and the evaluation were measured; else the sum is the least that it was."""
+        measured = [*self.by_attempt, *(spent for name, spent in self.stages.items() if name == "eval")]
+        return bool(measured) and all(spent.kwh is not None for spent in measured)
+
     def as_dict(self) -> dict[str, Any]:
         """The costs in ``report.json``."""
         parts = zip(self.attempts, self.by_attempt, strict=True)
@@ -118,6 +124,7 @@ class Cost:
             ],
             "lost": vars(self.lost),
             "energy_from": self.energy_from,
+            "energy_is_whole": self.all_energy,
             "usd_per_gpu_hour": self.rates.usd,
             "co2_kg_per_kwh": self.rates.co2,
         }
@@ -146,12 +153,13 @@ def of_run(
     ]
     training = sum(by_attempt, Spent(0.0, 0.0))
     evaluated = [value / 3.6e6 for attempt, value in joules.items() if attempt < 0]
-    stages: dict[str, Spent] = {}
+    listed = any(record.stage == "train" for record in metrics.stages)
+    stages: dict[str, Spent] = {"train": training} if attempts and not listed else {}
     for record in metrics.stages:
         kwh = sum(evaluated) if record.stage == "eval" and evaluated else None
         if record.stage == "train" and attempts:
             stages["train"] = training
-        elif record.seconds is not None:
+        elif record.seconds is not None and record.stage != "report":  # it is not over while its page is written
             stages[record.stage] = rates.spent(record.seconds, _gpus_of(document, record.stage), kwh)
     energy = next((str(head["energy"]) for head in heads if head.get("energy")), None) if joules else None
     return Cost(tuple(attempts), by_attempt, training, sum(lost, Spent()), stages, energy, rates)
@@ -212,7 +220,11 @@ def of_points(cost: Cost, paired: Any) -> list[dict[str, Any]]:
             points = 100 * row["difference"]
             each = {
                 f"{name}_per_point": value / points if value is not None and points > 0 else None
-                for name, value in (("usd", total.usd), ("kwh", total.kwh), ("gpu_hours", total.gpu_hours))
+                for name, value in (
+                    ("usd", total.usd),
+                    ("kwh", total.kwh if cost.all_energy else None),
+                    ("gpu_hours", total.gpu_hours),
+                )
             }
             found.append({"task": task, "score": key, **row, **each})
     return found

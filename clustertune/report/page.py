@@ -2,102 +2,226 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clustertune.console import say
-from clustertune.errors import UserError, storage_error
+from clustertune.errors import Problem, UserError, storage_error
 from clustertune.evaluate.scores import read_result
 from clustertune.manifest import MANIFEST, require_whole, write_durably
 from clustertune.nccl_check.check import RESULT
 from clustertune.nccl_check.prolog import FOLDER
 from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, show_size
 from clustertune.nccl_check.table import nominal_of, pair_rows, result_rows
-from clustertune.report import content, plots
-from clustertune.report.content import duration, percent, plain
+from clustertune.report import answer, content, cost, plots, telemetry
+from clustertune.report.axis import time_axis
+from clustertune.report.content import number, percent, plain
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
 
+SCHEMA_OF_JSON = "clustertune.report/1"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _OWN_STAGE = "report"
-_WIDE = "Loss"
-"""The plot that has a row of its own."""
 
 
 def build(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of ``run_dir`` to ``out`` (its own ``report.html`` by default) and return the path.
 
-    Whatever is missing or unreadable but ``run.json`` is left out or said on the page: a run that failed is the one that
-    a person wants to look at. The same run gives the same bytes. Raises UserError where ``run_dir`` is no run folder, and
-    with exit code 73 where the page cannot be written.
+    Beside it comes the same name with ``.json``: what the page answers, for programs. Whatever is missing or unreadable but
+    ``run.json`` is left out or said on the page: a run that failed is the one that a person wants to look at. The same run
+    gives the same bytes. Raises UserError where ``run_dir`` is no run folder, and with exit code 73 where the page cannot be
+    written.
     """
-    from jinja2 import Environment, StrictUndefined
-
     run = RunDir(run_dir)
     document = run.read()
     if not isinstance(document, dict):
         raise UserError(f"{run.run_json}: holds no run")
     page = run.report if out is None else out
+    if page.suffix == ".json":
+        raise UserError(Problem("is the name of the document beside the page", key="--out", fix="give it the ending .html"))
     try:
-        metrics = read_metrics(run.metrics)
-        values = _collect(run, document, metrics)
-        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        html = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+        found = _Run(run, document)
+        html = render(_TEMPLATE, found.page())
         page.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1) + "\n")
         write_durably(page, html + "\n")
     except OSError as error:
         raise storage_error(error, "writing the report", page) from error
     return page
 
 
-def style() -> str:
-    """The style sheet that all pages share."""
-    return _TEMPLATE.read_text(encoding="utf-8").partition("<style>\n")[2].partition("</style>")[0]
+def render(template: Path, values: Mapping[str, Any]) -> str:
+    """A page of a template, which finds the style sheet and the macros of all pages in ``parts.html.jinja``."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader([template.parent, _TEMPLATE.parent])
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    return environment.get_template(template.name).render(values)
 
 
-def _collect(run: RunDir, document: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
-    """Everything that the template shows."""
-    resolved = document.get("recipe")
-    stages = read_stages(run, metrics)
-    require_whole(run.eval)
-    scores = _read_scores(run.eval)
-    adapter = _read_json(run.adapter / MANIFEST)
-    trained = content.get(adapter, "meta", "parameters") or content.get(document, "distributed", "trainable_parameters")
-    restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
-    scored = content.eval_content(scores)
-    if scored:
-        labels, values, errors, marks = ([bar[i] for bar in scored["bars"]] for i in range(4))
-        shares = [percent(value) for value in values]
-        scored["svg"] = (
-            plots.draw_bars("scores", labels, values, shares, errors=errors, marks=marks, limit=1.0) if labels else ""
+class _Run:
+    """A run's documents, read once."""
+
+    def __init__(self, run: RunDir, document: dict[str, Any]) -> None:
+        self.run, self.document, self.resolved = run, document, document.get("recipe")
+        self.metrics = read_metrics(run.metrics)
+        self.history = telemetry.History()
+        nodes = telemetry.Reader(run.path / telemetry.FOLDER, self.history).read()
+        self.cost = cost.of_run(run.path, document, self.metrics, nodes, time.time())
+        self.stages = read_stages(run, self.metrics)
+        self.status = content.status_of(self.metrics, self.stages)
+        require_whole(run.eval)
+        self.scores = _read_scores(run.eval)
+        self.points = cost.of_points(self.cost, content.get(self.scores, "paired"))
+        self.adapter = _read_json(run.adapter / MANIFEST)
+        self.data = content.get(_read_json(run.data / MANIFEST), "meta") or {}
+        told = content.get(self.adapter, "meta", "parameters")
+        self.trained = told or content.get(document, "distributed", "trainable_parameters")
+        arguments = (document, self.metrics, self.status["text"], self.data, self.scores, self.trained, self.cost)
+        self.answer = answer.answer(*arguments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """``report.json``; null: not known."""
+        evals, steps = self.metrics.evals, self.metrics.steps
+        return {
+            "schema": SCHEMA_OF_JSON,
+            "run": self.run.path.resolve().name,
+            "recipe": content.get(self.resolved, "name"),
+            "model": content.get(self.resolved, "recipe", "model", "name"),
+            "dataset": content.get(self.resolved, "recipe", "data", "name"),
+            "state": self.status["text"],
+            "answer": self.answer,
+            "step": steps[-1].step if steps else None,
+            "loss": _finite(steps[-1].loss) if steps else None,
+            "eval_loss": [_finite(record.eval_loss) for record in (evals[0], evals[-1])] if evals else None,
+            "planned": {name: {"planned": told, "actual": is_} for name, told, is_ in self._forecast()},
+            "scores": self.points,
+            "cost": self.cost.as_dict(),
+        }
+
+    def _forecast(self) -> list[tuple[str, float, float | None]]:
+        return content.forecast(self.document.get("forecast"), self.metrics, self.stages)
+
+    def page(self) -> dict[str, Any]:
+        """Everything that the template shows."""
+        run, document, metrics, resolved, stages = self.run, self.document, self.metrics, self.resolved, self.stages
+        restarts = [a.start_step for a in metrics.attempts[1:] if a.start_step is not None]
+        torn = metrics.unreadable_lines
+        expect = content.get(resolved, "recipe", "expect")
+        return {
+            "title": str(content.get(resolved, "name") or run.path.resolve().name),
+            "subtitle": content.subtitle(document),
+            "status": self.status,
+            "answer": self.answer,
+            "notes": content.warnings_of(document, metrics, self.adapter),
+            "tiles": content.tiles(metrics, stages, self.scores, self.trained),
+            "planned": self._planned(),
+            "expected": content.expected_rows(expect, metrics, stages, self.scores, self.trained),
+            "plots": [plot for plot in (*training_plots(metrics, restarts), *_machine_plots(self.history)) if plot],
+            "restarts": restarts,
+            "scored": self._scored(),
+            "data": _data(run, self.data),
+            "cost": {
+                "columns": answer.COLUMNS, "rows": answer.cost_rows(self.cost), "note": answer.cost_note(self.cost),
+                "point_columns": answer.POINT_COLUMNS, "points": answer.point_rows(self.points),
+            },
+            "axis": time_axis(metrics, self.cost.attempts),
+            "nccl": section(run.path, document.get("cluster")),
+            "stages": content.stage_rows(stages),
+            "attempts": content.attempt_rows(metrics),
+            "startups": content.startup_rows(metrics),
+            "checkpoints": content.checkpoint_rows(metrics, _present(run)),
+            "details": [
+                part for part in (
+                    ("Recipe", ["key", "value", "from"], content.recipe_rows(resolved)),
+                    ("Derived", ["key", "value", "from what"], content.derived_rows(resolved)),
+                    ("Environment", ["what", "value"], content.environment_rows(document)),
+                    ("Architecture", ["key", "value"], [
+                        [key, plain(value)] for key, value in content.flatten(content.get(resolved, "architecture"))
+                    ]),
+                ) if part[2] or part[0] == "Recipe"
+            ],
+            "footer": f"From run.json and metrics.jsonl of {run.path.resolve().name}."
+            + (f" {torn} lines of metrics.jsonl are no events and were passed over." if torn else ""),
+        }  # fmt: skip
+
+    def _scored(self) -> dict[str, Any] | None:
+        found = content.eval_content(self.scores)
+        if found is None or not found["bars"]:
+            return found and {**found, "plot": None}
+        labels, base, tuned, errors, marks = ([bar[i] for bar in found["bars"]] for i in range(5))
+        groups = {"base": base, "tuned": tuned} if any(value is not None for value in base) else {"score": tuned}
+        has_marks = any(mark is not None for mark in marks)
+        return {**found, "plot": plots.bars(
+            "Base and tuned" if len(groups) > 1 else "Scores", labels, groups, form=percent, errors=errors,
+            marks=marks if has_marks else (), limit=max(0.05, *(value + (error or 0) for value, error in zip(tuned, errors,
+            strict=True)), *(value or 0.0 for value in (*base, *marks))), head="score",
+        )}  # fmt: skip
+
+    def _planned(self) -> dict[str, Any] | None:
+        told = self.document.get("forecast")
+        if not told:
+            return None
+        known = [(name, wanted, found) for name, wanted, found in self._forecast() if found]
+        shares = [found / wanted for _, wanted, found in known]
+        return {
+            "note": content.forecast_note(told),
+            "rows": content.forecast_rows(told, self.metrics, self.stages),
+            "plot": plots.bars(
+                "Actual over planned", [name for name, *_ in known], {"actual": shares}, form=lambda v: f"{v:.0%}",
+                marks=[1.0] * len(known), notes=[f"{_short(found)}, planned {_short(wanted)}" for _, wanted, found in known],
+            ),
+        }  # fmt: skip
+
+
+def _short(value: float) -> str:
+    return number(float(f"{value:.4g}"))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _data(run: RunDir, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was trained on: how many conversations, how long, and what was left out; None where nothing says."""
+    import numpy as np
+
+    made = content.get(_read_json(run.tokens / MANIFEST), "meta") or {}
+    limit, rows, plot = content.get(made, "made_from", "rows", "max_length"), [], None
+    for split in ("train", "eval"):
+        facts = {**(content.get(meta, split) or {}), **(content.get(made, "summary", "splits", split) or {})}
+        if facts:
+            keys = ("conversations", "messages", "tokens", "labelled", "sequences", "cut", "dropped")
+            rows.append([split, *(number(facts.get(key)) for key in keys)])
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        found = np.load(run.tokens / "train.index.npy", mmap_mode="r", allow_pickle=False)["length"]
+        most, edges = int(found.max()), [0, *(2**n for n in range(3, 32))]
+        places = [at for at in range(len(edges) - 1) if edges[at] <= most]
+        counts = np.histogram(found, edges)[0]
+        first = next(at for at in places if counts[at])
+        names = [f"{number(edges[at])} to {number(edges[at + 1] - 1)} tokens" for at in places[first:]]
+        plot = plots.bars(
+            "Lengths of the conversations to train on",
+            names,
+            {"conversations": [int(counts[at]) for at in places[first:]]},
+            head="length",
         )
-    torn = metrics.unreadable_lines
+    out = {f"{kind}: {reason}": count for kind, name in (("rejected", "rejected"), ("by rule", "dropped"))
+           for reason, count in (content.get(meta, name) or {}).items()}  # fmt: skip
+    if not rows and plot is None:
+        return None
     return {
-        "title": str(content.get(resolved, "name") or run.path.resolve().name),
-        "subtitle": content.subtitle(document),
-        "status": content.status_of(metrics, stages),
-        "notes": content.warnings_of(document, metrics, adapter),
-        "tiles": content.tiles(metrics, stages, scores, trained),
-        "forecast": content.forecast_rows(document.get("forecast"), metrics, stages),
-        "forecast_note": content.forecast_note(document["forecast"]) if document.get("forecast") else "",
-        "expected": content.expected_rows(content.get(resolved, "recipe", "expect"), metrics, stages, scores, trained),
-        "plots": _draw_training(metrics, restarts),
-        "restarts": restarts,
-        "scored": scored,
-        "nccl": section(run.path, document.get("cluster")),
-        "stages": _stages(stages),
-        "attempts": content.attempt_rows(metrics),
-        "startups": content.startup_rows(metrics),
-        "checkpoints": content.checkpoint_rows(metrics, _present(run)),
-        "recipe": content.recipe_rows(resolved),
-        "derived": content.derived_rows(resolved),
-        "environment": content.environment_rows(document),
-        "architecture": [[key, plain(value)] for key, value in content.flatten(content.get(resolved, "architecture"))],
-        "footer": f"From run.json and metrics.jsonl of {run.path.resolve().name}."
-        + (f" {torn} lines of metrics.jsonl are no events and were passed over." if torn else ""),
+        "columns": ["split", "#conversations", "#messages", "#tokens", "#trained on", "#sequences", "#cut", "#dropped"],
+        "rows": rows,
+        "note": f"A sequence holds at most {number(limit)} tokens." if limit else "",
+        "plot": plot,
+        "out": [[reason, number(count)] for reason, count in sorted(out.items(), key=lambda pair: -pair[1])],
+        "read": number(meta.get("rows")),
     }
 
 
@@ -126,18 +250,11 @@ def _present(run: RunDir) -> set[str]:
     return {f"{folder.name}/{path.name}" for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-def _stages(stages: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    timed = {name: float(r["seconds"]) for name, r in stages.items() if isinstance(r.get("seconds"), int | float)}
-    if not stages:
-        return None
-    svg = plots.draw_bars("stage times", list(timed), list(timed.values()), [duration(value) for value in timed.values()])
-    return {"rows": content.stage_rows(stages), "svg": svg}
-
-
-def _draw_training(metrics: Metrics, restarts: list[int]) -> list[dict[str, Any]]:
-    """The plots over steps; one that has no values is left out."""
-    steps = metrics.steps.numbers
-    at = [record.step for record in metrics.evals]
+def training_plots(
+    metrics: Metrics, restarts: Sequence[int], band: tuple[float, float] | None = None
+) -> Iterator[plots.Plot | None]:
+    """The plots over steps, one after the other: a line of a long run is large. ``band``: tokens/s that were planned."""
+    steps, at = metrics.steps.numbers, [record.step for record in metrics.evals]
 
     def train(label: str, name: str, factor: float = 1.0) -> plots.Line:
         return plots.Line(label, steps, metrics.steps.column(name, factor))
@@ -147,22 +264,37 @@ def _draw_training(metrics: Metrics, restarts: list[int]) -> list[dict[str, Any]
         scaled = [None if value is None else value * factor for value in values]
         return plots.Line("eval", at, scaled, plots.SECOND, marked=True)
 
-    def wanted() -> Iterator[tuple[str, list[plots.Line], str, bool]]:  # one after the other: a line of a long run is large
-        yield "Loss", [train("train", "loss"), evaluated("eval_loss")], "nats per token", False
-        yield "Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False
-        yield "Learning rate", [train("learning rate", "learning_rate")], "", True
-        yield "Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True
-        yield "Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True
-        yield "Step time", [train("step time", "seconds")], "s", True
-        yield "Peak memory", [train("memory", "memory_bytes", 2**-30)], "GiB, largest of all ranks", True
+    wanted: list[tuple[str, list[plots.Line], str, bool]] = [
+        ("Loss", [train("train", "loss"), evaluated("eval_loss")], "nats per token", False),
+        ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
+        ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
+        ("MFU", [train("MFU", "mfu", 100)], "% of the GPUs' peak", True),
+        ("Peak memory", [train("memory", "memory_bytes", 2**-30)], "GiB, largest of all ranks", True),
+        ("Step time", [train("step time", "seconds")], "s", True),
+        ("Learning rate", [train("learning rate", "learning_rate")], "", True),
+        ("Gradient norm", [train("gradient norm", "grad_norm")], "before clipping", True),
+    ]
+    for title, lines, unit, zero in wanted:
+        yield plots.lines(
+            title, lines, unit=unit, zero=zero, restarts=restarts, band=band if title == "Throughput" else None
+        )  # fmt: skip
 
-    drawn = []
-    for title, possible, unit, zero in wanted():
-        lines = [line for line in possible if any(value is not None for value in line.values)]
-        svg = plots.draw_lines(title, lines, unit=unit, zero=zero, restarts=restarts, wide=title == _WIDE) if lines else ""
-        if svg:
-            drawn.append({"title": title, "svg": svg, "wide": title == _WIDE})
-    return drawn
+
+def _machine_plots(history: telemetry.History) -> Iterator[plots.Plot | None]:
+    """What the nodes measured, over hours since the first sample; without GPUs their processors."""
+    first = min((points[0][0] for name in history.COLUMNS if (points := history.column(name))), default=0.0)
+
+    def line(label: str, name: str, colour: str = plots.FIRST, factor: float = 1.0, most: bool = False) -> plots.Line:
+        points = history.column(name, most=most)
+        return plots.Line(label, [(at - first) / 3600 for at, _ in points], [value * factor for _, value in points], colour)
+
+    over = "hours"
+    yield plots.lines("GPU utilisation", [line("mean of all GPUs", "utilisation")], unit="%", over=over, zero=True)
+    memory = [line("mean", "memory_gib"), line("fullest GPU", "memory_gib", plots.SECOND, most=True)]
+    yield plots.lines("GPU memory", memory, unit="GiB", over=over, zero=True)
+    yield plots.lines("GPU power", [line("mean of all GPUs", "power_w")], unit="W", over=over, zero=True)
+    if not history.column("utilisation"):
+        yield plots.lines("CPU use", [line("mean of all nodes", "cpu", factor=100)], unit="%", over=over, zero=True)
 
 
 def _read_scores(folder: Path) -> dict[str, Any] | None:
@@ -213,7 +345,6 @@ def of_cluster(cluster: Any) -> dict[str, Any] | None:
     if not isinstance(source, str):
         return None
     from clustertune.config.cluster_schema import Cluster
-    from clustertune.errors import UserError
     from clustertune.plan.measured import beside, read_measured
 
     try:
@@ -264,8 +395,6 @@ def _content(document: dict[str, Any]) -> dict[str, Any]:
 
 def draw(document: Mapping[str, Any]) -> str:
     """busbw over size for every collective over all ranks (inside a node where there is one), with the nominal line."""
-    from clustertune.report import plots
-
     scope = next((s for s in ("world", "intra", "inter") if any(e["scope"] == s for e in document["results"])), "")
     series = []
     for name in COLLECTIVES:

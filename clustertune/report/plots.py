@@ -5,14 +5,26 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-INK, FAINT, FIRST, SECOND, WARN, STRONG = "#010203", "#010204", "#010205", "#010206", "#010207", "#010208"
+from clustertune.report.content import number
+
+INK, FAINT, FIRST, SECOND = "#010203", "#010204", "#010205", "#010206"
+WARN, STRONG, GOOD = "#010207", "#010208", "#010209"
 """Stand-ins that matplotlib writes and :func:`_to_svg` turns into variables."""
-_VARIABLES = {INK: "--muted", FAINT: "--line", FIRST: "--first", SECOND: "--second", WARN: "--warn", STRONG: "--ink"}
+_VARIABLES = {
+    INK: "--muted",
+    FAINT: "--line",
+    FIRST: "--first",
+    SECOND: "--second",
+    WARN: "--warn",
+    STRONG: "--ink",
+    GOOD: "--good",
+}
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # real text: small, searchable, in the page's own font
@@ -44,53 +56,91 @@ _STYLE: dict[str, Any] = {
 }
 
 
+WIDTH = 4.8
+"""Inches of every plot: its text is readable on a telephone, where the page is about 340 pixels wide."""
+_POINTS = 4_000
+"""Of a line: more than the pixels of any screen that shows it."""
+ROWS = 24
+"""Of the table of a line: those between are in metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing and its numbers, which the page shows as a table below it."""
+
+    title: str
+    svg: str
+    columns: list[str]
+    """Heads of the table; one that begins with ``#`` is of numbers."""
+    rows: list[list[str]]
+
+
 @dataclass(frozen=True)
 class Line:
     """One series over steps; values that are None or not finite are gaps."""
 
     label: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float | None]
     colour: str = FIRST
     marked: bool = False
     """Draw a dot at each value: few values, or a series that is measured now and then."""
 
 
-def draw_lines(
-    name: str, lines: Sequence[Line], *, unit: str = "", zero: bool = False, restarts: Sequence[int] = (), wide: bool = False,
-    band: tuple[float, float] | None = None,
-) -> str:  # fmt: skip
-    """A plot over optimizer steps, or an empty string where no series has a finite value.
+def lines(
+    title: str, series: Sequence[Line], *, unit: str = "", over: str = "step", zero: bool = False,
+    restarts: Sequence[float] = (), band: tuple[float, float] | None = None,
+) -> Plot | None:  # fmt: skip
+    """A plot over optimizer steps or another scale (``over``); None where no series has a finite value.
 
-    ``zero`` starts the scale at 0; ``restarts`` are steps at which an attempt took over, drawn as dotted verticals.
-    ``wide`` is for a plot that has the page's whole width; ``band``: what was planned, drawn behind the lines.
+    ``zero`` starts the scale at 0; ``restarts`` are places at which an attempt took over, drawn as dotted verticals;
+    ``band``: what was planned, drawn behind the lines.
     """
-    if not any(_finite(value) for line in lines for value in line.values):
-        return ""
-    with _figure((11.4, 3.0) if wide else (5.6, 2.5)) as (figure, axes):
+    series = [line for line in series if any(_finite(value) for value in line.values)]
+    if not series:
+        return None
+    with _figure(2.5) as (figure, axes):
         if band is not None:
             axes.axhspan(*band, color=SECOND, alpha=0.15, linewidth=0, label="planned")
-        for line in lines:
+        for line in series:
             steps, values = _thinned(line)
             dots = line.marked or sum(map(math.isfinite, values)) <= 12
             axes.plot(steps, values, color=line.colour, label=line.label, marker="o" if dots else None, markersize=3.5)
         for step in restarts:
             axes.axvline(step, color=WARN, linestyle=(0, (1, 3)), linewidth=1.2)
-        axes.set_xlabel("step", loc="right", labelpad=1)
+        axes.set_xlabel(over, loc="right", labelpad=1)
         axes.set_title(unit, loc="left", fontsize=9, pad=7)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=over == "step")
         axes.margins(x=0.02, y=0.12)
         if zero:
             axes.set_ylim(bottom=0)
-        if len(lines) > 1 or band is not None:
-            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(lines) + 1, borderaxespad=0, handlelength=1.2)
-        return _to_svg(figure, name)
+        if len(series) > 1 or band is not None:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(series) + 1, borderaxespad=0, handlelength=1.2)
+        svg = _to_svg(figure, title)
+    heads = [f"#{line.label}{f', {unit}' if unit and unit not in line.label else ''}" for line in series]
+    return Plot(title, svg, [f"#{over}", *heads], _numbers(series))
 
 
-def _thinned(line: Line) -> tuple[list[int], list[float]]:
+def _numbers(series: Sequence[Line]) -> list[list[str]]:
+    """At most :data:`ROWS` places of each line, from its first to its last, and the value of each line there."""
+    places: set[float] = set()
+    for line in series:
+        last = len(line.steps) - 1
+        places |= {line.steps[round(last * at / (ROWS - 1))] for at in range(ROWS)} if last >= ROWS else set(line.steps)
+    found = []
+    for place in sorted(places):
+        values = []
+        for line in series:
+            at = bisect_left(line.steps, place)
+            values.append(line.values[at] if at < len(line.steps) and line.steps[at] == place else None)
+        found.append([number(place, 2), *map(number, values)])
+    return found
+
+
+def _thinned(line: Line) -> tuple[list[float], list[float]]:
     """Steps and values for matplotlib, gaps as NaN; of more than :data:`_POINTS` the least and the greatest of each stretch."""
     width = -(-2 * len(line.values) // _POINTS) if len(line.values) > _POINTS else 1
-    steps: list[int] = []
+    steps: list[float] = []
     found: list[float] = []
     for start in range(0, len(line.values), width):
         part_of = line.values[start : start + width]
@@ -102,51 +152,68 @@ def _thinned(line: Line) -> tuple[list[int], list[float]]:
     return steps, found
 
 
-_POINTS = 4_000
-"""Of a line: more than the pixels of any screen that shows it."""
-
-
-def draw_bars(
-    name: str,
+def bars(
+    title: str,
     labels: Sequence[str],
-    values: Sequence[float],
-    notes: Sequence[str],
+    groups: Mapping[str, Sequence[float | None]],
     *,
-    errors: Sequence[float | None] | None = None,
-    marks: Sequence[float | None] | None = None,
+    form: Callable[[float | None], str] = number,
+    notes: Sequence[str] = (),
+    errors: Sequence[float | None] = (),
+    marks: Sequence[float | None] = (),
     limit: float | None = None,
-) -> str:
-    """Horizontal bars, first on top, with a note behind each; whiskers of one standard error; a tick at each mark."""
-    if not values:
-        return ""
-    with _figure((7.4, 0.42 + 0.3 * len(values))) as (figure, axes):
-        places = list(range(len(values)))
-        axes.barh(places, values, height=0.58, color=FIRST, alpha=0.75)
-        for place, error in enumerate(errors or ()):
-            if error is not None and _finite(error):
-                axes.errorbar(values[place], place, xerr=error, color=STRONG, capsize=3, linewidth=1.4)
-        for place, mark in enumerate(marks or ()):
-            if mark is not None and _finite(mark):
-                axes.plot([mark, mark], [place - 0.4, place + 0.4], color=SECOND, linewidth=2.2)
-        axes.set_yticks(places, labels)
-        axes.invert_yaxis()
+    head: str = "",
+) -> Plot | None:
+    """Horizontal bars below their labels, first on top, those of a label's groups side by side, each with its value.
+
+    ``form`` words a value; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard error on the last group,
+    ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where nothing has a finite value.
+    """
+    known = [value for values in groups.values() for value in values if value is not None and _finite(value)]
+    if not known:
+        return None
+    styles, each = (FIRST, SECOND, GOOD, WARN, INK), 0.16
+    height = each * (len(groups) + 1.6)
+    longest = limit or max([*known, *(mark for mark in marks if mark is not None), 1e-9])
+    with _figure(height * len(labels) + (0.35 if len(groups) > 1 else 0.1)) as (figure, axes):
+        for place, label in enumerate(labels):
+            top = place * height
+            axes.text(0, top + each * 0.55, f"{label}   {notes[place] if notes else ''}".rstrip(), va="center", fontsize=9)
+            for row, ((name, values), colour) in enumerate(zip(groups.items(), styles, strict=False)):
+                value, at, shown = values[place], top + each * (row + 1.6), form(values[place])
+                end = value if value is not None and _finite(value) else 0.0
+                axes.barh(at, end, height=each * 0.86, color=colour, alpha=0.75, label=name if place == 0 else None)
+                if errors and row == len(groups) - 1 and (error := errors[place]) is not None and _finite(error):
+                    axes.errorbar(end, at, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
+                    end += error
+                mark = marks[place] if marks else None
+                if mark is not None and _finite(mark):
+                    axes.plot([mark, mark], [at - each * 0.5, at + each * 0.5], color=STRONG, linewidth=1.6)
+                    end = mark if end < mark < end + longest * 0.15 else end
+                axes.text(end + longest * 0.015, at, shown, va="center", fontsize=8.5)
+        axes.set_ylim(len(labels) * height, -each * 0.2)
+        axes.set_xlim(0, longest * 1.18)
         axes.grid(visible=False)
-        axes.spines[["bottom"]].set_visible(False)
+        axes.spines[["bottom", "left"]].set_visible(False)
         axes.set_xticks([])
-        width = limit or max([*values, 1e-9])
-        axes.set_xlim(0, width * 1.22)
-        for place, note in enumerate(notes):
-            error = errors[place] if errors else None
-            ends = [values[place] + (error or 0.0), (marks[place] or 0.0) if marks else 0.0]
-            axes.text(max(ends) + width * 0.015, place, note, va="center", fontsize=9)
-        return _to_svg(figure, name)
+        axes.set_yticks([])
+        if len(groups) > 1:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=1.2)
+        svg = _to_svg(figure, title)
+    rows = [[label, *(form(values[at]) for values in groups.values())] for at, label in enumerate(labels)]
+    heads = [head, *(f"#{name}" for name in groups)]
+    if marks:
+        rows, heads = [[*row, form(mark)] for row, mark in zip(rows, marks, strict=True)], [*heads, "#mark"]
+    if any(notes):
+        rows, heads = [[*row, note] for row, note in zip(rows, notes, strict=True)], [*heads, ""]
+    return Plot(title, svg, heads, rows)
 
 
 def draw_dots(name: str, labels: Sequence[str], values: Sequence[float], notes: Sequence[str]) -> str:
     """A dot a line, first on top, with a note behind each: for values that differ by less than they are."""
     if not values:
         return ""
-    with _figure((7.4, 0.42 + 0.26 * len(values))) as (figure, axes):
+    with _figure(0.42 + 0.26 * len(values)) as (figure, axes):
         places = list(range(len(values)))
         low, high = min(values), max(values)
         width = (high - low) or abs(high) or 1.0
@@ -176,7 +243,7 @@ def draw_sizes(
     ``show`` words a size. Values of 0 are gaps: a logarithmic scale has no place for them.
     """
     styles = ((FIRST, "-"), (SECOND, "-"), (STRONG, "-"), (WARN, "--"), (INK, ":"))
-    with _figure((11.4, 3.4)) as (figure, axes):
+    with _figure(3.2) as (figure, axes):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         for (label, points), (colour, line) in zip(series, styles, strict=False):
@@ -185,11 +252,11 @@ def draw_sizes(
         if nominal is not None and nominal > 0:
             axes.axhline(nominal, color=INK, linewidth=1.1, linestyle=(0, (6, 3)), label=f"nominal {nominal:.4g}")
         sizes = sorted({size for _, points in series for size, _ in points})
-        shown = sizes[:: max(1, len(sizes) // 8)]
+        shown = sizes[:: max(1, len(sizes) // 5)]
         axes.set_xticks(shown, [show(size) for size in shown])
         axes.minorticks_off()
-        axes.set_title(unit, loc="left", fontsize=9, pad=7)
-        axes.legend(loc="lower right", ncols=3, handlelength=2.2)
+        axes.set_ylabel(unit)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=2.0)
         return _to_svg(figure, name)
 
 
@@ -198,13 +265,13 @@ def _finite(value: float | None) -> bool:
 
 
 @contextmanager
-def _figure(inches: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
-    """A figure of its own, outside pyplot: no global state, no display."""
+def _figure(height: float) -> Iterator[tuple[Any, Any]]:
+    """A figure of its own, so many inches high, outside pyplot: no global state, no display."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=inches, layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure, figure.add_subplot()
 
 

@@ -206,12 +206,9 @@ def build(sweep: Sweep, metric: str, results: Sequence[Result], out: Path | None
 
     Raises UserError (exit 73) where it cannot be written.
     """
-    from jinja2 import Environment, StrictUndefined
-
     target = out or sweep.path / "report.html"
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     try:
-        text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(_page_values(sweep, metric, results))
+        text = page.render(_TEMPLATE, _page_values(sweep, metric, results))
         target.parent.mkdir(parents=True, exist_ok=True)
         write_durably(target, text + "\n")
     except OSError as error:
@@ -229,7 +226,6 @@ def _page_values(sweep: Sweep, metric: str, results: Sequence[Result]) -> dict[s
     drawn = "random draws, seed " + str(sweep.seed) if sweep.draws is not None else "grid"
     return {
         "title": f"{sweep.name}: sweep over {', '.join(key.rpartition('.')[2] for key in sweep.keys)}",
-        "style": page.style(),
         "subtitle": f"{len(results)} points ({drawn}), made {moment(sweep.created)}",
         "tiles": [{"name": name, "value": str(count)} for name, count in counts.items() if count or name == DONE],
         "metric": metric,
@@ -262,7 +258,7 @@ def _means(sweep: Sweep, metric: str, ranked: Sequence[Result]) -> list[list[str
     return found
 
 
-def _curves(sweep: Sweep, ranked: Sequence[Result]) -> str:
+def _curves(sweep: Sweep, ranked: Sequence[Result]) -> plots.Plot | None:
     """The eval loss over steps: the best point in colour, the others behind it."""
     lines: list[plots.Line] = []
     for position, result in enumerate(ranked[:_MAX_SHOWN]):
@@ -274,4 +270,4 @@ def _curves(sweep: Sweep, ranked: Sequence[Result]) -> str:
                 "best" if position == 0 else "the others" if len(lines) == 1 else f"_{position}"
             )  # matplotlib hides names with _
             lines.append(plots.Line(name, steps, losses, colour))
-    return plots.draw_lines("eval loss", lines[::-1], unit="nats per token", wide=True) if lines else ""
+    return plots.lines("eval loss", lines[::-1], unit="nats per token")

@@ -17,6 +17,7 @@ from clustertune.errors import ExitCode, UserError
 from clustertune.report import page as module
 from clustertune.report import plots
 from clustertune.report.page import build
+from tests.monitor import simulated
 
 RECORDED = Path(__file__).parent / "recorded"
 HOSTILE = "<script>alert('x')</script>"
@@ -33,8 +34,8 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the plots, where only the words matter: they are most of a page's time."""
-    for name in ("draw_lines", "draw_bars"):
-        monkeypatch.setattr(plots, name, lambda *_args, **_options: "<svg></svg>")
+    for name in ("lines", "bars"):
+        monkeypatch.setattr(plots, name, lambda title, *_args, **_options: plots.Plot(title, "<svg></svg>", [], []))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,9 @@ def test_a_whole_run_shows_everything(whole: str) -> None:
         assert heading in page.headings
     for plot in ("Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Step time", "Peak memory"):
         assert plot in page.headings
-    assert page.svgs == 9
+    assert page.svgs == whole.count("<summary>Numbers</summary>") - 1 == 8, (
+        "each has its numbers; the axis of time is no drawing"
+    )
     text = "\n".join(page.words)
     for fact in (
         "8.325 → 8.109",  # eval loss before and after
@@ -119,7 +122,7 @@ def test_nothing_is_fetched_and_nothing_runs(whole: str) -> None:
 def test_light_and_dark_share_the_drawings(whole: str) -> None:
     assert "prefers-color-scheme: dark" in whole
     drawings = re.findall(r"<svg.*?</svg>", whole, flags=re.DOTALL)
-    assert len(drawings) == 9
+    assert len(drawings) == 8
     for drawing in drawings:
         assert "var(--first)" in drawing
         assert not re.findall(r"#[0-9a-f]{6}", re.sub(r'href="#[^"]*"|url\(#[^)]*\)', "", drawing)), "a fixed colour"
@@ -186,7 +189,6 @@ def test_a_page_comes_without_any_one_part(gone: str, run_dir: Path) -> None:
     assert ("Evaluation" in page.headings) == (gone != "eval")
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_has_only_begun(run_dir: Path) -> None:
     for path in list(run_dir.iterdir()):
         if path.name != "run.json":
@@ -248,7 +250,7 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_warning(run_dir: Path) -> None
     html, page = read(run_dir)
     assert "The loss is not finite at step 3." in page.words
     assert "nan" not in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)[0].lower()
-    assert plots.draw_lines("x", [plots.Line("x", [1, 2], [math.nan, None])]) == ""
+    assert plots.lines("x", [plots.Line("x", [1, 2], [math.nan, None])]) is None
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -293,3 +295,39 @@ def test_a_full_disk_is_said_and_leaves_the_old_page(run_dir: Path, monkeypatch:
         build(run_dir)
     assert error.value.code == ExitCode.STORAGE
     assert (run_dir / "report.html").read_bytes() == before
+
+
+def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> None:
+    """Sixteen H100, an attempt that was killed, a base that was scored: figures by hand; then the same run without a price."""
+    now = 1_795_420_000.0
+    run = simulated.make(tmp_path / "run", now, steps=200)
+    (run.attempt(2) / "outcome.json").write_text(json.dumps({"code": 0, "time": now}))
+    shutil.copytree(RECORDED / "eval", run.eval)
+    row = {"base": 0.38, "tuned": 0.44, "difference": 0.06, "ci95": [0.01, 0.11], "verdict": "better"}
+    edit(run.eval / "ifeval.json", lambda d: d.update(tasks={"t": {"acc,none": 0.44, "n": 9}}, paired={"t": {"acc,none": row}}))
+    edit(run.eval / "ifeval.json", lambda d: d.update(base={"model": "b"}, paired_method="x"))
+    edit(run.run_json, lambda d: d.update(cluster={"monitor": {"co2_kg_per_kwh": 0.5}}, host={"gpus": 8}))
+    with run.metrics.open("a") as out:
+        out.write(json.dumps({"event": "stage", "stage": "eval", "status": "done", "seconds": 3600}) + "\n")
+    first, second = read(run.path)[1].words[4:6]
+    found = json.loads((run.path / "report.json").read_text())
+    assert found["answer"] == [first, second] and found["schema"] == "clustertune.report/1"
+    assert "better than its base" in first and "+6.0 points with a 95 % interval from +1.0 to +11.0" in first
+    cost = found["cost"]
+    hours = (110 + 110) / 3600 * 16 + 8
+    assert cost["total"]["gpu_hours"] == pytest.approx(hours) and cost["total"]["usd"] == pytest.approx(hours * 2.90)
+    assert cost["stages"]["eval"]["gpu_hours"] == 8 and cost["stages"]["eval"]["kwh"] is None
+    assert cost["total"]["kwh"] == pytest.approx(16 * 700 * 300 / 3.6e6, rel=0.01) and not cost["energy_is_whole"]
+    assert cost["total"]["co2_kg"] == pytest.approx(cost["total"]["kwh"] / 2) and "at least" in second
+    # The first attempt took 105 steps of a second, the second went on from step 100.
+    assert cost["lost"]["seconds"] == pytest.approx(5) and cost["lost"]["usd"] == pytest.approx(5 / 3600 * 16 * 2.90)
+    assert [attempt["exit_code"] for attempt in cost["attempts"]] == [75, 0]
+    (score,) = found["scores"]
+    assert score["usd_per_point"] == pytest.approx(hours * 2.90 / 6) and score["kwh_per_point"] is None
+    edit(run.run_json, lambda d: d["distributed"].update(gpu0="NVIDIA Toaster"))
+    shutil.rmtree(run.path / "telemetry")
+    read(run.path)
+    cost = json.loads((run.path / "report.json").read_text())["cost"]
+    assert cost["total"]["usd"] is None and cost["total"]["kwh"] is None and cost["total"]["gpu_hours"] == pytest.approx(hours)
+    with pytest.raises(UserError, match="--out"):
+        build(run.path, tmp_path / "x.json")
