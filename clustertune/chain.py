@@ -23,7 +23,7 @@ from clustertune.config.resolved import Resolved, is_there
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import local
-from clustertune.launch.agent import Agent
+from clustertune.launch.agent import Agent, measured
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
@@ -401,15 +401,16 @@ class Chain:
         data = bundle.prompts(self.resolved)
         # Without an adapter nothing is merged, and the base is what the training began with.
         base = self.base_folder() if wanted.base else None
-        result = evaluate(
-            self.run.merged,
-            self.run.eval,
-            settings=wanted,
-            data=data,
-            benchmark=benchmark,
-            base=base,
-            base_out=base and self._base_scores(settings),
-        )
+        with measured(self.run.path):
+            result = evaluate(
+                self.run.merged,
+                self.run.eval,
+                settings=wanted,
+                data=data,
+                benchmark=benchmark,
+                base=base,
+                base_out=base and self._base_scores(settings),
+            )
         require_pass(result)
         return {"tasks": result["tasks"], "settings": settings}
 

@@ -368,7 +368,7 @@ def report(
     out: Annotated[Path | None, path_option("The page; without it RUN/report.html.", "--out", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the run's one-page report."""
+    """Write the run's one-page report, and what it answers as report.json beside it."""
     from clustertune.report.page import build
 
     run_dir = existing_folder(run_dir, "a run folder")

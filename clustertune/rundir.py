@@ -2,7 +2,7 @@
 
 ``runs/<recipe>/<run-id>/`` with ``run.json`` (written first), ``accelerate.yaml`` (and ``deepspeed.json``) as they were
 resolved, ``metrics.jsonl``, ``stages/``, ``attempts/``, ``logs/``, ``data/``, ``model/`` (a locally made one),
-``checkpoints/``, ``adapter/``, ``merged/``, ``eval/``, ``report.html``.
+``checkpoints/``, ``adapter/``, ``merged/``, ``eval/``, ``report.html`` and ``report.json``.
 """
 
 from __future__ import annotations

@@ -193,18 +193,25 @@ class Agent:
             time.sleep(POLL_SECONDS)
 
 
-@contextlib.contextmanager
-def monitored(run_path: Path, plan: Plan, node: int, *, of_run: bool) -> Iterator[None]:
-    """Have this node measured while the context lasts; with ``of_run`` the run's live page is kept here, too.
-
-    Both are processes of their own, which take no part in the training: where one cannot start or ends, the ranks go on.
-    """
+def monitored(run_path: Path, plan: Plan, node: int, *, of_run: bool) -> contextlib.AbstractContextManager[None]:
+    """Have this node measured while the context lasts; with ``of_run`` the run's live page is kept here, too."""
     run = str(run_path.absolute())
     programs = [["sampler", run, str(plan.attempt), str(node)], *([["live", run]] if of_run else [])]
+    return _beside(programs, log_file(run_path / "attempts" / f"{plan.attempt:04d}", node))
+
+
+def measured(run_path: Path) -> contextlib.AbstractContextManager[None]:
+    """Have this machine measured while it evaluates: as the attempt of the present time, negative, in Unix seconds."""
+    return _beside([["sampler", str(run_path.absolute()), str(-int(time.time())), "0"]], Path(os.devnull))
+
+
+@contextlib.contextmanager
+def _beside(programs: Sequence[Sequence[str]], log_path: Path) -> Iterator[None]:
+    """Programs of the monitor as processes of their own: where one cannot start or ends, the work goes on."""
     children = []
     for name, *more in programs:
         command = [sys.executable, "-m", f"clustertune.monitor.{name}", *more]
-        with contextlib.suppress(OSError), log_file(run_path / "attempts" / f"{plan.attempt:04d}", node).open("ab") as log:
+        with contextlib.suppress(OSError), log_path.open("ab") as log:
             children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
     try:
         yield

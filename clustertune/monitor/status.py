@@ -219,7 +219,7 @@ class _Look:
     def _nodes(self) -> Iterator[Node]:
         if self.plan is None:
             return
-        by_index = {node.about.get("node"): node for node in self.measured.values()}
+        by_index = {node.about.get("node"): node for node in self.measured.values() if node.last}
         for index, planned in enumerate(self.plan.nodes):
             found = by_index.get(index)
             name = str(found.about.get("host", planned.name)) if found and planned.name == "here" else planned.name

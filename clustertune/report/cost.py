@@ -156,7 +156,8 @@ def of_run(
     listed = any(record.stage == "train" for record in metrics.stages)
     stages: dict[str, Spent] = {"train": training} if attempts and not listed else {}
     for record in metrics.stages:
-        kwh = sum(evaluated) if record.stage == "eval" and evaluated else None
+        alone = get(document, "jobs", "eval", "nodes") in (None, 1)  # of several nodes only the first is measured
+        kwh = sum(evaluated) if record.stage == "eval" and evaluated and alone else None
         if record.stage == "train" and attempts:
             stages["train"] = training
         elif record.seconds is not None and record.stage != "report":  # it is not over while its page is written

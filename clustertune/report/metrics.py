@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice, zip_longest
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -49,6 +49,13 @@ class _Column(Sequence[float | None]):
 
     def __iter__(self) -> Iterator[float | None]:
         return (None if value == _MISSING else value * self._factor for value in self._numbers)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """For numpy: of shape (len,), float64, NaN for what is missing."""
+        import numpy as np
+
+        numbers = np.frombuffer(self._numbers)
+        return np.where(numbers == _MISSING, np.nan, numbers) * self._factor
 
     @overload
     def __getitem__(self, index: int) -> float | None: ...
@@ -101,7 +108,11 @@ class Steps(Sequence[StepRecord]):
 
     def known(self, name: str, skip: int = 0) -> Sequence[float]:
         """One field of the records that have it, without the first ``skip`` records. 8 bytes a value."""
-        return array("d", (value for value in islice(self._columns[name], skip, None) if value != _MISSING))
+        import numpy as np
+
+        numbers, found = np.frombuffer(self._columns[name])[skip:], array("d")
+        found.frombytes(numbers[numbers != _MISSING].tobytes())
+        return found
 
     def attempt_of(self, step: int) -> int | None:
         """The attempt whose record of this step is here; None where there is none."""
@@ -119,7 +130,8 @@ class Steps(Sequence[StepRecord]):
             at = bisect_left(steps, step)
             if steps[at] == step:
                 self._remove(at)
-        for column, value in zip_longest(self._columns.values(), (step, attempt, *numbers)):
+        numbers += (None,) * (len(_NUMBERS) - len(numbers))
+        for column, value in zip(self._columns.values(), (step, attempt, *numbers), strict=True):
             column.insert(at, _MISSING if value is None else value)
 
     def drop(self, after: int, attempt: int) -> list[tuple[int, int, float | None, float | None]]:
@@ -329,9 +341,8 @@ class Reader:
         return not any(s is not None and s < step for s in starts)
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        step, attempt = _whole(event["step"]), self._attempt(event)
-        numbers = [_number(event.get(name)) for name in _NUMBERS]
-        number = _whole(event.get("attempt", 1))
+        step, number = _whole(event["step"]), _whole(event.get("attempt", 1))
+        attempt, numbers = self.attempts.setdefault(number, {}), [_number(event.get(name)) for name in _NUMBERS]
         attempt["last_step"], self.latest = step, event
         if self._counts(step, number, self.steps.attempt_of(step)):
             self.steps.put(step, number, *numbers)

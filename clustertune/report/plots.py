@@ -96,7 +96,9 @@ def lines(
     ``zero`` starts the scale at 0; ``restarts`` are places at which an attempt took over, drawn as dotted verticals;
     ``band``: what was planned, drawn behind the lines.
     """
-    series = [line for line in series if any(_finite(value) for value in line.values)]
+    import numpy as np
+
+    series = [line for line in series if len(line.values) and not np.isnan(_array(line.values)).all()]
     if not series:
         return None
     with _figure(2.5) as (figure, axes):
@@ -104,7 +106,7 @@ def lines(
             axes.axhspan(*band, color=SECOND, alpha=0.15, linewidth=0, label="planned")
         for line in series:
             steps, values = _thinned(line)
-            dots = line.marked or sum(map(math.isfinite, values)) <= 12
+            dots = line.marked or np.isfinite(values).sum() <= 12
             axes.plot(steps, values, color=line.colour, label=line.label, marker="o" if dots else None, markersize=3.5)
         for step in restarts:
             axes.axvline(step, color=WARN, linestyle=(0, (1, 3)), linewidth=1.2)
@@ -137,19 +139,26 @@ def _numbers(series: Sequence[Line]) -> list[list[str]]:
     return found
 
 
-def _thinned(line: Line) -> tuple[list[float], list[float]]:
+def _array(values: Sequence[float | None]) -> Any:
+    """Values as numpy's float64, shape (len,); NaN for what is None or not finite."""
+    import numpy as np
+
+    found = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _thinned(line: Line) -> tuple[Any, Any]:
     """Steps and values for matplotlib, gaps as NaN; of more than :data:`_POINTS` the least and the greatest of each stretch."""
-    width = -(-2 * len(line.values) // _POINTS) if len(line.values) > _POINTS else 1
-    steps: list[float] = []
-    found: list[float] = []
-    for start in range(0, len(line.values), width):
-        part_of = line.values[start : start + width]
-        values = [value if value is not None and math.isfinite(value) else math.nan for value in part_of]
-        part = [at for at in range(len(values)) if not math.isnan(values[at])]
-        for at in sorted({min(part, key=values.__getitem__), max(part, key=values.__getitem__)}) if part else [0]:
-            steps.append(line.steps[start + at])
-            found.append(values[at])
-    return steps, found
+    import numpy as np
+
+    steps, values = np.asarray(line.steps), _array(line.values)
+    if len(values) <= _POINTS:
+        return steps, values
+    width = -(-2 * len(values) // _POINTS)
+    parts = np.pad(values, (0, -len(values) % width), constant_values=np.nan).reshape(-1, width)
+    ends = [np.argmin(np.nan_to_num(parts, nan=np.inf), axis=1), np.argmax(np.nan_to_num(parts, nan=-np.inf), axis=1)]
+    places = np.unique(np.concatenate([np.arange(len(parts)) * width + end for end in ends]))
+    return steps[places], values[places]
 
 
 def bars(

@@ -35,6 +35,7 @@ class NodeTelemetry:
 
     about: dict[str, Any] = field(default_factory=dict)
     last: Row | None = None
+    """Of a training."""
     joules: dict[int, float] = field(default_factory=dict)
     """By attempt, of all GPUs together."""
 
@@ -112,7 +113,7 @@ class Reader:
     def _take(self, node: NodeTelemetry, row: Row) -> None:
         if self.history is not None:
             self.history.add(row)
-        if node.last is None or row.time >= node.last.time:
+        if row.attempt >= 0 and (node.last is None or row.time >= node.last.time):
             node.last = row
         known = [joules for gpu in row.gpus if (joules := gpu.get("energy_j")) is not None]
         if known:

@@ -186,7 +186,7 @@ def test_a_million_steps_are_read_in_columns(tmp_path: Path) -> None:
     assert peak < 20e6
     assert len(steps) == 100_000 and steps[77_776].loss == 9.5 and steps[-1].token_accuracy is None
     at, values = plots._thinned(plots.Line("loss", steps.numbers, steps.column("loss")))
-    assert len(at) <= 4_002 and max(values) == 9.5 and at[values.index(9.5)] == 77_777
+    assert len(at) <= 4_002 and max(values) == 9.5 and at[values.argmax()] == 77_777
 
 
 def test_records_come_in_any_order_and_nothing_is_confused_with_nan() -> None:

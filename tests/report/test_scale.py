@@ -1,0 +1,58 @@
+"""A million steps: what a reader needs grows with the file no faster than it may, whatever the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SHORT, LONG = 5_000, 65_000
+STEPS = 1_000_000
+
+
+def used(words: Sequence[str]) -> tuple[float, float]:
+    """CPU seconds and the largest resident memory in MB of a process; the lesser of two tries."""
+
+    def once() -> tuple[float, float]:
+        child = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
+
+    first, second = once(), once()
+    return min(first[0], second[0]), min(first[1], second[1])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Run folders of few and of many steps, each step as a training logs it."""
+    found = {}
+    for steps in (SHORT, LONG):
+        found[steps] = tmp_path_factory.mktemp("runs") / str(steps)
+        found[steps].mkdir()
+        (found[steps] / "run.json").write_text("{}")
+        with (found[steps] / "metrics.jsonl").open("w") as out:
+            for step in range(1, steps + 1):
+                value = 1 + step % 977 / 977
+                event = {"event": "step", "time": 1.8e9 + step, "attempt": 1, "step": step, "epoch": 2.0, "loss": value}
+                event |= {"token_accuracy": 0.21062993, "entropy": 8.27556133, "learning_rate": 9.31405e-6, "grad_norm": value}
+                event |= {"tokens": 512 * step, "seconds": value, "tokens_per_second": 984.1 * value, "memory_bytes": 900976640}
+                event |= {"data_seconds": 0.000368, "forward_backward_seconds": 0.48455, "optimizer_seconds": 0.034416}
+                out.write(json.dumps(event | {"padding": 0.0, "imbalance": 1.0}) + "\n")
+    return found
+
+
+@pytest.mark.parametrize("command", [["report"], ["watch", "--once", "--json"]])
+def test_a_million_steps_take_three_json_passes_and_300_mb_at_most(command: list[str], runs: dict[int, Path]) -> None:
+    """From what 60,000 steps add: less depends on the start of Python and its packages."""
+    parsing = "import json, sys\nfor line in open(sys.argv[1], 'rb'): json.loads(line)"
+    (few, _), (many, _) = (used(["-c", parsing, str(runs[steps] / "metrics.jsonl")]) for steps in (SHORT, LONG))
+    (short, small), (long, large) = (used(["-m", "clustertune", *command, str(runs[steps])]) for steps in (SHORT, LONG))
+    assert long - short < 3 * (many - few)
+    assert small + (large - small) / (LONG - SHORT) * (STEPS - SHORT) < 300
