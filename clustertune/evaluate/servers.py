@@ -346,7 +346,9 @@ def run_node(folder: Path, node: int) -> None:
     template, number = Job.read(folder / JOB), 0
     if node == 0:
         write_durably(folder / VERSION, json.dumps({"version": _version(template.program)}) + "\n")
-    with _stop_on_signals():
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_cache, template.cache, node)
+        stack.enter_context(_stop_on_signals())
         while True:
             following = ASKED.format(number + 1)
             if following not in os.listdir(folder):  # noqa: PTH208 - a listing makes an NFS client ask the server
@@ -359,6 +361,14 @@ def run_node(folder: Path, node: int) -> None:
                     write_durably(folder / READY.format(number), "{}\n")
                     say(f"serving {servers.job.model}: {', '.join(servers.job.urls)}")
                 _watch(servers, folder / ASKED.format(number + 1))
+
+
+def _remove_cache(cache: str, node: int) -> None:
+    """Leave nothing of this node's servers on its disk, which several nodes may share."""
+    for path in Path(cache).glob(f"{node}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another node's lie there still
+        Path(cache).rmdir()
 
 
 def _watch(servers: Servers, following: Path) -> None:

@@ -55,6 +55,7 @@ if not port:  # a follower
         except OSError:
             time.sleep(0.1)
     time.sleep(600)
+os.makedirs(os.environ.get("VLLM_CACHE_ROOT", "."), exist_ok=True)  # noqa: PTH103 - as vLLM's compiled code
 gone = []
 if meeting:
     say("waits for the others")

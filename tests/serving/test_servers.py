@@ -217,9 +217,10 @@ def test_a_step_that_is_ended_leaves_nothing(tmp_path: Path, tiny_model: Path) -
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     pids = processes(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["0-0", "0-1"]
     process.terminate()
     assert process.wait(60) == 0
-    assert gone(pids)
+    assert gone(pids) and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("where", ["here", "in a job"])
