@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
@@ -163,6 +163,8 @@ class Evaluation:
     """An estimate of the wall time, of all models; None: not known."""
     start_seconds: float | None = None
     """Of them until the servers of one model answer; None: not known."""
+    assumed: str = ""
+    """What the estimate takes for granted; empty: the tasks are IFEval."""
     note: str = ""
     """What keeps it from working; empty: nothing that is known."""
 
@@ -184,10 +186,19 @@ class Evaluation:
         time = ""
         if self.seconds and self.gpu_hours:
             time = f"; estimate {self.seconds / 60:.0f} min{both}: {self.gpu_hours:.1f} GPU-hours"
+            time += f" ({self.assumed})" if self.assumed else ""
         return f"eval by {self.backend}{what} ({self.why}){time}"
 
 
 def evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
+    """How the recipe's tasks are answered on a cluster, with an estimate of the time."""
+    others = [task for task in resolved.recipe.eval.tasks if task != "ifeval"]
+    count = f"{resolved.recipe.eval.limit or IFEVAL_DOCUMENTS} prompts each"
+    assumed = f"{', '.join(others)} taken as long as IFEval, {count}" if others else ""
+    return replace(_evaluation(resolved, cluster), assumed=assumed)
+
+
+def _evaluation(resolved: Resolved, cluster: Cluster) -> Evaluation:
     """By what the recipe asks for; ``auto``: vLLM where the cluster file names one, or the model is larger than a node."""
     settings, compute = resolved.recipe.eval, cluster.compute
     requested, models = settings.backend, 1 + settings.base

@@ -139,3 +139,11 @@ def test_the_time_limit_follows_the_estimate(recipe: str, backend: str) -> None:
     assert short == long
     assert short[0] == 2 * alone[0]
     assert 2 * alone[0] / 60 <= alone[1] < short[1]
+
+
+def test_other_tasks_are_said_to_be_estimated_as_ifeval() -> None:
+    found = [
+        evaluation(resolve("llama8b-lima", [f"eval.tasks={tasks}"]), load_cluster("rno-rtxpro6000"))
+        for tasks in ("[ifeval]", "[ifeval, mmlu]")
+    ]
+    assert "IFEval" not in str(found[0]) and "mmlu taken as long as IFEval" in str(found[1])
