@@ -163,10 +163,10 @@ class Evaluation:
     """An estimate of the wall time, of all models; None: not known."""
     start_seconds: float | None = None
     """Of them until the servers of one model answer; None: not known."""
-    assumed: str = ""
-    """What the estimate takes for granted; empty: the tasks are IFEval."""
     note: str = ""
     """What keeps it from working; empty: nothing that is known."""
+    assumed: str = ""
+    """What the estimate takes for granted; empty: the tasks are IFEval."""
 
     @property
     def gpu_hours(self) -> float | None:
