@@ -80,6 +80,7 @@ RUNS = {
     "llama70b-zero-infinity": Wanted("llama70b-zero-infinity", "DEEPSPEED", {"dp": 2}, ZERO),
     **{name: _fsdp(name) for name in (f"qwen2.5-{size}-tulu3" for size in ("14b", "32b", "72b"))},
     "mistral7b-alpaca": _fsdp("mistral7b-alpaca"),
+    **{name: _fsdp(name) for name in ("llama70b-lora", "llama70b-qlora", "qwen3-8b", "qwen3-30b-a3b-lora")},
     "mixtral8x7b-tulu3": _fsdp("mixtral8x7b-tulu3"),
     "mixtral8x7b-tulu3-ep": Wanted(
         "mixtral8x7b-tulu3",

@@ -18,6 +18,7 @@ from clustertune.config.load import same_model
 from clustertune.config.parameters import parameter_count
 from clustertune.config.resolve import resolve
 from clustertune.config.schema import Recipe, Section, named_bases
+from clustertune.launch.slurm import parse_minutes
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import make_plan
 from tests.launch.machines import cluster_of
@@ -118,7 +119,8 @@ def shared_lines(folders: Iterable[Path]) -> tuple[int, int]:
         for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".jsonl"):
             for line in map(str.strip, file.read_text().splitlines()):
                 comment = line.startswith("#") and file.suffix == ".yaml"
-                if comment or line.startswith("```") or not any(map(str.isalpha, line)):
+                command = line.startswith(("clustertune nccl-check ", "clustertune ops "))  # of a cluster, and not of a recipe
+                if comment or command or line.startswith("```") or not any(map(str.isalpha, line)):
                     continue
                 known = homes.setdefault(line, set())
                 shared += bool(known - {folder.name})
@@ -250,13 +252,32 @@ def test_the_commands_of_a_readme_are_run(folder: Path) -> None:
         for block in re.findall(r"^```sh\n(.*?)^```", (folder / "README.md").read_text(), re.M | re.S)
         for line in block.splitlines()
     ]
-    assert lines
+    seen = []
     for line in lines:
         words = shlex.split(line, comments=True)
-        assert (words[0] == "clustertune" and words[1] in ("plan", "show", "run")) or words[-1] == "--dry-run", line
-        if words[1] != "run":
-            done = CliRunner().invoke(app, words[1:])
-            assert done.exit_code == 0, f"{line}\n{done.output}"
+        seen.append(words[0] if words[0] == "sbatch" else words[1])
+        if words[0] == "sbatch":
+            options, given = words[1 : words.index("launch/run.sbatch")], words[words.index("launch/run.sbatch") + 1 :]
+            asked = resolve(given[0]).recipe.slurm
+            sizes = {"--nodes": asked.nodes, "--gpus-per-node": asked.gpus_per_node, "--time": asked.time}
+            assert options == [f"{name}={value}" for name, value in sizes.items()], line
+            words = ["", "submit", *given, "--dry-run"]
+        elif words[1] == "ops":  # of a node: one of the file, with nothing on it
+            cluster = load_cluster(words[words.index("--cluster") + 1])
+            assert words[2:4] == ["storage", "check"] and cluster.compute_nodes
+            continue
+        elif words[1] == "nccl-check":
+            words = [*words, "--dry-run"]
+        elif words[1] == "run":
+            continue
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exit_code == 0, f"{line}\n{done.output}"
+    assert {"plan", "nccl-check", "ops", "sbatch"} <= set(seen)
+
+
+def test_no_recipe_asks_for_more_than_a_day() -> None:
+    """Sites take jobs of a day; a longer training is warned, saves, and is requeued."""
+    assert all((parse_minutes(resolve(folder).recipe.slurm.time) or 0) <= 24 * 60 for folder in FOLDERS)
 
 
 ADVICE = re.compile(r"`((?:--cluster [\w.-]+|[a-z_]+\.[\w.]+=[^ `]+|accelerate=[^ `]+)(?: [\w.]+=[^ `]+)*)`")

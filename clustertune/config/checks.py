@@ -13,12 +13,14 @@ from clustertune.config import native_rules, quantization
 from clustertune.config.findings import SECRET_FIX, Found, schema_findings
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native_rules import NativeField, Range, names_secret, show_value
-from clustertune.config.parameters import adapter_modules, head_names, matches
+from clustertune.config.parameters import adapted_experts, adapter_modules, expert_parameters, head_names, is_counted, matches
 from clustertune.config.schema import FORMATS, METRICS, Eval, Recipe
 from clustertune.config.yamlfile import KeyPath
 from clustertune.host.credentials import holds_secret
 
 QUANTIZATION = "quantization_config"
+TRANSPOSED = ("gpt_oss",)
+"""Counted families whose experts are (experts, in, out) (transformers 5.23, ``use_experts_implementation``)."""
 _MISSING = {
     ("model",): "write model: {name: owner/model, revision: <commit>}",
     ("data",): "write data: {name: owner/dataset, revision: <commit>, format: oasst-tree}",
@@ -277,9 +279,11 @@ def check_lora(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
         yield ("lora", "target_modules"), text, None
     if lora.get("layers_pattern") and lora.get("layers_to_transform") is None:
         yield ("lora", "layers_pattern"), "needs layers_to_transform", None
-    if target is None or target == []:
+    if lora.get("target_parameters"):
+        yield from _check_parameters(lora, architecture)
+    elif target is None or target == []:
         yield ("lora", "target_modules"), "missing", "name the modules, such as [q_proj, v_proj], or all-linear"
-    elif architecture is not None:
+    if target and architecture is not None:
         yield from _check_targets(lora, architecture)
 
 
@@ -300,6 +304,7 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
             if not any(matches([name], module) for module in modules):
                 yield ("lora", key), f"{kind} has no module {show_value(name)}", did_you_mean(name, last)
     targeted = [name for name in modules if is_all_linear(target) or matches(target, name)]
+    targeted += [name for name, _ in adapted_experts(architecture, lora)]
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern, value in (lora.get(key) or {}).items():
             yield from ((("lora", key), text, fix) for text, fix in _check_pattern(key, pattern, value, targeted))
@@ -308,6 +313,34 @@ def _check_targets(lora: Mapping[str, Any], architecture: Mapping[str, Any]) -> 
         if not 0 <= index < layers:
             text = f"{index} is not a layer: the model has {layers}, counted from 0"
             yield ("lora", "layers_to_transform"), text, None
+
+
+def _check_parameters(lora: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> Iterator[Found]:
+    """LoRA on the fused experts of a mixture, bare parameters to which some of PEFT's settings do not go (peft 0.20,
+    ``ParamWrapper`` and ``_inject_parameters``)."""
+    path, kind = ("lora", "target_parameters"), str((architecture or {}).get("model_type"))
+    for key, why in {
+        "lora_dropout": "PEFT has no dropout before a bare parameter",
+        "fan_in_fan_out": "PEFT does not turn bare parameters",
+        "layers_to_transform": "PEFT takes the experts of all layers all the same",
+    }.items():
+        if lora.get(key) not in (None, False, 0, []):
+            yield ("lora", key), f"{show_value(lora[key])}: {why}", f"write {key}: {0 if key == 'lora_dropout' else 'null'}"
+    if isinstance(lora.get("target_modules"), str):
+        text = "a pattern or all-linear may take the experts in by their former names, and with target_parameters twice"
+        yield ("lora", "target_modules"), text, "write a list of names, or [] for the experts alone"
+    if architecture is None:
+        return
+    known = expert_parameters(architecture)
+    if kind in TRANSPOSED or not known:
+        text = f"{kind} keeps its experts transposed, which is not merged" if kind in TRANSPOSED else f"{kind} has no experts"
+        yield path, text if is_counted(architecture) else f"the experts of {kind} are not known here", "leave it out"
+        return
+    ends = {".".join(name.split(".")[-3:]) for name, _ in known}
+    for name in lora["target_parameters"]:
+        if not any(matches([name], one) for one, _ in known):
+            text = f"{kind} has no experts' parameter {show_value(name)}; it has {', '.join(sorted(ends))}"
+            yield path, text, did_you_mean(str(name), ends)
 
 
 def is_all_linear(target: object) -> bool:

@@ -174,7 +174,6 @@ LORA_UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
     "alora_invocation_tokens": "activated LoRA",
     "trainable_token_indices": "trained single tokens",
-    "target_parameters": "LoRA on bare parameters",
     "layer_replication": "replicated layers",
     "lora_bias": "biases of LoRA",
     "megatron_config": "Megatron's layers",

@@ -22,7 +22,6 @@ _UNCOUNTED = (
     "rank_pattern",
     "layers_to_transform",
     "exclude_modules",
-    "target_parameters",
     "trainable_token_indices",
     "layer_replication",
     "use_dora",
@@ -101,12 +100,17 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
     """The parameters that LoRA trains, as the installed PEFT makes them; None where that is not known, or PEFT refuses.
 
     ``target_modules`` by PEFT's rule: a list names ends of module names, a text is a pattern for the whole name. Each target
-    matrix gets r (inputs + outputs); for the fused experts see :func:`_converted`.
+    matrix gets r (inputs + outputs), of ``target_parameters`` each expert's; for the fused experts see :func:`_converted`.
     """
-    target = lora.get("target_modules")
-    if not is_counted(architecture) or not target or any(lora.get(key) for key in _UNCOUNTED):
+    target = lora.get("target_modules") or []
+    if not is_counted(architecture) or any(lora.get(key) for key in _UNCOUNTED) or lora.get("bias", "none") != "none":
         return None
-    if lora.get("bias", "none") != "none":
+    if chosen := lora.get("target_parameters"):
+        rest = lora_parameter_count(architecture, {**lora, "target_parameters": None}) if target else 0
+        found = adapted_experts(architecture, {"target_parameters": chosen})
+        each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in found]
+        return None if rest is None or not each else rest + int(lora.get("r", 8)) * sum(each)
+    if not target:
         return None
     kind, rank = str(architecture["model_type"]), int(lora.get("r", 8))
     layers, names = layers_of(architecture), FAMILIES[kind].names
@@ -141,6 +145,26 @@ def adapter_modules(architecture: Mapping[str, Any]) -> list[str]:
         return [*names.outside, *(name for name, linear in _named(layers_of(architecture), names) if not linear.bare)]
     found, layers = module_names(kind, str(architecture["architectures"][0])), range(int(architecture["num_hidden_layers"]))
     return list(dict.fromkeys(name.replace(".0.", f".{layer}.", 1) for layer in layers for name in found))
+
+
+def expert_parameters(architecture: Mapping[str, Any]) -> list[tuple[str, Linear]]:
+    """The parameters of fused experts by their full names; empty where the model has none, or is not counted."""
+    if not is_counted(architecture):
+        return []
+    named = _named(layers_of(architecture), FAMILIES[str(architecture["model_type"])].names)
+    return [(name, linear) for name, linear in named if linear.bare and linear.copies > 1]
+
+
+def adapted_experts(architecture: Mapping[str, Any], lora: Mapping[str, Any]) -> list[tuple[str, Linear]]:
+    """Those of them that LoRA adapts: by ``target_parameters``, or by the names that they had before transformers 5."""
+    renamed = _CONVERTED.get(str(architecture["model_type"]), {})
+    target, chosen = lora.get("target_modules") or [], list(lora.get("target_parameters") or [])
+    if isinstance(target, str):
+        ends = set(renamed) if target.lower() == "all-linear" else set()
+    else:
+        ends = {str(name).split(".")[-1] for name in target}
+    chosen += [new for old, new in renamed.items() if old in ends]
+    return [(name, linear) for name, linear in expert_parameters(architecture) if matches(chosen, name)]
 
 
 def head_names(architecture: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from clustertune.config import distribution as distributions
 from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.findings import Found
 from clustertune.config.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
+from clustertune.config.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, Megatron, Recipe
 from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
@@ -379,6 +381,13 @@ def _warnings(resolved: Resolved) -> list[str]:
     dropout = (resolved.recipe.lora or {}).get("lora_dropout") or 0
     if dropout > 0.5:
         found.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")
+    experts = expert_parameters(resolved.architecture)
+    if experts and resolved.recipe.lora is not None and not adapted_experts(resolved.architecture, resolved.recipe.lora):
+        share = sum(linear.parameters for _, linear in experts) / (parameter_count(resolved.architecture) or 1)
+        names = sorted({linear.name for _, linear in experts})
+        found.append(
+            f"the experts stay frozen, {share:.0%} of the parameters: lora.target_parameters={json.dumps(names)} trains them"
+        )
     found += kernels.warnings(resolved.distribution)
     if resolved.recipe.megatron is None:
         micro_batch = int(resolved.train_args.get("per_device_train_batch_size") or derive.DEFAULT_MICRO_BATCH)

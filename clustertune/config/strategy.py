@@ -51,6 +51,8 @@ def find_problems(
         yield from _quantized(config, train, accelerate, zero)
     if kind == "FSDP" and "tp" in sizes:
         yield from _tensor(sizes["tp"], train, lora if isinstance(lora, dict) else {}, architecture)
+    if isinstance(lora, dict) and lora.get("target_parameters"):
+        yield from _experts(train, accelerate, zero)
     if kind == "FSDP" and "cp" in sizes:
         yield from _context(sizes["cp"], train, architecture)
 
@@ -87,6 +89,22 @@ def _quantized(
     if "tp" in acc.parallel_sizes(accelerate):
         fix = "leave parallelism_config_tp_size out: FSDP2 shards them"
         yield path, "quantised weights are not split over tp", fix
+
+
+def _experts(train: Mapping[str, Any], accelerate: Mapping[str, Any], zero: int | None) -> Iterator[Found]:
+    """Where PEFT's ``ParamWrapper``, which replaces a parameter while a layer runs, does not find it whole."""
+    # Tried with PEFT 0.20: FSDP1 ends in the first step, ZeRO-3 when the adapter is made.
+    path, fix = ("lora", "target_parameters"), f"write distributed_type: FSDP with {acc.FSDP2}"
+    if accelerate.get("distributed_type") == "FSDP" and acc.fsdp_generation(accelerate) == 1:
+        yield path, "FSDP1 has parted A and B where PEFT makes the experts' update of them", fix
+    if zero == 3:
+        yield path, "ZeRO-3 has parted the experts when PEFT asks for their sizes", fix
+    if quantization.of(train) is not None:
+        yield path, "LoRA on experts is not carried out over a quantised base", "leave the quantisation out"
+    for axis in sorted({"tp", "cp"} & set(acc.parallel_sizes(accelerate))):
+        yield path, f"LoRA on experts is not carried out together with {axis}", f"leave {_mesh(axis)[-1]} out"
+    if train.get("torch_compile"):
+        yield path, "the wrapped experts are not compiled", "train.torch_compile=false"
 
 
 def _tensor(

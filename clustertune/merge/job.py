@@ -74,10 +74,10 @@ class Job:
         """Upper bound of one worker's buffers: A; the update, the sum and B of a block; a raw one; what waits to be hashed."""
         largest = 0
         for name, update in self.adapter.updates.items():
-            rows, columns = self.base.tensors[name].shape
-            block, rank = block_elements(rows, columns), update.a.shape[0]
+            rows, columns = self.base.tensors[name].shape[-2:]
+            block = block_elements(rows, columns)
             block_rows = block // max(1, columns)
-            factors = 4 * (rank * columns + 2 * block + 2 * block_rows * rank)
+            factors = 4 * (update.rank * columns + 2 * block + 2 * block_rows * update.b.shape[1])
             largest = max(largest, factors + CHUNK + BUFFERS * max(CHUNK, 4 * block))
         return max(largest, 32 << 20)
 

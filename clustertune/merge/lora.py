@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
 from clustertune.merge.streams import CHUNK, read_exactly
 from clustertune.tensorfile import Tensor, read_header
+
+if TYPE_CHECKING:
+    from clustertune.training.loading_sources import Source
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -34,6 +38,26 @@ class Update:
     scaling: float
     weight: Tensor
     """W: the base's, or the adapter's own copy, which PEFT saves with a LoRA on the output head and prefers when it loads."""
+    experts: int = 0
+    """Experts that A (experts x r, in) and B (out, r x experts) hold; 0: a linear module's."""
+    expert: int | None = None
+    """The one whose matrix this tensor is; None: the tensor is a linear module's, or that of all experts (experts, out, in)."""
+    row: int = 0
+    """The row of B for the tensor's first one: gate and up projection are one parameter, and two tensors in many files."""
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0] // max(1, self.experts)
+
+    def matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Update]]:
+        """The matrices of ``tensor``, which is this update's, in the order of their bytes."""
+        if len(tensor.shape) == 2:
+            yield tensor, self
+            return
+        size = tensor.size // self.experts
+        for expert in range(self.experts):
+            part = replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, size=size)
+            yield part, replace(self, weight=part, expert=expert)
 
 
 @dataclass(frozen=True)
@@ -239,7 +263,11 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
     updates: dict[str, Update] = {}
     warnings: list[str] = []
     if base is not None:
-        updates, found = _find_updates(base, settings, factors, file)
+        if settings.target_parameters:
+            updates, factors, found = _find_experts(base, settings, factors, file)
+            problems += found
+        linear, found = _find_updates(base, settings, factors, file)
+        updates |= linear
         problems += found
         problems += _coverage_problems(base, settings, factors, whole, file)
         problems += _replacement_problems(base, whole, factors, file)
@@ -256,6 +284,89 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
     return Adapter(folder, settings, updates, whole, digests, warnings)
 
 
+# --- experts --------------------------------------------------------------------------------------------------------------
+
+# LoRA on fused experts (``target_parameters``): which tensors of the base's files take which part of A and B.
+#
+# transformers 5 keeps all experts of a layer in one parameter (experts, out, in). Files mostly hold one matrix for each expert,
+# gate and up projection apart. Which is which is asked of transformers' own rules, as the training does when it loads them.
+
+_Factors = dict[str, dict[str, Tensor]]
+
+
+def _find_experts(
+    base: Base, settings: LoraSettings, factors: _Factors, file: str
+) -> tuple[dict[str, Update], _Factors, list[Problem]]:
+    """The updates of the base's tensors by name, the factors of other modules, and what does not fit.
+
+    PEFT wraps the holder of a parameter once for each parameter that is targeted, in their order, so that the first one's
+    factors lie innermost (peft 0.20, ``_inject_parameters``).
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from clustertune.training.loading_sources import Unfollowed, find
+
+    place = str(base.folder / "config.json")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**base.config))
+        rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
+        sources = find(model, base.tensors, rules, model.state_dict()).by_name
+    except UserError as error:
+        return {}, factors, error.problems
+    except (Unfollowed, ValueError, TypeError, KeyError, AttributeError) as error:
+        return {}, factors, [Problem(f"transformers does not say where its experts lie: {error}", file=place)]
+    updates: dict[str, Update] = {}
+    problems: list[Problem] = []
+    left = dict(factors)
+    for holder, module in model.named_modules():
+        names = [name for name, _ in module.named_parameters(recurse=False) if settings.selects_parameter(f"{holder}.{name}")]
+        for depth, name in enumerate(reversed(names)):
+            parameter, inner = f"{holder}.{name}", holder + depth * ".base_layer"
+            pair, shape = left.pop(inner, {}), tuple(getattr(module, name).shape)
+            rank, shape = settings.rank(parameter), (1, *shape) if len(shape) == 2 else shape  # a router is one matrix
+            if len(shape) != 3 or getattr(module, "is_transposed", False):
+                message = f"{parameter} {list(shape)}: not experts of (out, in)"
+                problems.append(Problem(message, file=file, key="target_parameters"))
+                continue
+            wanted = {"lora_A": (shape[0] * rank, shape[2]), "lora_B": (shape[1], shape[0] * rank)}
+            if {part: tensor.shape for part, tensor in pair.items()} != wanted:
+                has = {part: list(tensor.shape) for part, tensor in pair.items()} or "nothing"
+                message = f"{parameter} has {has}, rank {rank} asks for {wanted}"
+                fix = "adapter and base belong to different models, or r is wrong"
+                problems.append(Problem(message, file=file, key=f"{inner}.lora_A", fix=fix))
+                continue
+            parts = _parts(sources[parameter], shape[1])
+            if not parts:
+                problems.append(Problem(f"{parameter}: its form in the files is not merged", file=place))
+            for tensor, expert, row in parts:
+                if tensor.dtype not in FLOATS:
+                    message = f"{tensor.name} of the base is {tensor.dtype}: not a plain float"
+                    problems.append(Problem(message, file=str(tensor.file)))
+                scaling = settings.scaling(parameter)
+                updates[tensor.name] = Update(pair["lora_A"], pair["lora_B"], scaling, tensor, shape[0], expert, row)
+    for target in settings.target_parameters:
+        if not any(name == target or name.endswith(f".{target}") for name in sources):
+            problems.append(Problem(f"the base has no parameter {target!r}", file=file, key="target_parameters"))
+    return updates, left, problems
+
+
+def _parts(source: Source, rows: int) -> list[tuple[Tensor, int | None, int]]:
+    """The tensors of one parameter, each with its expert and its first row of that; expert None: one tensor holds all of them.
+
+    Empty where a tensor of the files is no run of rows of one expert.
+    """
+    if source.converter is None:
+        return [(source.parts[0][2], None, 0)]
+    found, row = list[tuple[Tensor, int | None, int]](), 0
+    for tensor in source.experts() or ():
+        found.append((tensor, row // rows, row % rows))
+        row += tensor.shape[0]
+    return found
+
+
 # --- lora config ----------------------------------------------------------------------------------------------------------
 
 # ``adapter_config.json``: which settings leave the arithmetic ``W + scaling * B A`` as it is, and what they select.
@@ -268,7 +379,7 @@ _NEUTRAL = {
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
     "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
     "rank_pattern", "revision",
-    "runtime_config", "target_modules", "task_type", "use_rslora",
+    "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
 }  # fmt: skip
 """Read here, or without influence on merged weights: a dropout, what only initialised A and B, provenance."""
 
@@ -282,7 +393,6 @@ _PLAIN_ONLY = {
     "lora_bias": "a bias in B is not merged",
     "megatron_config": "Megatron's parallel layers are not merged",
     "monteclora_config": "MonteCLoRA is not merged",
-    "target_parameters": "LoRA on bare parameters (fused experts) is not merged",
     "trainable_token_indices": "trained token embeddings are not merged",
     "use_bdlora": "block-diagonal LoRA is not merged",
     "use_dora": "DoRA rescales the whole weight and is not merged",
@@ -310,6 +420,7 @@ class LoraSettings:
     modules_to_save: tuple[str, ...]
     layers: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
+    target_parameters: tuple[str, ...]
     base_name: str | None
     revision: str | None
 
@@ -339,6 +450,10 @@ class LoraSettings:
     def saves(self, name: str) -> bool:
         """Whether the tensor ``name`` belongs to a module of ``modules_to_save``."""
         return any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", name) for m in self.modules_to_save)
+
+    def selects_parameter(self, name: str) -> bool:
+        """Whether PEFT would put a LoRA layer around the parameter ``name`` (peft 0.20 ``_inject_parameters``)."""
+        return _named(self.target_parameters, name)
 
     def selects(self, module: str) -> bool:
         """Whether PEFT would put a LoRA layer on ``module`` (peft 0.20 ``check_target_module_exists``)."""
@@ -461,6 +576,7 @@ def read_settings(body: dict[str, Any], file: Path) -> LoraSettings:
         modules_to_save=read.listed("modules_to_save", str),
         layers=layers or None,
         layers_pattern=patterns,
+        target_parameters=read.listed("target_parameters", str),
         base_name=read.word("base_model_name_or_path"),
         revision=read.word("revision"),
     )

@@ -67,7 +67,8 @@ def _cut_merged(tensor: Tensor, update: Update) -> Iterator[tuple[int, Merged]]:
 def _cut_tensor(tensor: Tensor, adapter: Adapter) -> Iterator[tuple[int, Copied | Converted | Merged]]:
     update, replacement = adapter.updates.get(tensor.name), adapter.replaced.get(tensor.name)
     if update:
-        yield from _cut_merged(tensor, update)
+        for part, own in update.matrices(tensor):
+            yield from _cut_merged(part, own)
     elif replacement and replacement.dtype != tensor.dtype:
         width, step = _width(tensor.dtype), CHUNK // max(_width(tensor.dtype), _width(replacement.dtype))
         for start in range(0, tensor.size // width, step):
@@ -96,7 +97,7 @@ class Worker:
 
     def __init__(self, source: Source) -> None:
         self.source, self.scratch = source, Scratch()
-        self._loaded: Tensor | None = None
+        self._loaded: tuple[Tensor, int] | None = None
 
     def make(self, piece: Piece, view: memoryview, output: Output) -> None:
         """Fill ``view`` with the piece's bytes and write them to ``output``; they stay in ``view`` to be hashed."""
@@ -143,14 +144,18 @@ class Worker:
         columns, first = tensor.shape[1], merged.blocks[0][0]
         width = columns * torch_dtype(tensor.dtype).itemsize
         self.source.announce(weight.file, weight.offset + first * width, piece.size)
-        rank = update.a.shape[0]
-        a = self.scratch.floats("a", rank, columns) if self._loaded is update.a else self._load("a", update.a, 0, rank)
-        self._loaded = update.a
+        rank, expert = update.rank, update.expert or 0
+        held = self._loaded is not None and self._loaded[0] is update.a and self._loaded[1] == expert
+        a = self.scratch.floats("a", rank, columns) if held else self._load("a", update.a, expert * rank, (expert + 1) * rank)
+        self._loaded = update.a, expert
         for start, end in merged.blocks:
-            b = self._load("b", update.b, start, end)
+            b = self._load("b", update.b, update.row + start, update.row + end)
+            if update.experts:  # peft 0.20 ParamWrapper.get_delta_weight: B's columns go round the experts
+                b = b[:, expert :: update.experts].contiguous()
             part = view[(start - first) * width : (end - first) * width]
             self.source.read(weight.file, part, weight.offset + start * width)
-            add_update(as_tensor(part, tensor.dtype, end - start, columns), a, b, update.scaling, self.scratch)
+            block = as_tensor(part, tensor.dtype, end - start, columns)
+            add_update(block, a, b, update.scaling, self.scratch, rounded=update.experts > 0)
             self._write(part, piece.offset + (start - first) * width, output)
 
     def _convert(self, piece: Piece, converted: Converted, view: memoryview, output: Output) -> None:
@@ -238,12 +243,17 @@ def as_tensor(raw: memoryview, dtype: str, rows: int, columns: int) -> Any:
     return torch.frombuffer(raw, dtype=torch_dtype(dtype), count=rows * columns).view(rows, columns)
 
 
-def add_update(weight: Any, a: Any, b: Any, scaling: float, scratch: Scratch) -> None:
-    """Do ``weight += (b @ a) * scaling``; ``weight`` (rows, in) of any float dtype, ``a`` (r, in), ``b`` (rows, r) float32."""
+def add_update(weight: Any, a: Any, b: Any, scaling: float, scratch: Scratch, *, rounded: bool = False) -> None:
+    """Do ``weight += (b @ a) * scaling``; ``weight`` (rows, in) of any float dtype, ``a`` (r, in), ``b`` (rows, r) float32.
+
+    ``rounded``: the update to the weight's dtype before the sum, as PEFT does to experts.
+    """
     import torch
 
     rows, columns = weight.shape
     update = torch.mm(b, a, out=scratch.floats("update", rows, columns)).mul_(scaling)
+    if rounded:
+        update.copy_(update.to(weight.dtype))
     if weight.dtype == torch.float32:
         weight.add_(update)
     else:

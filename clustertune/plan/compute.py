@@ -49,6 +49,8 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
     if shape.strategy.lora:
         forward.append(work.adapters(1))
         backward.append(work.adapters(2))
+        forward.append(work.expert_updates(1))
+        backward.append(work.expert_updates(2 + again))
     if shape.strategy.whole_forward:
         name = "metrics"
         forward += [*work.products(1, name), work.attention(1, name), work.elements(1, name), work.loss(1)]
@@ -79,7 +81,7 @@ def flops(shape: Shape, *, hardware: bool) -> float:
     per_token = 0.0
     for kind in counted.layers:
         per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan, masks=hardware) * looks)
-    per_token += 2 * shape.head_weights * (2 if plan.lora else 3) + 6 * shape.adapters
+    per_token += 2 * shape.head_weights * (2 if plan.lora else 3) + 6 * shape.per_token
     return per_token * shape.step_tokens
 
 
@@ -184,8 +186,16 @@ class _Work:
         """LoRA's own products are too thin to be bound by FLOPs: the bytes of inputs and outputs count."""
         shape = self.shape
         per_token = (
-            self.constants.lora_passes / 3 * shape.adapters / max(1, shape.rank) / (shape.strategy.tp * shape.strategy.pp)
+            self.constants.lora_passes / 3 * shape.per_token / max(1, shape.rank) / (shape.strategy.tp * shape.strategy.pp)
         )
         value = passes * per_token * 2 * shape.tokens / self.memory
         values = {"passes": passes, "width": per_token, "tokens": shape.tokens, "speed": self.memory}
         return Term("LoRA", value, SECONDS, "{passes} x {width} elements x 2 B x {tokens} tokens / {speed} B/s", values)
+
+    def expert_updates(self, passes: float) -> Term:
+        """B A of every adapted expert, whatever tokens come: written, read with the weights, and their sum written."""
+        count, rank = self.shape.all_experts, self.shape.rank
+        values = {"passes": passes, "count": count, "rank": rank, "speed": self.speed, "memory": self.memory}
+        text = "{passes} x {count} parameters of experts x (2 x {rank} FLOPs / {speed} FLOP/s + 4 x 2 B / {memory} B/s)"
+        value = passes * count * (2 * rank / self.speed + 8 / self.memory)
+        return Term("LoRA on experts", value, SECONDS, text, values)

@@ -117,6 +117,7 @@ class _Memory:
         layers = self.shape.layers
         found = []
         working = max(self.shape.tokens * self.kept.working(k) + self._down_gradient(k) for k in self.shape.counted.layers)
+        working += self._expert_gradients()
         for index in sorted({max(0.0, n) for n in (layers - 1, layers - 2, min(1.0, layers - 1), 0.0)}, reverse=True):
             done = 1 - (index + 1) / layers
             common = [self.gradients(done), self.accumulated(1 - done), self.buckets(), self.cast_weights(1 - done)]
@@ -330,8 +331,20 @@ class _Memory:
         scale = self.constants.memory_scale * shape.tokens * inflight / plan.pp
         values = {"tokens": shape.tokens, "bytes": whole, "inflight": inflight, "pp": plan.pp}
         text = "{tokens} tokens x {bytes} B (all layers) x {inflight} micro batches / {pp} stages"
-        terms = [Term("activations", whole * scale, BYTES, text, values)]
+        terms = [Term("activations", whole * scale, BYTES, text, values), self._experts((1 - plan.recompute.share) * share)]
         return [*terms, Term("checkpointed activations", stored * scale, BYTES, text, values | {"bytes": stored})]
+
+    def _experts(self, share: float) -> Term:
+        """Adapted experts with the update in them, which the product of a layer that is not recomputed keeps for backward."""
+        count = self.shape.all_experts * share
+        text = "{count} parameters of experts x {bytes} B, with LoRA's update in them"
+        return Term("activations", count * self.kept.width, BYTES, text, {"count": count, "bytes": self.kept.width})
+
+    def _expert_gradients(self) -> float:
+        """Of the layer at work: the adapted experts' own gradient, and a copy of it in the order in which A's and B's are made
+        of it; of a recomputed layer also the experts with the update in them."""
+        plan, largest = self.shape.strategy, max(self.shape.experts(kind) for kind in self.shape.counted.layers)
+        return largest * self.kept.width * (3 if plan.recompute.share else 2)
 
     def recomputed(self, index: float) -> list[Term]:
         """The layer that is recomputed at the moment. Where some are not recomputed, the last one is among them, and what it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clustertune.config.distribution import Distribution
-from clustertune.config.parameters import KNOWN, count, lora_parameter_count
+from clustertune.config.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 from clustertune.plan import memory
@@ -244,7 +244,9 @@ def make_shape(resolved: Resolved, used: Strategy, *, cudnn: bool = False) -> Sh
     targets = (lora or {}).get("target_modules") or ()
     names = tuple(str(name).split(".")[-1] for name in targets) if not isinstance(targets, str) else _all_linear(counted)
     rank, dropout = int((lora or {}).get("r", 8)), float((lora or {}).get("lora_dropout", 0.0))
-    return Shape(counted, used, adapters if lora is not None else counted.total, adapters, rank, names, dropout, cudnn)
+    wrapped = tuple(sorted({linear.name for _, linear in adapted_experts(resolved.architecture, lora or {})}))
+    trained = adapters if lora is not None else counted.total
+    return Shape(counted, used, trained, adapters, rank, names, wrapped, dropout, cudnn)
 
 
 def _all_linear(counted: Any) -> tuple[str, ...]:

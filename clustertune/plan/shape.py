@@ -25,6 +25,9 @@ class Shape:
     targets: tuple[str, ...] = ()
     """The last parts of the names of the modules that LoRA adapts."""
 
+    wrapped: tuple[str, ...] = ()
+    """The parameters of fused experts that LoRA adapts, by their names below a layer."""
+
     dropout: float = 0.0
     """LoRA's dropout."""
 
@@ -102,6 +105,24 @@ class Shape:
         if not self.strategy.lora:
             return self.parameters
         return self.adapters / (self.strategy.tp * self.strategy.pp)
+
+    def experts(self, kind: LayerKind) -> int:
+        """Parameters of one layer's experts that LoRA adapts. PEFT runs them from a copy with the update in it (peft 0.20,
+        ``ParamWrapper``), in every forward pass."""
+        return sum(linear.copies * linear.inputs * linear.outputs for linear in kind.linears if linear.name in self.wrapped)
+
+    @cached_property
+    def all_experts(self) -> float:
+        """The same of all layers."""
+        return float(sum(kind.count * self.experts(kind) for kind in self.counted.layers))
+
+    @cached_property
+    def per_token(self) -> float:
+        """LoRA's parameters that each token passes through: those of modules. Experts' A and B make an update of weights."""
+        if not self.wrapped:
+            return float(self.adapters)
+        sizes = ((kind, linear) for kind in self.counted.layers for linear in kind.linears if linear.name in self.wrapped)
+        return self.adapters - self.rank * sum(k.count * one.copies * (one.inputs + one.outputs) for k, one in sizes)
 
     @property
     def head_weights(self) -> float:

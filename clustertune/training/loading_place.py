@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -50,9 +51,8 @@ def clean(name: str) -> str:
 def plain(name: str) -> str:
     """A parameter's name in the model as transformers made it, from its name in what PEFT made of that."""
     name = clean(name).removeprefix("base_model.model.")
-    for inside in (".base_layer.", ".original_module.", ".modules_to_save.default."):
-        name = name.replace(inside, ".")
-    return name
+    # Several where LoRA is on several bare parameters of one module: each has a wrapper.
+    return re.sub(r"(\.base_layer)+\.|\.original_module\.|\.modules_to_save\.default\.", ".", name)
 
 
 def region(like: DTensor) -> tuple[slice, ...]:

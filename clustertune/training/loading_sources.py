@@ -70,7 +70,7 @@ class Source:
         """Elements ``begin`` to ``end`` of the parameter, counted through all its dimensions; otherwise as :meth:`read`."""
         if self.converter is None:
             return reader.flat(self.parts[0][2], begin, end).to(self.dtype)
-        if (experts := self._experts()) is not None:
+        if (experts := self.experts()) is not None:
             found, skip = [torch.empty(0, dtype=self.dtype)], 0
             for tensor in experts:  # each is a run of elements; what lies before or after the part is not read
                 count = math.prod(tensor.shape)
@@ -84,7 +84,7 @@ class Source:
         rows = self.read(name, reader, model, first, -(-end // row))
         return rows.reshape(-1)[begin - first * row : end - first * row]
 
-    def _experts(self) -> list[Tensor] | None:
+    def experts(self) -> list[Tensor] | None:
         """The tensors that stand one after the other in a stacked parameter; None where they are joined otherwise."""
         rest = self.converter.operations[1:]
         if not self.stacked or len(rest) > 1 or any(op.dim != 1 for op in rest):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertune.config.models import read_models
+from clustertune.config.models import find_model, known_models
 
 
 def _model(
@@ -75,7 +75,7 @@ def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 _LONG = [1.0 + index / 8 for index in range(48)]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    **{name: dict(entry.config) for name, entry in read_models().items()},
+    **{name: dict(find_model(name).architecture) for name in known_models() if "/" in name},
     "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, 32, 32000, 4096),
     "meta-llama/Llama-3.1-8B-Instruct": _llama(4096, 14336, 32, 32, 8, 128256, 131072),
     "meta-llama/Llama-3.2-1B-Instruct": _llama(2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64, tie_word_embeddings=True),

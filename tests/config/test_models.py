@@ -105,7 +105,7 @@ def test_a_config_of_its_own(tmp_path: Path) -> None:
     """A config.json that is not listed: its folder is the model's, and each wrong key is named."""
     place = tmp_path / "Own model"
     place.mkdir()
-    (place / "config.json").write_text(json.dumps({**read_models()["Qwen/Qwen3-8B"].config, "num_hidden_layers": 20}))
+    (place / "config.json").write_text(json.dumps({**find_model("Qwen/Qwen3-8B").architecture, "num_hidden_layers": 20}))
     found = find_model(str(place))
     assert found.section == {"name": "Own-model", "path": str(place)} and found.architecture["num_hidden_layers"] == 20
     assert find_model(str(place / "config.json")) == found
@@ -125,7 +125,7 @@ def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (cache / "snapshots" / commit).mkdir(parents=True)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(commit)
-    (cache / "snapshots" / commit / "config.json").write_text(json.dumps(dict(read_models()["Qwen/Qwen3-8B"].config)))
+    (cache / "snapshots" / commit / "config.json").write_text(json.dumps(dict(find_model("Qwen/Qwen3-8B").architecture)))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert find_model("some/model").section == {"name": "some/model", "revision": commit}

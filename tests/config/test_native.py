@@ -13,8 +13,11 @@ import pytest
 from clustertune.config import native_rules
 from clustertune.config.checks import check_lora, check_native, check_train, lora_section, train_section
 from clustertune.config.findings import Found
+from clustertune.config.models import find_model
 from clustertune.config.native_rules import NativeField, check_value, lora_fields, train_fields
 from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
+from tests.command import run
 
 
 @pytest.fixture(scope="session")
@@ -177,6 +180,55 @@ def test_targets_that_exist(target: Any) -> None:
 )  # fmt: skip
 def test_lora_that_the_chain_cannot_carry(lora: dict[str, Any], key: str) -> None:
     assert keys(check_lora(lora, LLAMA)) == [f"lora.{key}"]
+
+
+MOE = find_model("Qwen/Qwen3-30B-A3B").architecture
+EXPERTS = {"target_modules": QV, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "wrong"),
+    [
+        (MOE, {}, []),
+        (MOE, {"target_modules": []}, []),
+        (MOE, {"rank_pattern": {r".*\.gate_up_proj": 4}}, []),
+        (MOE, {"lora_dropout": 0.05}, ["lora_dropout"]),
+        (MOE, {"target_modules": "all-linear"}, ["target_modules"]),
+        (MOE, {"layers_to_transform": [1]}, ["layers_to_transform"]),
+        (MOE, {"target_parameters": ["experts.up_proj", "q_proj.weight", "down_proj"]}, 2 * ["target_parameters"]),
+        (MOE, {"lora_dropout": 0.1, "target_parameters": ["x"]}, ["lora_dropout", "target_parameters"]),
+        (find_model("llama70b-fsdp2").architecture, {}, ["target_parameters"]),
+        (find_model("openai/gpt-oss-20b").architecture, {}, ["target_parameters"]),
+    ],
+)
+def test_lora_on_experts(architecture: dict[str, Any], changes: dict[str, Any], wrong: list[str]) -> None:
+    """Names of the model's own parameters, and nothing beside them that PEFT refuses or passes over."""
+    assert keys(check_lora({**EXPERTS, **changes}, architecture)) == [f"lora.{key}" for key in wrong]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["accelerate.fsdp_config.fsdp_version=1"],
+        ["accelerate.parallelism_config={parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"],
+        ["train.torch_compile=true"],
+        ["train.model_init_kwargs={quantization_config: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}}"],
+    ],
+)
+def test_a_distribution_that_does_not_carry_lora_on_experts(words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve("qwen3-30b-a3b-lora", words)
+    assert "lora.target_parameters" in {problem.key for problem in caught.value.problems}
+
+
+def test_frozen_experts_are_named_and_their_share() -> None:
+    """Nobody trains a tenth of a mixture without knowing it."""
+    frozen = ["lora.target_parameters=null"]
+    assert not any("frozen" in text for text in resolve("qwen3-30b-a3b-lora").warnings)
+    (text,) = [text for text in resolve("qwen3-30b-a3b-lora", frozen).warnings if "frozen" in text]
+    assert "95%" in text and '"mlp.experts.down_proj"' in text
+    done = run("submit", "qwen3-30b-a3b-lora", *frozen, "--cluster", "dgx-h100", "--dry-run")
+    assert done.code == 0 and text in done.err
 
 
 def test_a_field_that_takes_an_object_says_so() -> None:

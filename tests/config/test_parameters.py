@@ -219,6 +219,7 @@ def peft_count(body: dict[str, Any], lora: dict[str, Any]) -> int | None:
 
 
 MOE = ["gate_proj", "up_proj", "down_proj"]
+FUSED = ("gate_up_proj", "down_proj")
 LORA: list[tuple[str, dict[str, Any]]] = [
     *((name, {"target_modules": "all-linear"}) for name in ARCHITECTURES),
     ("meta-llama/Llama-3.1-8B-Instruct", {"target_modules": ["q_proj", "v_proj"]}),
@@ -239,6 +240,8 @@ LORA: list[tuple[str, dict[str, Any]]] = [
     ("Qwen/Qwen3-30B-A3B", {"target_modules": ["gate_proj", "down_proj"]}),
     ("Qwen/Qwen3-30B-A3B", {"target_modules": r".*layers\.1\.self_attn\.(q|k)_proj"}),
     ("qwen3_moe dense layers", {"target_modules": ["q_proj", *MOE]}),
+    ("qwen3_moe dense layers", {"target_modules": ["q_proj"], "target_parameters": [f"experts.{n}" for n in FUSED]}),
+    ("qwen3_moe dense layers", {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.down_proj"]}),
     ("Qwen/Qwen1.5-MoE-A2.7B", {"target_modules": ["q_proj", *MOE, "shared_expert_gate"]}),
     ("deepseek-ai/DeepSeek-V3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
     ("deepseek-ai/DeepSeek-V3", {"target_modules": ["kv_b_proj", *MOE]}),

@@ -49,7 +49,7 @@ def test_training_settings() -> None:
     assert resolved.train_args["model_init_kwargs"]["attn_implementation"] == "sdpa"
     assert resolved.recipe.lora == LORA
     assert resolved.world_size == 16 and resolved.recipe.train["global_batch_size"] == 32
-    assert resolved.recipe.slurm.time == "48:00:00"
+    assert resolved.recipe.slurm.time == "24:00:00"
     # The source padded with EOS where no pad token was set, which masks EOS in the labels.
     assert "<|finetune_right_pad_id|>" in resolved.train_args.values()
 

@@ -109,7 +109,7 @@ def test_the_fix_is_the_line_to_use() -> None:
     assert [problem.key for problem in problems] == ["slurm.nodes", "slurm.gpus_per_node", "--ntasks-per-node"]
     assert all(problem.file == "job 42" for problem in problems)
     assert options(problems[0]) == [
-        "sbatch", "--nodes=2", "--gpus-per-node=rtx_pro_6000:8", "--cpus-per-task=256", "--mem=0", "--time=48:00:00",
+        "sbatch", "--nodes=2", "--gpus-per-node=rtx_pro_6000:8", "--cpus-per-task=256", "--mem=0", "--time=24:00:00",
         "--partition=gpu", "launch/run.sbatch", *words,
     ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from tests.launch.test_fit import with_distribution
 def test_the_reference_shape() -> None:
     """Two whole nodes for the training; what needs no GPU takes none, and leaves them to others."""
     shapes = shape.stage_shapes(resolve("llama405b-oasst2"), machine())
-    assert shapes["train"] == shape.Shape(2, 8, 8, 256, None, 2880, "gpu", "rtx_pro_6000")
+    assert shapes["train"] == shape.Shape(2, 8, 8, 256, None, 1440, "gpu", "rtx_pro_6000")
     assert {stage for stage in STAGES if shapes[stage].gpus_per_node} == {"train", "eval"}
     assert {stage for stage in STAGES if shapes[stage].nodes == 2} == {"train", "eval"}
     assert shapes["merge"].memory_gb == shape.PROCESS_GB + 2 * shape.MERGE_SHARD_GB

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from clustertune.merge import merge, pieces
 from clustertune.merge.pieces import MIN_ROWS, Scratch, add_update, row_blocks
-from tests.merge.conftest import load_all, peft_merged, same_bytes, save_adapter, save_llama
+from tests.merge.conftest import SHAPES, load_all, peft_merged, same_bytes, save_adapter, save_llama
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -76,6 +76,43 @@ def test_the_bytes_are_those_of_peft(
     assert len(changed) == done["merged"] + done["replaced"] > 0
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MIXTURES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "one matrix for each expert": ("qwen3_moe", False, {"target_parameters": EXPERTS}),
+    "all experts in one tensor": ("qwen3_moe", True, {"target_parameters": EXPERTS}),
+    "other names in the files": ("mixtral", False, {"target_parameters": EXPERTS, "rank_pattern": {r".*\.gate_up_proj": 3}}),
+    "one parameter alone": ("mixtral", True, {"target_parameters": EXPERTS[1:], "target_modules": [], "use_rslora": True}),
+    "all-linear, a router too": ("qwen3_moe", False, {"target_modules": "all-linear"}),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_the_bytes_of_experts_are_those_of_peft(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fused, settings = MIXTURES[case]
+    shapes = {**SHAPES, "num_experts_per_tok": 2, "head_dim": 18, "num_local_experts": 5}
+    if kind == "qwen3_moe":
+        shapes |= {"num_experts": 5, "moe_intermediate_size": 45, "mlp_only_layers": [0]}
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shapes, tie_word_embeddings=False), dtype=BF16)
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    if fused:
+        save_file(model.state_dict(), base / "model.safetensors", metadata={"format": "pt"})
+    (base / "tokenizer.json").write_text("{}")
+    adapter = save_adapter(tmp_path / "adapter", base, **{"target_modules": ["q_proj"], **settings})
+    monkeypatch.setattr(pieces, "BLOCK_ELEMENTS", 40 * 72)
+    monkeypatch.setattr(pieces, "CHUNK", 15_000)
+    merge(base, adapter, tmp_path / "out", shard_size="90KB", workers=3)
+    expected = peft_merged(base, adapter)
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict())
+    assert [n for n in expected if not same_bytes(found[n], expected[n])] == []
+    changed = {n.rpartition(".")[2] for n, before in model.state_dict().items() if not same_bytes(found[n], before)}
+    assert {name.rpartition(".")[2] for name in settings.get("target_parameters", EXPERTS)} <= changed
+
+
 def test_the_adapters_own_copy_of_the_head_counts(bases: dict[torch.dtype, Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -92,7 +129,7 @@ def test_the_adapters_own_copy_of_the_head_counts(bases: dict[torch.dtype, Path]
 def test_one_rounding_and_not_two(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding the update before the addition, as ``safe_merge=True`` does, gives other bytes: the comparison can see it."""
 
-    def twice(weight: Any, a: Any, b: Any, scaling: float, _scratch: Scratch) -> None:
+    def twice(weight: Any, a: Any, b: Any, scaling: float, _scratch: Scratch, **_rounded: bool) -> None:
         weight += ((b @ a) * scaling).to(weight.dtype)
 
     expected, safe = peft_merged(base, adapter), peft_merged(base, adapter, safe_merge=True)

@@ -26,7 +26,7 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "lora_bias": ({"lora_bias": True}, "bias in B"),
     "fan_in_fan_out": ({"fan_in_fan_out": True}, "Conv1D"),
     "layer_replication": ({"layer_replication": [[0, 2], [1, 3]]}, "replicated"),
-    "target_parameters": ({"target_parameters": ["mlp.experts.down_proj"]}, "parameters"),
+    "target_parameters": ({"target_parameters": ["mlp.experts.down_proj"]}, "no parameter"),
     "trainable_token_indices": ({"trainable_token_indices": [1, 2]}, "token"),
     "alora_invocation_tokens": ({"alora_invocation_tokens": [1]}, "activated"),
     "use_qalora": ({"use_qalora": True}, "QALoRA"),

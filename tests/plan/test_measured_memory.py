@@ -65,6 +65,8 @@ MORE: dict[str, dict[str, Any]] = {
     "LoRA, fp32": {"lora": ATTENTION, "bf16": False},
     "norms of queries and keys": {"model": QWEN3, "whole": True},
     "experts": {"model": EXPERTS, "whole": True},
+    "LoRA on experts": {"model": EXPERTS, "lora": ATTENTION, "experts": True, "whole": True},
+    "LoRA on experts, recomputed": {"model": EXPERTS, "lora": ATTENTION, "experts": True, "whole": True, "recompute": True},
     "FSDP1": {"kind": "FSDP1", "model": WIDE, **SHORT},
     "FSDP1, recomputed": {"kind": "FSDP1", "model": WIDE, "whole": True, "recompute": True},
     "half recomputed, some kept": {"section": {"ratio": 0.5, "save": ["attention", "every_second_matmul"]}},
@@ -119,6 +121,8 @@ def write(folder: Path, case: dict[str, Any]) -> Path:
         train["model_init_kwargs"] = {"attn_implementation": case["attention"]}
     if "lora" in case:
         body["lora"] = {"r": 8, "lora_alpha": 16, "lora_dropout": case.get("dropout", 0.0), "target_modules": case["lora"]}
+        if case.get("experts"):
+            body["lora"]["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         train["model_init_kwargs"] = {"dtype": "bfloat16" if half else "float32"}
     files = {"recipe.yaml": body, "model.json": case.get("model", NARROW), "accelerate.yaml": accelerate(case)}
     files["tracked.json"] = {"lengths": case.get("lengths", [256, 128, 128])}

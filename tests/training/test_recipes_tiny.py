@@ -41,6 +41,12 @@ def test_a_recipe_trains_tiny(name: str, forge: Forge, tmp_path: Path) -> None:
     out = Path(export_either(path)["out"])
     published = read_types(out)
     assert named == "bfloat16" and set(stored.values()) == {named}
+    if resolved.recipe.lora is not None:  # also those of experts, which PEFT trains otherwise than modules
+        from safetensors.torch import load_file
+
+        factors = load_file(out / "adapter_model.safetensors")
+        assert [name for name, value in factors.items() if ".lora_B" in name and not value.any()] == []
+        assert any(".experts." in name for name in factors) == bool(resolved.recipe.lora.get("target_parameters"))
     trained = "bfloat16" if quantization.of(resolved.train_args) is not None else "float32"
     adapter = (trained, dict.fromkeys(published[1], trained))
     assert published == ((named, stored) if resolved.recipe.lora is None else adapter)
