@@ -78,7 +78,7 @@ def test_without_gpus_none_are_asked_for() -> None:
 def test_what_the_cluster_lacks() -> None:
     """All of it at once, with the setting that would do."""
     recipe = resolve("llama405b-oasst2", ["slurm.nodes=4", "slurm.gpus_per_node=16", "train.global_batch_size=64"])
-    bounded = machine(slurm={"partition": "gpu", "gres": None, "max_time": "1-00:00:00"})
+    bounded = machine(slurm={"partition": "gpu", "gres": None, "max_time": "12:00:00"})
     keys = [problem.key for problem in shape.find_problems(recipe, bounded)]
     assert keys == ["slurm.nodes", "slurm.gpus_per_node", "slurm.time"]
     assert shape.find_problems(resolve("llama405b-oasst2"), machine()) == []
