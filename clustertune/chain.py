@@ -20,6 +20,7 @@ from clustertune import manifest, secrets
 from clustertune.checkpoint import store
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved, is_there
+from clustertune.config.schema import Push
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import local
@@ -85,7 +86,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         run.write_own_files(resolved)
         before = run.resolved()
         # The ranks read where inputs lie, how they divide the work, and what they may take.
-        same = before.recipe.staged == resolved.recipe.staged and before.recipe.budget == resolved.recipe.budget
+        same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in ("staged", "budget", "push"))
         if not same or before.identities[1] != resolved.identities[1]:
             run.describe(resolved)
         return run
@@ -207,7 +208,24 @@ class Chain:
                 say(f"{stage}: finished earlier")
                 continue
             self.run_stage(stage)
+        if last == STAGES[-1] and self.resolved.recipe.push is not None:
+            self._push(self.resolved.recipe.push)
         return self.results
+
+    def _push(self, wanted: Push) -> None:
+        """Send the adapter and its card to the Hub. Where that fails, the run is finished, and says how to repeat it."""
+        from clustertune.push import hub
+
+        try:
+            done = vars(hub.send(self.run, wanted.repo, public=wanted.public)[1])
+            say(f"push: {done['status']}, {done['url']}")
+        except UserError as error:
+            done = {"status": "failed", "problems": [str(problem) for problem in error.problems]}
+            for problem in error.problems:
+                say(f"warning: not pushed: {problem}")
+            say(f"the run is finished; again: clustertune push {self.run.path} --repo {wanted.repo} --publish")
+        with contextlib.suppress(OSError):
+            self.run.update(push={"repo": wanted.repo, **done})
 
     def _still_there(self, stage: str) -> bool:
         kinds = {

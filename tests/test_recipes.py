@@ -59,6 +59,8 @@ ON_THE_COMMAND_LINE = {
     "megatron.expert_model_parallel_size": "a model with experts under Megatron: megatron.expert_model_parallel_size=8",
     "megatron.expert_tensor_parallel_size": "the same, where experts are split otherwise than the other layers",
     "megatron.fp8": "a trial of FP8 on the same job",
+    "push.repo": "somebody's own repository: push.repo=OWNER/NAME",
+    "push.public": "the same for everybody to see",
     "budget.usd": "what this run may cost: budget.usd=500",
     "budget.gpu_hours": "the same by an allocation of hours: budget.gpu_hours=100",
     "megatron.use_distributed_optimizer": "a comparison: Megatron's optimizer is split over the replicas unless this is false",

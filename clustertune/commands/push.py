@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +15,6 @@ from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
     from clustertune.push.upload import Upload
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-_REPO = re.compile(rf"{_NAME}/{_NAME}")
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 
 def add(app: typer.Typer) -> None:
@@ -48,13 +42,12 @@ def push(
 
     Never the base model, never a merged one. HF_TOKEN must be in .env. Pushing the same adapter again changes nothing.
     """
-    run = RunDir(existing_folder(run_dir, "a run"))
-    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
-    name = _target(repo or found.get("HF_REPO_ID"))
-    _refuse_merged(run)
-    from clustertune.push.upload import pack
+    from clustertune.push import hub
 
-    upload = pack(run, name, licence, [found[key] for key in secrets.SECRET if key in found])
+    run = RunDir(existing_folder(run_dir, "a run"))
+    name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
+    _refuse_merged(run)
+    upload = hub.parcel(run, name, licence)
     for left in upload.left_out:
         say(f"note: {left} stays here: only the adapter and its card are pushed")
     if dry_run:
@@ -63,35 +56,12 @@ def push(
     if not publish:
         fix = "look at it with --dry-run, then give --publish"
         raise UserError(Problem("nothing is sent without --publish", file="command line", key="--publish", fix=fix))
-    if not (token := found.get("HF_TOKEN")):
-        fix = "add a line HF_TOKEN=... to it; a token that may write: https://huggingface.co/settings/tokens"
-        raise UserError(Problem("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix))
-    _send(upload, name, token, found, public, replace, as_json)
-
-
-def _send(upload: Upload, name: str, token: str, found: dict[str, str], public: bool, replace: bool, as_json: bool) -> None:
-    from clustertune.push import hub
-
-    secrets.drop()  # the client would take a token of the environment for requests of its own
-    endpoint = found.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT")
-    target = hub.Target(name, public, replace, endpoint.rstrip("/") if endpoint else None)
-    with secrets.lent({key: value for key, value in found.items() if key in _PROXIES}):
-        done = hub.push(upload, target, token, say)
+    upload, done = hub.send(run, name, public=public, replace=replace, licence=licence)
     if as_json:
         emit_json({"repo": name, **vars(done), "private": not public, "files": upload.as_json()})
         return
     what = "already there, nothing was sent" if done.status == "unchanged" else f"pushed {upload.size:,} bytes in one commit"
     say(f"{what}: {done.url}")
-
-
-def _target(repo: str | None) -> str:
-    """The repository's name. Raises UserError."""
-    fix = "--repo OWNER/NAME, letters, digits, '.', '_' and '-'"
-    if repo is None:
-        raise UserError(Problem("no repository is named", file="command line", key="--repo", fix=fix))
-    if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo or repo.endswith((".git", ".", "-")):
-        raise UserError(Problem(f"{repo!r} is no repository's name", file="command line", key="--repo", fix=fix))
-    return repo
 
 
 def _refuse_merged(run: RunDir) -> None:

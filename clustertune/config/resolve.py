@@ -301,6 +301,8 @@ class _Work:
 
     def _check_lora(self) -> None:
         given = self.values.get("lora")
+        if given is None and self.values.get("push") is not None:
+            self.report([(("push",), "all parameters are trained: only adapters are pushed", "leave it out")])
         if not isinstance(given, dict):
             return
         self.lora, found = checks.check_native(checks.lora_section(), given)

@@ -384,6 +384,14 @@ class Save(Section):
     """Steps that are saved besides, whose checkpoints stay beside those that ``save_total_limit`` counts."""
 
 
+class Push(Section):
+    """Where the adapter and its card go when the chain has ended; with the token of ``.env``."""
+
+    repo: HubName
+    public: bool = False
+    """For everybody to see; a new repository is private without it."""
+
+
 class Recipe(Section):
     """One recipe, after its base and the overrides are laid over each other."""
 
@@ -416,4 +424,5 @@ class Recipe(Section):
     eval: Eval = Eval()
     expect: Expect = Expect()
     budget: Budget | None = None
+    push: Push | None = None
     save: Save | None = None

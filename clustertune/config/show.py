@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SECTIONS = (
     "base", "model", "data", "train", "lora", "activation_checkpointing", "reduce_dtype", "accelerate", "megatron", "slurm",
-    "eval", "expect",
+    "eval", "expect", "push",
 )  # fmt: skip
 
 WIDE = 130

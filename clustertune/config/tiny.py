@@ -120,6 +120,7 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
             "pass_difference": {},
         },
         "expect": {},
+        "push": None,
     }
 
 

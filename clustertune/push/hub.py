@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clustertune.console import stderr
+from clustertune import secrets
+from clustertune.console import say, stderr
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.push.upload import ALLOWED, Upload, still_same
+from clustertune.push.upload import ALLOWED, Upload, pack, still_same
+from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 OWN = (".gitattributes",)
 """Files that the Hub itself puts into a new repository."""
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_REPO = re.compile(rf"{_NAME}/{_NAME}")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 MESSAGE = "Adapter trained with clustertune"
 
 
@@ -41,6 +48,38 @@ class Pushed:
     """``pushed``, or ``unchanged`` where everything was there already."""
     url: str
     commit: str | None
+
+
+def check_name(repo: str | None) -> str:
+    """The repository's name. Raises UserError where it is none."""
+    fix = "--repo OWNER/NAME, letters, digits, '.', '_' and '-'"
+    if repo is None:
+        raise UserError(Problem("no repository is named", file="command line", key="--repo", fix=fix))
+    if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo or repo.endswith((".git", ".", "-")):
+        raise UserError(Problem(f"{repo!r} is no repository's name", file="command line", key="--repo", fix=fix))
+    return repo
+
+
+def parcel(run: RunDir, repo: str, licence: str | None = None) -> Upload:
+    """What would be sent of a run, looked through for the secrets of ``.env``. Raises UserError."""
+    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
+    return pack(run, repo, licence, [found[key] for key in secrets.SECRET if key in found])
+
+
+def send(
+    run: RunDir, repo: str, *, public: bool = False, replace: bool = False, licence: str | None = None
+) -> tuple[Upload, Pushed]:
+    """Send a run's adapter and its card with the token of ``.env``, as :func:`push` does. Raises UserError."""
+    found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
+    upload = parcel(run, check_name(repo), licence)
+    if not (token := found.get("HF_TOKEN")):
+        fix = "add a line HF_TOKEN=... to it; a token that may write: https://huggingface.co/settings/tokens"
+        raise UserError(Problem("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix))
+    secrets.drop()  # the client would take a token of the environment for requests of its own
+    endpoint = found.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT")
+    target = Target(repo, public, replace, endpoint.rstrip("/") if endpoint else None)
+    with secrets.lent({key: value for key, value in found.items() if key in _PROXIES}):
+        return upload, push(upload, target, token, say)
 
 
 def push(upload: Upload, target: Target, token: str, say: Callable[[str], None]) -> Pushed:

@@ -12,6 +12,9 @@ import pytest
 import yaml
 
 from clustertune import cli, secrets
+from clustertune.chain import Chain
+from clustertune.config.resolve import resolve
+from clustertune.errors import UserError
 from clustertune.rundir import RunDir
 from tests.command import Done
 from tests.push.conftest import change, reseal
@@ -260,3 +263,29 @@ def test_a_card_of_a_small_evaluation_is_no_result(push: Push) -> None:
 
 def test_a_licence_is_checked(push: Push) -> None:
     assert "is no licence identifier" in push("--dry-run", "--license", "MIT\nx: y").err
+
+
+def test_a_recipe_pushes_when_its_chain_has_ended(
+    push: Push, trained: RunDir, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Private; off without the key and under --tiny; a failure leaves the run finished, and the command repeats it."""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _seconds: None)
+    before, asked = resolve("tiny-oasst2"), resolve("tiny-oasst2", [f"push.repo={REPO}"])
+    assert asked.fingerprint() == before.fingerprint()
+    for stage in ("export", "merge", "eval"):
+        trained.finish_stage(stage, 1.0)
+    assert resolve("tiny-oasst2", tiny=True).recipe.push is None
+    assert push("--dry-run").code == 0 and not hub.repos  # writes the .env
+    Chain(trained, before).go("report")
+    assert not hub.asked and "push" not in trained.read()
+    hub.fail["/commit/"] = 503
+    Chain(trained, asked).go("report")
+    said = capsys.readouterr().err
+    assert trained.read()["push"]["status"] == "failed" and trained.stage("report")
+    assert "not pushed" in said and f"--repo {REPO} --publish" in said and TOKEN not in said
+    hub.fail.clear()
+    Chain(trained, asked).go("report")
+    assert trained.read()["push"]["status"] == "pushed" and hub.repos[REPO].private
+    assert TOKEN not in trained.run_json.read_text()
+    with pytest.raises(UserError, match="only adapters"):
+        resolve("tiny-oasst2", ["lora=null", f"push.repo={REPO}"])
