@@ -59,6 +59,8 @@ ON_THE_COMMAND_LINE = {
     "megatron.expert_model_parallel_size": "a model with experts under Megatron: megatron.expert_model_parallel_size=8",
     "megatron.expert_tensor_parallel_size": "the same, where experts are split otherwise than the other layers",
     "megatron.fp8": "a trial of FP8 on the same job",
+    "save.every": "a training that saves by the clock: save.every=30m",
+    "save.milestones": "steps whose checkpoints stay: save.milestones=[100,500]",
     "push.repo": "somebody's own repository: push.repo=OWNER/NAME",
     "push.public": "the same for everybody to see",
     "budget.usd": "what this run may cost: budget.usd=500",
