@@ -96,6 +96,9 @@ test-jobs: setup ## whole jobs under Slurm, torchrun and Ray, a fault in each: p
 test-long: setup ## fault-injection campaigns: kills at random moments, large merges
 	@$(BIN)/python -m pytest -m long --timeout 3600
 
+campaign: setup ## faults by the hundred, hours long, goes on where it was: make campaign [ONLY=FAULT] [HOURS=n]
+	@$(BIN)/python -m tools.campaign $(if $(value ONLY),--only '$(value ONLY)') $(if $(value HOURS),--hours '$(value HOURS)')
+
 bench: setup ## how fast a recipe trains here, into docs/results/bench: make bench RECIPE=NAME [AGAINST=trl]
 	@$(BIN)/clustertune bench '$(value RECIPE)' $(if $(value AGAINST),--against '$(value AGAINST)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
@@ -159,4 +162,4 @@ clean: ## remove caches; runs/ and .venv stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	@find clustertune tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup setup-base demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long bench bench-merge gpu-check doctor nccl-check plan planner-grade mutations library-facts golden clean build-sif build-image lock lock-check test-containers
+.PHONY: help setup setup-base demo demo-slurm run submit submit-dry-run show eval-ifeval report lint test test-jobs test-long campaign bench bench-merge gpu-check doctor nccl-check plan planner-grade mutations library-facts golden clean build-sif build-image lock lock-check test-containers

@@ -26,6 +26,7 @@ from clustertune.arguments import (
     path_option,
 )
 from clustertune.commands import (
+    archive,
     bench,
     checkpoint,
     clusterfile,
@@ -393,7 +394,7 @@ def _summarise(summary: dict[str, Any], as_json: bool) -> None:
 
 
 _BEFORE = (submit, sweep_commands, new, plan_commands, clusterfile, rehearse, doctor_commands, nccl_check, ops, stage_commands)
-for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint):
+for module in (*_BEFORE, launchers, watch, talk, push_commands, bench, compare, job_commands, checkpoint, archive):
     module.add(app)
 
 

@@ -44,6 +44,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _OTHER_WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 """Weights in a Hub snapshot that nothing here loads. The publisher's own (``consolidated.safetensors``) are as large."""
 _FIXES = {
+    "archive": "archive the run again, to another place",
     "checkpoint": "remove the folder, then run the same command again: it goes on from the checkpoint before",
     "adapter": "move the folder away, then export it again",
     "dataset": "remove the folder, then run the same command again: it is prepared anew",
@@ -195,16 +196,22 @@ def seal(folder: Path, kind: str, meta: Mapping[str, Any], records: Mapping[str,
     assert not slow, f"a {kind} takes SHA-256 only for {slow}"
     for directory in sorted({(folder / name).parent for name in records} | {folder}):
         fsync_path(directory)
+    sealed = Manifest(kind, dict(records), dict(meta))
+    write_durably(folder / MANIFEST, render(sealed))
+    fsync_path(folder.parent)
+    return sealed
+
+
+def render(found: Manifest) -> str:
+    """The text of a manifest, with a checksum over its own content."""
     body = {
         "format": 1,
-        "kind": kind,
-        "meta": dict(meta),
-        "files": {name: record.as_json() for name, record in sorted(records.items())},
+        "kind": found.kind,
+        "meta": found.meta,
+        "files": {name: record.as_json() for name, record in sorted(found.files.items())},
     }
     body["checksum"] = _checksum(body)
-    write_durably(folder / MANIFEST, json.dumps(body, indent=1, sort_keys=True) + "\n")
-    fsync_path(folder.parent)
-    return Manifest(kind, dict(records), dict(meta))
+    return json.dumps(body, indent=1, sort_keys=True) + "\n"
 
 
 def _allows(kind: str, name: str, record: FileRecord) -> bool:
@@ -222,7 +229,21 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
     """Read and check the form of a manifest (not the files it names). Raises UserError where it is missing or unreadable."""
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(Problem("no manifest: the folder was never finished", file=str(path))) from None
+    except OSError as error:
+        raise UserError(Problem(f"unreadable manifest: {error}", file=str(path))) from None
+    found = parse(data, str(path))
+    if kind is not None and found.kind != kind:
+        raise UserError(Problem(f"holds a {found.kind}, not a {kind}", file=str(folder)))
+    return found
+
+
+def parse(data: bytes, shown: str) -> Manifest:
+    """A manifest from its text. Raises UserError, which names it as ``shown``, where it is none."""
+    try:
+        body = json.loads(data)
         if body.get("checksum", checksum := _checksum(body)) != checksum:
             raise ValueError("its content differs from its checksum")
         files = {}
@@ -232,14 +253,9 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
             files[name] = parse_record(record)
             if not _allows(body["kind"], name, files[name]):
                 raise ValueError(f"a {body['kind']} takes SHA-256 only, {name} has {files[name].algorithm}")
-        found = Manifest(str(body["kind"]), files, dict(body["meta"]))
-    except FileNotFoundError:
-        raise UserError(Problem("no manifest: the folder was never finished", file=str(path))) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable manifest: {error}", file=str(path))) from None
-    if kind is not None and found.kind != kind:
-        raise UserError(Problem(f"holds a {found.kind}, not a {kind}", file=str(folder)))
-    return found
+        return Manifest(str(body["kind"]), files, dict(body["meta"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(Problem(f"unreadable manifest: {error}", file=shown)) from None
 
 
 def find_problems(folder: Path, kind: str | None = None, *, hashes: bool = True, allow_extra: bool = False) -> list[Problem]:

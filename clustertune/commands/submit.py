@@ -168,7 +168,7 @@ class Submission:
 
         problems = shape.find_problems(self.resolved, self.machine) if self.trains else []
         problems += megatron.find_problems(self.resolved, self.machine) + self._megatron_problems()
-        problems += find_obstacles(self.resolved)
+        problems += find_obstacles(self.resolved) + self._base_problems()
         wrong = bundle.find_problems(self.resolved)
         problems += wrong
         if self.trains:
@@ -190,6 +190,27 @@ class Submission:
             fix = "add a slurm section to its file, or --cluster names another one"
             problems.append(Problem(f"cluster {self.machine.name} has no Slurm", file=self.machine.source, fix=fix))
         return [*problems, *self._image_problems()]
+
+    def _base_problems(self) -> list[Problem]:
+        """What of a base that lies here is not what the recipe says: its first job would end with it."""
+        from clustertune.config.resolved import expand_home, is_there
+        from clustertune.doctor.recipe_model import ModelFolder
+        from clustertune.training import base_model
+
+        given, found = self.resolved.recipe.model.path, list[Problem]()
+        if given is None or self.resolved.tiny or "prepare" not in self.stages or not is_there(folder := expand_home(given)):
+            return []
+        try:
+            base_model.check(str(folder), None, self.resolved)
+        except UserError as error:
+            found += error.problems
+        tokens = {key: self.resolved.train_args.get(key) for key in ("eos_token", "pad_token")}
+        known = ModelFolder(folder).vocabulary if any(tokens.values()) else None
+        fix = f"name a token of {folder / 'tokenizer.json'}"
+        for key, token in tokens.items():
+            if known is not None and token is not None and token not in known:
+                found.append(Problem(f"{token!r} is not in the tokenizer's vocabulary", key=f"train.{key}", fix=fix))
+        return found
 
     def _megatron_problems(self) -> list[Problem]:
         """What of the recipe Megatron-Bridge does not do."""
@@ -218,6 +239,7 @@ class Submission:
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant."""
         from clustertune.launch import shape, visible
+        from clustertune.plan.schedule import late_warmup
 
         caches = [
             (setting.name, Path(setting.value)) for setting in self.variables if setting.name in ("HF_HOME", "HF_HUB_CACHE")
@@ -227,6 +249,7 @@ class Submission:
             *self.resolved.warnings,
             *self.machine.notes,
             *shape.warnings(self.resolved, self.machine),
+            *late_warmup(self.resolved),
             *self.notes,
             *unseen,
         ]

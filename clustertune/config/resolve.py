@@ -219,6 +219,8 @@ class _Work:
             given = {key: value for key, value in given.items() if key not in _SAVING}
         self.train, found = checks.check_native(checks.train_section(), given)
         self.report([*found, *checks.check_train(self.train)])
+        if not isinstance(self.train.get("model_init_kwargs"), dict | None):
+            del self.train["model_init_kwargs"]  # reported; what is checked below reads keys of it
         positions = (self.architecture or {}).get("max_position_embeddings")
         length = self.train.get("max_length")
         if positions and length and length > positions:

@@ -122,6 +122,16 @@ def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Cons
     )  # fmt: skip
 
 
+def late_warmup(resolved: Resolved) -> list[str]:
+    """A warm-up that is longer than the training, where the number of steps is known before the data are read."""
+    steps, why = _steps(resolved, rows(resolved, known_lengths(resolved)))
+    warm = float(resolved.train_args.get("warmup_steps") or 0)
+    if resolved.tiny or steps is None or warm <= steps:
+        return []
+    text = f"train.warmup_steps {warm:g}, the training has {steps:,} steps ({why}): the learning rate is never reached"
+    return [f"{text}; write a share of all steps, such as 0.03"]
+
+
 def _steps(resolved: Resolved, found: Rows) -> tuple[int | None, str]:
     args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
     most = int(args.get("max_steps") or -1)

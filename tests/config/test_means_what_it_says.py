@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.training import base_model
+from tests.command import REPO, run
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,7 @@ from clustertune.training import base_model
         "train.optim_args=foo",
         "train.lr_scheduler_kwargs={foo: 1}",
         "train.log_level=zzz",
+        "train.model_init_kwargs=sdpa",
         "accelerate.dynamo_config.dynamo_backend=zzz",
         "accelerate.deepspeed_config.deepspeed_multinode_launcher=true",
         "slurm.time=00:00:00",
@@ -97,6 +100,39 @@ def test_a_base_of_other_sizes_is_refused(tmp_path: Path, part: str | None) -> N
             assert "4096" in str(raised.value) and "model.json" in str(raised.value)
         else:
             base_model.check(str(tmp_path), None, resolved)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({}, None),
+        ({"num_hidden_layers": 5}, "model.json"),
+        ("train.pad_token=<zzz>", "train.pad_token"),
+        ("train.eos_token=<zzz>", "train.eos_token"),
+    ],
+)
+def test_a_base_that_lies_here_is_compared_before_the_queue(
+    tmp_path: Path, wrong: dict[str, int] | str, key: str | None
+) -> None:
+    recipes, base = tmp_path / "recipes", tmp_path / "base"
+    for name in ("_base", "tiny-oasst2"):
+        shutil.copytree(REPO / "recipes" / name, recipes / name)
+    recipe = recipes / "tiny-oasst2" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("weights: random", f"path: {base}"))
+    base.mkdir()
+    config = json.loads((recipes / "tiny-oasst2" / "model.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | (wrong if isinstance(wrong, dict) else {})))
+    (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<pad>": 0, "<eos>": 1}}}))
+    (base / "model.safetensors").write_bytes(bytes(8))
+    given = [wrong] if isinstance(wrong, str) else ["train.pad_token=<pad>", "train.eos_token=<eos>"]
+    done = run("submit", recipe.parent, "--dry-run", *given)
+    assert (done.code, key is None or key in done.err) == (2 if key else 0, True), done.err
+
+
+def test_a_warmup_that_outlasts_the_epochs_is_warned_of() -> None:
+    for steps, warned in ((100_000, True), (0.03, False), (10, False)):
+        done = run("submit", "llama8b-lima", "--cluster", "dgx-h100", "--dry-run", f"train.warmup_steps={steps}")
+        assert ("train.warmup_steps" in done.err) is warned, done.err
 
 
 def test_scores_of_tasks_that_are_not_evaluated() -> None:
