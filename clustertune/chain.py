@@ -23,7 +23,7 @@ from clustertune.config.resolved import Resolved, is_there
 from clustertune.config.schema import Push
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.launch import local
+from clustertune.launch import local, stack
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.judge import Outcome, judge
 from clustertune.launch.plan import Plan
@@ -201,6 +201,9 @@ class Chain:
             raise UserError(
                 Problem(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
             )
+        ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
+        if ours and (problems := stack.trackers(self.resolved.train_args)):
+            raise UserError(problems)
         self.run.write_own_files(self.resolved)
         for stage in wanted:
             if (record := self.run.stage(stage)) and self._still_there(stage) and stage != "report":

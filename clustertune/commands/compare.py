@@ -20,7 +20,9 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN_OR_JSON", help="Two or more: run folders, results of bench, metrics.json files."),
     ],
-    out: Annotated[Path | None, path_option("Write the table as Markdown, too.", "--out", metavar="FILE.md")] = None,
+    out: Annotated[
+        Path | None, path_option("Write a page with plots (.html) or the table as Markdown.", "--out", metavar="FILE")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Put runs side by side: world size, wall time, tokens per second, memory, and what makes them differ.
@@ -41,7 +43,7 @@ def compare(
     if out is not None:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(room.markdown(found), encoding="utf-8")
+            out.write_text(room.page(found) if out.suffix == ".html" else room.markdown(found), encoding="utf-8")
         except OSError as error:
             raise storage_error(error, "cannot be written", out) from None
         say(f"in {out}")

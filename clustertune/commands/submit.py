@@ -162,7 +162,7 @@ class Submission:
     def find_problems(self, dry_run: bool) -> list[Problem]:
         """Everything that keeps this from being submitted, at once."""
         from clustertune.config.models import find_obstacles
-        from clustertune.launch import megatron, shape, signal_margin
+        from clustertune.launch import megatron, shape, signal_margin, stack
         from clustertune.launch import submit as launch
         from clustertune.staging import bundle
 
@@ -171,6 +171,8 @@ class Submission:
         problems += find_obstacles(self.resolved) + self._base_problems()
         wrong = bundle.find_problems(self.resolved)
         problems += wrong
+        if self.trains and self.machine.container.runtime == "none" and self.resolved.recipe.megatron is None:
+            problems += stack.trackers(self.resolved.train_args)
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)

@@ -77,14 +77,23 @@ def attention(train: Mapping[str, Any], architecture: Mapping[str, Any] | None) 
     return Derived(f"train.{_KEY}", "eager", f"transformers has no scaled_dot_product_attention for {kind}")
 
 
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny"), "trackio": ("trackio",)}
+"""Trackers whose callback raises where its package is missing (transformers/integrations/integration_utils.py); a rank goes on
+without W&B."""
+
+
 def needed(train: Mapping[str, Any], *, gpus: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Key, value and the packages of which one must be installed. Without GPUs the run leaves these kernels out."""
+    """Key, value and the packages of which one must be installed. Without GPUs the run leaves kernels out."""
     named = attention_of(train)
     if named.startswith("flash_attention") and gpus:
         # transformers loads a compiled kernel from the Hub by the package kernels where flash-attn is not installed.
         yield f"train.{_KEY}", named, ("flash-attn", "kernels")
     if train.get("use_liger_kernel") and gpus:
         yield "train.use_liger_kernel", "true", ("liger-kernel",)
+    given = train.get("report_to")
+    for tracker in [given] if isinstance(given, str) else given or []:
+        if tracker in TRACKERS:
+            yield "train.report_to", tracker, TRACKERS[tracker]
 
 
 def find_problems(

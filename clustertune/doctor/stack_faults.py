@@ -330,7 +330,7 @@ def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     elif "torchao" in optim or optim.endswith("4bit"):
         yield "train.optim", optim, ("torchao",)
     for tracker in _trackers(args.get("report_to")):
-        if tracker in ("wandb", "tensorboard", "mlflow", "trackio"):
+        if tracker == "wandb":
             yield "train.report_to", tracker, (tracker,)
 
 

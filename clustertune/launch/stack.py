@@ -16,7 +16,7 @@ from typing import Any
 from clustertune.config import kernels
 from clustertune.containers import pins
 from clustertune.errors import Problem, UserError
-from clustertune.launch.inventory import MARK
+from clustertune.launch.inventory import MARK, inventory
 from clustertune.process import captured
 from clustertune.tree import ROOT
 
@@ -114,10 +114,21 @@ def lacking(stack: Stack, train: Mapping[str, Any], image: str, *, gpus: bool) -
     """The packages that a recipe's ``train`` section asks for and an image does not have."""
     problems = []
     for key, value, packages in kernels.needed(train, gpus=gpus):
-        if not any(name in stack.packages for name in packages):
+        if not any(name.lower() in stack.packages for name in packages):
             text = f"{value} needs {' or '.join(packages)}, and {image} has none"
-            problems.append(Problem(text, key=key, fix=f"install {packages[0]} in the image, or leave {key} out"))
+            problems.append(Problem(text, key=key, fix=f"install {packages[0]} there, or leave {key} out"))
     return problems
+
+
+def own() -> Stack:
+    """What this Python has installed."""
+    found = inventory()
+    return Stack(str(found["python"]), found["packages"])
+
+
+def trackers(train: Mapping[str, Any]) -> list[Problem]:
+    """The trackers of a recipe's ``train`` section that this Python lacks."""
+    return lacking(own(), train, "this Python", gpus=False) if train.get("report_to") not in (None, [], "none", "wandb") else []
 
 
 def _differences(stack: Stack, wanted: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,8 @@ _RUN = {
     "tokens_per_second": "Tokens per second over all ranks.", "mfu": "Model FLOPs utilisation, 0 to 1.",
     "loss": "Training loss, nats per token.", "grad_norm": "Gradient norm before clipping.",
     "eta_seconds": "Seconds to the last step.",
-    "gpu_hours": "GPU-hours of all attempts.", "cost_usd": "US dollars of all attempts.", "energy_kwh": "kWh of all attempts.",
+    "gpu_seconds": "GPU-seconds of all attempts.", "cost_usd": "US dollars of all attempts.",
+    "energy_kwh": "kWh of all attempts.",
     "budget_used": "Share of the budget, 0 to 1.", "alerts": "Alerts that hold now.", "training": "1 while ranks train.",
 }  # fmt: skip
 
@@ -32,9 +33,17 @@ def _values(status: Status) -> Mapping[str, float | None]:
         "step": status.step, "steps": status.steps, "step_seconds": status.step_s,
         "planned_step_seconds": status.planned_step_s, "tokens_per_second": status.tokens_per_s, "mfu": status.mfu,
         "loss": latest.get("loss"), "grad_norm": latest.get("grad_norm"),
-        "eta_seconds": status.eta_s, "gpu_hours": cost.gpu_hours, "cost_usd": cost.usd, "energy_kwh": cost.kwh,
+        "eta_seconds": status.eta_s, "gpu_seconds": 3600 * (cost.gpu_hours or 0.0), "cost_usd": cost.usd,
+        "energy_kwh": cost.kwh,
         "budget_used": status.budget_used, "alerts": len(status.alerts), "training": float(status.state == "training"),
     }  # fmt: skip
+
+
+def _based(column: str, value: float) -> tuple[str, float]:
+    """A column of telemetry in Prometheus' base units, as ``promtool check metrics`` wants them."""
+    if column.endswith("_mb_s"):
+        return column.removesuffix("_mb_s") + "_bytes_per_second", value * 1e6
+    return column + "econds" if column.endswith("_s") else column, value
 
 
 def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]:
@@ -48,13 +57,15 @@ def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]
     for column in NODE_COLUMNS:
         for host, row in measured:
             if (value := row.node.get(column)) is not None:
-                yield f"node_{column}", f"Telemetry of a node: {column}.", {**run, "node": host}, float(value)
+                name, value = _based(column, value)
+                yield f"node_{name}", f"Telemetry of a node: {column}.", {**run, "node": host}, float(value)
     for column in GPU_COLUMNS:
         for host, row in measured:
             for index, gpu in enumerate(row.gpus):
                 if (value := gpu.get(column)) is not None:
                     labels = {**run, "node": host, "gpu": str(index)}
-                    yield f"gpu_{column}", f"Telemetry of a GPU: {column}.", labels, float(value)
+                    name, value = _based(column, value)
+                    yield f"gpu_{name}", f"Telemetry of a GPU: {column}.", labels, float(value)
 
 
 def render(status: Status) -> str:

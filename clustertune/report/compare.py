@@ -7,6 +7,7 @@ model, other data, other hardware, a run that was killed.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune.config import distribution as distributions
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.report import forms
+from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, read_metrics
+from clustertune.report.page import render
 from clustertune.report.source import FIELDS, STEADY, describe, nodes_of, steady_step
 
 if TYPE_CHECKING:
@@ -82,6 +84,10 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "nodes": ("Nodes", str),
     "gpu0": ("GPU", str),
     "interconnect": ("Interconnect", str),
+    "hours": ("Hours of training, lost work too", _number),
+    "gpu_hours": ("GPU-hours of training", _number),
+    "usd": ("US dollars of training", _number),
+    "kwh": ("kWh of training", _number),
     "wall_time_s": ("Wall time of all steps", lambda v: f"{_number(v)} s"),
     "approx_tokens_per_rank": ("Tokens / rank (padding too)", lambda v: f"{v:,.0f}"),
     "approx_tokens_per_s_per_rank": ("Tokens / sec / rank, warm-up too", _number),
@@ -95,6 +101,7 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "loss": ("Loss, last step", _number),
     "steps": ("Steps", str),
     "recipe": ("Recipe", str),
+    "cluster": ("Cluster", str),
     "overrides": ("Overrides", str),
     "model": ("Model", str),
     "dataset": ("Data", str),
@@ -214,6 +221,8 @@ def _metrics(path: Path, body: Mapping[str, Any]) -> Entry:
 
 def _all_ranks(entry: Entry) -> None:
     rate, world, wall = (entry.values.get(key) for key in (STEADY, "world_size", "wall_time_s"))
+    if wall and world and "hours" not in entry.values:
+        entry.values |= {"hours": wall / 3600, "gpu_hours": wall / 3600 * world}
     if rate and world:
         entry.values["steady_tokens_per_s"] = rate * world
     tokens = entry.values.get("approx_tokens_per_rank")
@@ -256,6 +265,11 @@ def _run(path: Path) -> Entry:
             "step_s": steady_step(metrics.steps), "steps": last.step, "loss": last.loss,
             "peak_gib": max(peaks) / 2**30 if peaks else None,
         }  # fmt: skip
+    nodes_measured = telemetry.Reader(path / telemetry.FOLDER).read()
+    spent = cost.of_run(path, run, metrics, nodes_measured, time.time()).training
+    if spent.seconds:
+        entry.values |= {"hours": spent.seconds / 3600, "gpu_hours": spent.gpu_hours, "usd": spent.usd, "kwh": spent.kwh}
+    entry.values["cluster"] = get(run, "cluster", "name")
     entry.notes += _of_a_run(run, metrics, entry)
     _all_ranks(entry)
     return entry
@@ -364,6 +378,39 @@ def table(found: Comparison) -> Table:
     for row in cells(found):
         made.add_row(*(Text(cell) for cell in row))
     return made
+
+
+def drawings(found: Comparison) -> list[plots.Plot]:
+    """Hours and GPU-hours, of a cluster and a model together, those of each way to distribute side by side."""
+    strategies = list(dict.fromkeys(_strategy(entry) for entry in found.entries))
+    made = []
+    for key, title in (("hours", "Hours of training"), ("gpu_hours", "GPU-hours of training")):
+        bars: dict[str, dict[str, float | None]] = {}
+        for entry in found.entries:
+            where, strategy = entry.values.get("cluster") or entry.values.get("gpu0"), _strategy(entry)
+            label = ", ".join(str(part) for part in (entry.values.get("model"), where) if part) or entry.name
+            if strategy in bars.get(label, {}):  # the same once more
+                label = f"{label}: {entry.name}"
+            bars.setdefault(label, {})[strategy] = entry.values.get(key)
+        groups = {name: [values.get(name) for values in bars.values()] for name in strategies}
+        if plot := plots.bars(
+            title, list(bars), groups, form=lambda v: NONE if v is None else _number(v), head="model, cluster"
+        ):
+            made.append(plot)
+    return made
+
+
+def _strategy(entry: Entry) -> str:
+    told = entry.values.get("distribution") or ("FSDP" if entry.values.get("fsdp") else None)
+    world = entry.values.get("world_size")
+    return " on ".join(part for part in (told, f"{world} rank{'s' if world != 1 else ''}" if world else None) if part) or "run"
+
+
+def page(found: Comparison) -> str:
+    """The drawings and the table as one self-contained page."""
+    head = ["", *(entry.name for entry in found.entries)]
+    values = {"plots": drawings(found), "columns": head, "rows": cells(found), "notes": found.notes}
+    return render(Path(__file__).with_name("compare.html.jinja"), values) + "\n"
 
 
 def markdown(found: Comparison) -> str:

@@ -142,7 +142,8 @@ def of_run(
         found = price_of(document, [str(name) for head in heads for name in head.get("gpus", [])[:1]])
     except UserError:  # a price file with faults is for the commands that ask for prices
         found = None
-    rates = Rates(found, get(document, "cluster", "monitor", "co2_kg_per_kwh"))
+    co2 = get(document, "cluster", "monitor", "co2_kg_per_kwh")
+    rates = Rates(found, co2 if isinstance(co2, int | float) else None)
     lost_seconds = {attempt.attempt: attempt.lost_seconds for attempt in metrics.attempts}
     attempts = of_attempts(run, joules, lost_seconds)
     by_attempt = tuple(rates.spent(one.seconds(now), one.ranks, one.kwh) for one in attempts)

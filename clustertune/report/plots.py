@@ -182,32 +182,46 @@ def bars(
     if not known:
         return None
     styles, each = (FIRST, SECOND, GOOD, WARN, INK), 0.16
-    height = each * (len(groups) + 1.6)
     longest = limit or max([*known, *(mark for mark in marks if mark is not None), 1e-9])
-    with _figure(height * len(labels) + (0.35 if len(groups) > 1 else 0.1)) as (figure, axes):
+    drawn = [[row for row, values in enumerate(groups.values()) if _finite(values[at])] for at in range(len(labels))]
+    height = each * sum(len(rows) + 1.6 for rows in drawn)
+    with _figure(height + (0.35 if len(groups) > 1 else 0.1)) as (figure, axes):
+        top = 0.0
         for place, label in enumerate(labels):
-            top = place * height
             axes.text(0, top + each * 0.55, f"{label}   {notes[place] if notes else ''}".rstrip(), va="center", fontsize=9)
-            for row, ((name, values), colour) in enumerate(zip(groups.items(), styles, strict=False)):
-                value, at, shown = values[place], top + each * (row + 1.6), form(values[place])
-                end = value if value is not None and _finite(value) else 0.0
-                axes.barh(at, end, height=each * 0.86, color=colour, alpha=0.75, label=name if place == 0 else None)
+            top += each * 1.6
+            for row in drawn[place]:
+                name, values = list(groups.items())[row]
+                end = float(values[place] or 0.0)
+                axes.barh(top, end, height=each * 0.86, color=styles[row % len(styles)], alpha=0.75, label=name)
                 if errors and row == len(groups) - 1 and (error := errors[place]) is not None and _finite(error):
-                    axes.errorbar(end, at, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
+                    axes.errorbar(end, top, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
                     end += error
                 mark = marks[place] if marks else None
                 if mark is not None and _finite(mark):
-                    axes.plot([mark, mark], [at - each * 0.5, at + each * 0.5], color=STRONG, linewidth=1.6)
+                    axes.plot([mark, mark], [top - each * 0.5, top + each * 0.5], color=STRONG, linewidth=1.6)
                     end = mark if end < mark < end + longest * 0.15 else end
-                axes.text(end + longest * 0.015, at, shown, va="center", fontsize=8.5)
-        axes.set_ylim(len(labels) * height, -each * 0.2)
+                axes.text(end + longest * 0.015, top, form(values[place]), va="center", fontsize=8.5)
+                top += each
+        axes.set_ylim(height, -each * 0.2)
         axes.set_xlim(0, longest * 1.18)
         axes.grid(visible=False)
         axes.spines[["bottom", "left"]].set_visible(False)
         axes.set_xticks([])
         axes.set_yticks([])
         if len(groups) > 1:
-            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=1.2)
+            handles, names = axes.get_legend_handles_labels()
+            shown = dict(zip(names, handles, strict=True))
+            columns = 3 if max(map(len, shown)) < 12 else 1
+            axes.legend(
+                shown.values(),
+                shown,
+                loc="lower right",
+                bbox_to_anchor=(1, 1),
+                ncols=columns,
+                borderaxespad=0,
+                handlelength=1.2,
+            )
         svg = _to_svg(figure, title)
     rows = [[label, *(form(values[at]) for values in groups.values())] for at, label in enumerate(labels)]
     heads = [head, *(f"#{name}" for name in groups)]

@@ -97,7 +97,7 @@ def machine_facts() -> dict[str, str | None]:
 
 
 def set_tracker_environment(run_dir: Path, run_id: str, project: str, *, has_key: bool = False) -> None:
-    """W&B's own variables: one run across attempts, below the run folder, offline unless someone is logged in.
+    """The trackers' own variables: below the run folder, W&B as one run across attempts, offline unless someone is logged in.
 
     ``has_key``: an API key is at hand that is not in the environment.
     """
@@ -113,6 +113,10 @@ def set_tracker_environment(run_dir: Path, run_id: str, project: str, *, has_key
         "WANDB_DISABLE_GIT": "true",  # a remote URL may hold credentials
         "WANDB_SILENT": "true",
         "WANDB_LOG_MODEL": "false",
+        "MLFLOW_TRACKING_URI": (run_dir / "mlruns").absolute().as_uri(),  # else mlflow.db in the working folder
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3 asks for a word of consent
+        "TENSORBOARD_LOGGING_DIR": str(run_dir / "tensorboard"),
+        "TRACKIO_DIR": str(run_dir / "trackio"),
     }
     if not logged_in:
         settings["WANDB_MODE"] = "offline"

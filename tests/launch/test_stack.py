@@ -14,7 +14,7 @@ import pytest
 from clustertune.containers import pins
 from clustertune.errors import UserError
 from clustertune.launch import inventory, stack
-from tests.command import REPO
+from tests.command import REPO, run
 
 PINNED = pins.read()
 SOURCE = REPO / "clustertune" / "launch" / "inventory.py"
@@ -153,3 +153,13 @@ def test_old_pythons_answer() -> None:
         done = subprocess.run([python, "-m", stack.MODULE], cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.partition(inventory.MARK)[2])["packages"]
+
+
+@pytest.mark.parametrize("command", [["run", "--to", "train"], ["submit", "--tiny", "--dry-run"]])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(command: list[str], tmp_path: Path) -> None:
+    """Its callback raised in every rank, after the wait in the queue and the preparation."""
+    words = [command[0], "recipes/tiny-oasst2", *command[1:], "--run-dir", tmp_path / "run", "--json"]
+    done = run(*words, "train.report_to=[wandb,mlflow,tensorboard]")
+    assert done.code == 2 and not (tmp_path / "run" / "data").exists()
+    assert [problem["key"] for problem in done.json["problems"]] == ["train.report_to"] * 2
+    assert "mlflow" in done.json["problems"][0]["message"]
