@@ -26,7 +26,7 @@ def answer(
 def _what(run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], trained: Any) -> str:
     recipe = get(run, "recipe", "recipe")
     every = get(run, "distributed", "total_parameters")
-    share = f" ({trained / every:.2%} of its parameters)" if trained and every and get(recipe, "lora") else ""
+    share = f" ({content.percent(trained / every)} of its parameters)" if trained and every and get(recipe, "lora") else ""
     how = f"with LoRA{share}" if get(recipe, "lora") else "in all its parameters"
     many = get(data, "train", "conversations")
     rows = f"{number(many)} conversations of " if many is not None else ""
@@ -80,7 +80,7 @@ def _took(run: Mapping[str, Any], cost: Cost) -> str:
     attempts = len(cost.attempts)
     lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
     if cost.lost.gpu_hours and hours:
-        lost += f" and {cost.lost.gpu_hours / hours:.1%} of the hours went to work that was lost"
+        lost += f" and {content.percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
     return f"It took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
 

@@ -112,7 +112,7 @@ def lines(
             axes.axvline(step, color=WARN, linestyle=(0, (1, 3)), linewidth=1.2)
         axes.set_xlabel(over, loc="right", labelpad=1)
         axes.set_title(unit, loc="left", fontsize=9, pad=7)
-        axes.xaxis.get_major_locator().set_params(integer=over == "step")
+        axes.xaxis.get_major_locator().set_params(integer=over == "step", min_n_ticks=1)
         axes.margins(x=0.02, y=0.12)
         if zero:
             axes.set_ylim(bottom=0)
