@@ -14,8 +14,9 @@ from xml.etree import ElementTree
 import pytest
 
 from clustertune.errors import ExitCode, UserError
+from clustertune.monitor.store import Writer
 from clustertune.report import page as module
-from clustertune.report import plots
+from clustertune.report import plots, telemetry
 from clustertune.report.page import build
 from tests.monitor import simulated
 
@@ -309,6 +310,10 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
     edit(run.run_json, lambda d: d.update(cluster={"monitor": {"co2_kg_per_kwh": 0.5}}, host={"gpus": 8}))
     with run.metrics.open("a") as out:
         out.write(json.dumps({"event": "stage", "stage": "eval", "status": "done", "seconds": 3600}) + "\n")
+    for began, joules in ((now, 1.8e6), (now + 60, 3.6e6)):  # two tries of the evaluation, each with a sampler of its own
+        writer = Writer(run.path / telemetry.FOLDER, "node0", {"host": "node0", "node": 0, "gpus": ["x"], "energy": "counter"})
+        for share in (0.5, 1.0):
+            writer.add(telemetry.Row(began + 50 * share, -int(began), {}, ({"energy_j": joules * share},)))
     first, second = read(run.path)[1].words[4:6]
     found = json.loads((run.path / "report.json").read_text())
     assert found["answer"] == [first, second] and found["schema"] == "clustertune.report/1"
@@ -316,14 +321,19 @@ def test_the_answer_comes_first_and_stands_in_the_document(tmp_path: Path) -> No
     cost = found["cost"]
     hours = (110 + 110) / 3600 * 16 + 8
     assert cost["total"]["gpu_hours"] == pytest.approx(hours) and cost["total"]["usd"] == pytest.approx(hours * 2.90)
-    assert cost["stages"]["eval"]["gpu_hours"] == 8 and cost["stages"]["eval"]["kwh"] is None
-    assert cost["total"]["kwh"] == pytest.approx(16 * 700 * 300 / 3.6e6, rel=0.01) and not cost["energy_is_whole"]
+    assert cost["stages"]["eval"]["gpu_hours"] == 8 and cost["stages"]["eval"]["kwh"] == pytest.approx(1.5)
+    assert cost["total"]["kwh"] == pytest.approx(1.5 + 16 * 700 * 300 / 3.6e6, rel=0.01) and not cost["energy_is_whole"]
     assert cost["total"]["co2_kg"] == pytest.approx(cost["total"]["kwh"] / 2) and "at least" in second
     # The first attempt took 105 steps of a second, the second went on from step 100.
     assert cost["lost"]["seconds"] == pytest.approx(5) and cost["lost"]["usd"] == pytest.approx(5 / 3600 * 16 * 2.90)
     assert [attempt["exit_code"] for attempt in cost["attempts"]] == [75, 0]
     (score,) = found["scores"]
     assert score["usd_per_point"] == pytest.approx(hours * 2.90 / 6) and score["kwh_per_point"] is None
+    edit(run.run_json, lambda d: d.update(jobs={"eval": {"nodes": 2, "gpus_per_node": 8}}))
+    read(run.path)
+    several = json.loads((run.path / "report.json").read_text())["cost"]["stages"]["eval"]
+    assert several["gpu_hours"] == 16 and several["kwh"] is None, "of several nodes only the first is measured"
+    hours += 8
     edit(run.run_json, lambda d: d["distributed"].update(gpu0="NVIDIA Toaster"))
     shutil.rmtree(run.path / "telemetry")
     read(run.path)
