@@ -20,7 +20,10 @@ def answer(
     run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], scored: Any, trained: Any, cost: Cost
 ) -> list[str]:
     """Two sentences. ``data``: the manifest's facts of the conversations; ``trained``: the number of trainable parameters."""
-    return [_what(run, metrics, status, data, trained) + _better(metrics, scored), _took(run, cost)]
+    return [
+        _what(run, metrics, status, data, trained) + _better(metrics, scored),
+        _took(run, cost, "It" if status in FINISHED else "So far it"),
+    ]
 
 
 def _what(run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[str, Any], trained: Any) -> str:
@@ -60,7 +63,7 @@ def _better(metrics: Metrics, scored: Any) -> str:
     return f"{text}: {change}{others}."
 
 
-def _took(run: Mapping[str, Any], cost: Cost) -> str:
+def _took(run: Mapping[str, Any], cost: Cost, it: str) -> str:
     total = cost.total
     if total.seconds is None:
         return "What it took is not known yet."
@@ -81,7 +84,7 @@ def _took(run: Mapping[str, Any], cost: Cost) -> str:
     lost = f"; {attempts - 1} restart{'s' if attempts > 2 else ''}" if attempts > 1 else ""
     if cost.lost.gpu_hours and hours:
         lost += f" and {content.percent(cost.lost.gpu_hours / hours)} of the hours went to work that was lost"
-    return f"It took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
+    return f"{it} took {duration(total.seconds)}{where}: {', '.join(parts)}{lost}."
 
 
 COLUMNS = ["", "#time", "#GPU-hours", "#US dollars", "#kWh", "#kg CO2"]
