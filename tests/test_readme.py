@@ -159,7 +159,7 @@ def told(start: str, replaced: dict[str, Path | str]) -> list[str]:
 
 def test_the_commands_before_training(tmp_path: Path) -> None:
     """``show`` and ``prepare`` as they are told."""
-    for line in (line for line in COMMANDS if line.startswith("clustertune show-cluster ")):
+    for line in (line for line in COMMANDS if line.startswith("clustertune show-cluster ") and "--write" not in line):
         done = run(*shlex.split(line)[1:])
         assert done.code == 0 and line.rpartition(" ")[2] in done.err
     for line in (line for line in COMMANDS if line.startswith("clustertune show ")):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from clustertune import console
-from clustertune.arguments import AsJson
-from clustertune.console import emit_json
+from clustertune.arguments import AsJson, path_option
+from clustertune.console import emit_json, say
+from clustertune.errors import Problem, UserError, storage_error
 
 
 def add(app: typer.Typer) -> None:
@@ -20,14 +23,58 @@ def show_cluster(
     cluster: Annotated[
         str | None, typer.Argument(help="A name in ops/clusters, a YAML file, or local; without it: the one of this place.")
     ] = None,
+    write: Annotated[
+        Path | None,
+        path_option("Draft a cluster file from Slurm and a look at one node; nothing is written over.", metavar="FILE"),
+    ] = None,
     as_document: AsJson = False,
 ) -> None:
     """Check a cluster file and show what it says; without one, what is found by looking."""
     from clustertune.config.cluster import load_cluster
     from clustertune.config.cluster_show import as_json, render
 
-    found = load_cluster(cluster)
+    if write is not None:
+        if cluster not in (None, "local"):
+            raise UserError(Problem("is described already", file="command line", key=cluster, fix="leave it out"))
+        text, file = _draft(write), write.absolute()
+        say(f"wrote {write}: {text.count('# unknown')} lines say what was not seen")
+        cluster = str(file)
+    try:
+        found = load_cluster(cluster)
+    except UserError as error:
+        if write is None:
+            raise
+        for one in error.problems:
+            say(f"still to write: {one}")
+        return
     if as_document:
         emit_json(as_json(found))
     else:
         render(found, console.stderr)
+
+
+def _draft(file: Path) -> str:
+    """Write a cluster file and return its text. Raises UserError where there is no Slurm, or the file is there."""
+    from clustertune.config.cluster import LOCAL, load_cluster
+    from clustertune.config.schema import NAME
+    from clustertune.doctor import cluster_file
+
+    if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
+        raise UserError(Problem("is no NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml"))
+    seen = load_cluster(LOCAL)
+    if seen.slurm is None:
+        fix = "call this on a login node of the cluster"
+        raise UserError(Problem("no Slurm answers here: there is nothing to draft from", file=seen.source, fix=fix))
+    say(f"looking at one node of partition {seen.slurm.partition} (a job of seconds)")
+    facts, fault = cluster_file.look_at_one(seen)
+    if facts is None:
+        say(f"warning: no node was looked at: {fault}")
+    text = cluster_file.draft(seen, facts, fault, file.stem, cluster_file.accounts())
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        if isinstance(error, FileExistsError):
+            raise UserError(Problem("is there already", file=str(file), fix="name another file, or move it away")) from None
+        raise storage_error(error, "cannot be written", file) from None
+    return text

@@ -222,6 +222,7 @@ def _allocation(args: DoctorArguments) -> Allocation | None:
 
 
 def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
+    """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
     from clustertune.doctor import nodes
     from clustertune.host.collect import collect
 
@@ -237,9 +238,15 @@ def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
             python=str(args.python) if args.python else None,
         )
     plain = nodes.as_plain(cluster) if cluster.name != "local" else {}
+    if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
+        return [], None, [facts.hostname]
     gpus = cluster.compute.gpus if plain and facts.place != LOGIN and cluster.host(facts.hostname) else None
     machine = Machine(facts, plain, Expects(gpus=gpus or None, launched=bool(args.recipe)))
     return reports.machine_findings(machine), facts, [facts.hostname]
+
+
+def _is_foreign(cluster: Cluster, hostname: str) -> bool:
+    return cluster.name != "local" and cluster.host(hostname) is None
 
 
 def _place(cluster: Cluster) -> str | None:
@@ -309,7 +316,12 @@ def _tell(args: DoctorArguments, cluster: Cluster, report: reports.Report, facts
     for line in report.lines(everything=args.everything):
         sys.stdout.write(escape(line) + "\n")
     where = f"{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
-    sys.stdout.write(escape(f"{where} ({place or 'no node answered'}): {report.summary()}") + "\n")
+    unseen = "no node answered"
+    if len(hosts) == 1 and _is_foreign(cluster, hosts[0]):
+        unseen = (
+            f"no machine of {cluster.name}: its own rules were not run; --here runs them, --submit looks at the cluster's nodes"
+        )
+    sys.stdout.write(escape(f"{where} ({place or unseen}): {report.summary()}") + "\n")
     return exit_code(report.counted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import platform
 import shlex
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 LARGEST_LOG = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 300.0, 60.0
+WAIT_SECONDS = 5.0
+"""Between two questions to Slurm about a job that is waited for."""
 JOIN_SECONDS = 900.0
 """How long a node that was started by hand waits for the first one."""
 
@@ -70,6 +73,7 @@ class NcclCheckArguments:
     save: Annotated[bool, typer.Option("--save", help="Keep the result beside the cluster file, for plan.")] = False
     tune: Annotated[bool, typer.Option("--tune", help="Try variables that may make it faster.")] = False
     submit: Annotated[bool, typer.Option("--submit", help="As a Slurm job on whole nodes.")] = False
+    wait: Annotated[bool, typer.Option("--wait", help="With --submit: until the verdict is there, and print it.")] = False
     time: Annotated[str | None, typer.Option("--time", help="With --submit: the job's limit.", show_default=False)] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run.")] = False
     as_json: AsJson = False
@@ -148,6 +152,8 @@ def _lonely(args: NcclCheckArguments) -> Iterator[tuple[str, str, str]]:
         yield "--out", "the nodes meet in a folder that all see", "give the same new --out DIR to all"
     if args.submit and args.node_rank is not None:
         yield "--submit", "a job knows its nodes", "leave --node-rank out"
+    if args.wait and not args.submit:
+        yield "--wait", "is read only with --submit", "without a job the verdict is there at the end"
     if args.time is not None and not args.submit:
         yield "--time", "is read only with --submit", "--seconds limits the check itself"
     if args.nodes is not None and not args.submit and args.node_rank is None:
@@ -314,9 +320,36 @@ def submit(args: NcclCheckArguments) -> int:
     if args.dry_run:
         job.show(args.as_json)
         return 0
-    job.submit(cluster, args.as_json, (("the folder", folder),))
+    number = job.submit(cluster, args.as_json and not args.wait, (("the folder", folder),))
     say(f"its log and result.json: {folder}")
-    return 0
+    return _await(args, number, folder) if args.wait else 0
+
+
+def _await(args: NcclCheckArguments, job: str, folder: Path) -> int:
+    """Wait for a job and tell what it found. Returns the exit code of its verdict. Raises UserError where it left none.
+
+    Ctrl-C ends the waiting and not the job.
+    """
+    from clustertune.launch import slurm
+    from clustertune.nccl_check import table
+    from clustertune.nccl_check.check import RESULT
+
+    state = "PENDING"
+    while state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"):
+        time.sleep(WAIT_SECONDS)
+        with contextlib.suppress(slurm.Unreachable):
+            state = (slurm.show_job(job) or {}).get("JobState", "forgotten by Slurm")
+    try:
+        found = json.loads((folder / RESULT).read_bytes())
+        code = EXIT[found["verdict"]["status"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        problem = Problem(f"job {job} ended without a result ({state})", file=str(folder), fix="its log lies there")
+        raise UserError(problem, ExitCode.FAILED) from None
+    if args.as_json:
+        emit_json(found)
+    else:
+        table.render(found, console.stderr)
+    return code
 
 
 def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clustertune.config.cluster_checks import read_cluster
 from clustertune.config.cluster_look import Seen, collect, judge
-from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, same_host
+from clustertune.config.cluster_schema import Cluster, Compute, Host, Network, expand_nodes, same_host
 from clustertune.config.hardware import HARDWARE, read_hardware
 from clustertune.config.load import COMMAND_LINE, did_you_mean
 from clustertune.config.schema import NAME
@@ -137,7 +137,7 @@ def _find(look: Callable[[], Seen]) -> Cluster:
 def _names_in(path: Path) -> list[str]:
     """The machines of a file, as far as it can be read: whether it is right matters only if it is chosen."""
     try:
-        nodes = read_yaml(path, path.name).data.get("nodes")
+        nodes, _ = expand_nodes(read_yaml(path, path.name).data.get("nodes"))
     except UserError:
         return []
-    return [str(node["name"]) for node in nodes or [] if isinstance(node, dict) and isinstance(node.get("name"), str)]
+    return [str(node["name"]) for node in nodes if isinstance(node, dict) and isinstance(node.get("name"), str)]

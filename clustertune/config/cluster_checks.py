@@ -21,11 +21,12 @@ from clustertune.config.cluster_schema import (
     Network,
     Pool,
     SlurmFacts,
+    expand_nodes,
 )
 from clustertune.config.findings import Found, as_problems, salvage, schema_findings
 from clustertune.config.hardware import Gpu, load_hardware, read_hardware
 from clustertune.config.load import did_you_mean
-from clustertune.config.yamlfile import Document
+from clustertune.config.yamlfile import Document, KeyPath
 from clustertune.errors import Problem, UserError
 from clustertune.host.system import parse_cpu_list
 
@@ -37,15 +38,29 @@ _BIND = re.compile(r"(/[^\s,:\x00-\x1f]*)(:/[^\s,:\x00-\x1f]*(:(ro|rw))?)?")
 def read_cluster(document: Document, *, name: str | None = None) -> Cluster:
     """The cluster of a file. ``name``: what its file name says. Raises UserError with all problems in their order."""
     found: list[Found] = []
+    data, origin = document.data, list[int]()
     try:
-        facts = ClusterFile.model_validate(document.data)
+        nodes, origin = expand_nodes(data.get("nodes"))
+        data = {**data, "nodes": nodes} if nodes else data
+    except UserError as error:
+        found += [((*str(p.key or "nodes").split("."),), p.message, p.fix) for p in error.problems]
+    try:
+        facts = ClusterFile.model_validate(data)
     except ValidationError as error:
-        found = list(schema_findings(ClusterFile, error))
+        found += schema_findings(ClusterFile, error)
     unread = {path for path, _, _ in found}  # no facts to compare
-    more = (*_check_name(document.data.get("name"), name), *_contradictions(document.data))
-    if problems := as_problems([*found, *(item for item in more if item[0] not in unread)], document):
+    more = (*_check_name(data.get("name"), name), *_contradictions(data))
+    found += [item for item in more if item[0] not in unread]
+    if problems := as_problems([(_entry(path, origin), text, fix) for path, text, fix in found], document):
         raise UserError(sorted(problems, key=_line))
     return Cluster(**{name: getattr(facts, name) for name in ClusterFile.model_fields}, source=document.file)
+
+
+def _entry(path: KeyPath, origin: Sequence[int]) -> KeyPath:
+    """A path below ``nodes`` as the file has it, where one entry may be many machines."""
+    if len(path) > 1 and path[0] == "nodes" and path[1].isdigit() and int(path[1]) < len(origin):
+        return ("nodes", str(origin[int(path[1])]), *path[2:])
+    return path
 
 
 def _line(problem: Problem) -> int:

@@ -7,12 +7,14 @@ the way in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from clustertune.config.schema import Count, Number, Plain, Positive, Section, form
+from clustertune.errors import Problem, UserError
 
 ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
@@ -358,3 +360,83 @@ def same_host(name: str, known: Iterable[str]) -> str | None:
         return exact[0]
     alike = [other for other in names if ("." in other) != ("." in name) and other.lower().partition(".")[0] == label]
     return alike[0] if len(alike) == 1 else None
+
+
+# --- lists of hosts, as Slurm writes them ------------------------------------------------------------------------------------
+
+
+def expand_hosts(expression: str) -> list[str]:
+    """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is no node list.
+
+    Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm. Our own for where
+    ``scontrol`` is not to be had (an image, a compute node without the client); python-hostlist is under the GPL.
+    """
+    names: list[str] = []
+    for part in _split_outside(expression):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)
+        if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
+            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", fix="names with ranges, as gpu[01-32]"))
+        found = [pieces[0]]
+        for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
+            found = [name + number + after for name in found for number in _numbers(inside, expression)]
+        names += found
+    return names
+
+
+def _split_outside(expression: str) -> list[str]:
+    return re.split(r",(?![^\[\]]*\])", expression)
+
+
+def _numbers(inside: str, expression: str) -> list[str]:
+    found = []
+    for part in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 65_536):
+            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", fix="names with ranges, as gpu[01-32]"))
+        first, last = int(match[1]), int(match[2] or match[1])
+        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return found
+
+
+def shorten_hosts(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Names as few lists, ``gpu[01-32]``, each with how many it means; only neighbours that count up are joined."""
+    found: list[tuple[str, int, int, str, int]] = []
+    for name in names:
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+        if match is None:
+            found.append((name, -1, 0, "", 0))
+            continue
+        before, digits, after = match.groups()
+        last = found[-1] if found else None
+        if last and last[1] >= 0 and (last[0], last[3], last[4]) == (before, after, len(digits)) and int(digits) == last[2] + 1:
+            found[-1] = (before, last[1], int(digits), after, len(digits))
+        else:
+            found.append((before, int(digits), int(digits), after, len(digits)))
+    shown = []
+    for before, first, last_one, after, width in found:
+        if first < 0 or first == last_one:
+            shown.append((before if first < 0 else f"{before}{first:0{width}d}{after}", 1))
+        else:
+            shown.append((f"{before}[{first:0{width}d}-{last_one:0{width}d}]{after}", last_one - first + 1))
+    return shown
+
+
+def expand_nodes(nodes: object) -> tuple[list[Any], list[int]]:
+    """The machines of ``nodes``, an entry with a list of names as one for each, and for each the entry that it is from.
+
+    Such an entry has an address for each name, or none: then the name. Raises UserError for what is no list of names.
+    """
+    found: list[Any] = []
+    origin: list[int] = []
+    for index, node in enumerate(nodes if isinstance(nodes, list) else ()):
+        made = [node]
+        if isinstance(node, dict) and isinstance(name := node.get("name"), str) and "[" in name:
+            names, given = expand_hosts(name), node.get("address")
+            addresses = expand_hosts(given) if isinstance(given, str) else names
+            if len(addresses) != len(names):
+                text = f"{len(addresses)} addresses for the {len(names)} names of {name}"
+                raise UserError(Problem(text, key=f"nodes.{index}.address", fix="as many, or leave address out"))
+            made = [{**node, "name": one, "address": address} for one, address in zip(names, addresses, strict=True)]
+        found += made
+        origin += [index] * len(made)
+    return found, origin

@@ -104,7 +104,8 @@ seen is reported as unknown, and spoils no verdict.
 The same rules run in three places, and each finding says on which machine: on the login node, in the container, and in the srun
 step, whose limits, cores and GPUs are those of the ranks. A login node without GPUs is no fault. In a Slurm job (`salloc`, a
 batch script, or `--submit`) one step looks at every node, in the cluster's container if it has one, and compares the nodes;
-`--here` looks at this machine alone.
+`--here` looks at this machine alone. Of a machine that the cluster file does not name, such as a laptop, no rule is run
+without it.
 
 Every training job on Slurm begins with it: its log has what is not as it should be, and a failure ends the job (exit code 2, it
 is not requeued; it is where a node only does not answer). In the cluster file `doctor: {ignore: [gpu-persistence, mtu]}` leaves

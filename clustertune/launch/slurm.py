@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
+from clustertune.config.cluster_schema import expand_hosts
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.process import captured
 
@@ -126,39 +127,6 @@ def hostnames(expression: str, run: Run = call) -> list[str]:
     except UserError:
         names = []
     return names or expand_hosts(expression)
-
-
-def expand_hosts(expression: str) -> list[str]:
-    """``node[1-3,07],b-[01-02]`` as names, in order. Raises UserError for what is no node list.
-
-    Digits keep their width: ``[08-10]`` is 08, 09, 10. Several brackets in one name multiply, as in Slurm. Our own for where
-    ``scontrol`` is not to be had (an image, a compute node without the client); python-hostlist is under the GPL.
-    """
-    names: list[str] = []
-    for part in _split_outside(expression):
-        pieces = re.split(r"\[([^\[\]]*)\]", part)
-        if not part or any("[" in piece or "]" in piece for piece in pieces[::2]):
-            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", key="SLURM_JOB_NODELIST"))
-        found = [pieces[0]]
-        for inside, after in zip(pieces[1::2], pieces[2::2], strict=True):
-            found = [name + number + after for name in found for number in _numbers(inside, expression)]
-        names += found
-    return names
-
-
-def _split_outside(expression: str) -> list[str]:
-    return re.split(r",(?![^\[\]]*\])", expression)
-
-
-def _numbers(inside: str, expression: str) -> list[str]:
-    found = []
-    for part in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 65_536):
-            raise UserError(Problem(f"{expression[:200]!r} is no list of nodes", key="SLURM_JOB_NODELIST"))
-        first, last = int(match[1]), int(match[2] or match[1])
-        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
-    return found
 
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")

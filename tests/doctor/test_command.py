@@ -45,12 +45,15 @@ def test_this_machine() -> None:
 
 
 def test_a_recipe_on_a_cluster() -> None:
-    """Machine and recipe in one report. This machine is not one of the cluster's: nothing of it is missing here."""
+    """This machine is not one of the cluster's: only the recipe is judged, and a sentence says so. --here judges both."""
     done = run("doctor", "recipes/llama405b-oasst2", "--cluster", "rno-rtxpro6000", "--json")
     found = {item["rule"]: item for item in done.json["findings"]}
     assert done.json["cluster"] == "rno-rtxpro6000" and done.code in (1, 2)
-    assert "saves-seldom" in found and "kernel" in found
-    assert not {"interface", "mount-missing", "node-names", "gpu-count"} & set(found)
+    assert "saves-seldom" in found and "kernel" not in found and done.json["place"] is None
+    assert "no machine of rno-rtxpro6000" in run("doctor", "--cluster", "rno-rtxpro6000").out
+    assert run("doctor", "--cluster", "rno-rtxpro6000").code == 0
+    found = {item["rule"] for item in run("doctor", "--cluster", "rno-rtxpro6000", "--here", "--json").json["findings"]}
+    assert "kernel" in found and not {"interface", "mount-missing", "node-names", "gpu-count"} & found
 
 
 def test_the_rules_are_listed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertune.check.rule import EXIT
 from clustertune.cluster.cluster import Cluster
 from clustertune.commands import nccl_check
 from clustertune.errors import UserError
@@ -104,15 +105,16 @@ def test_on_two_nodes_of_a_real_slurm(slurm: Cluster, tmp_path: Path) -> None:  
             "--out",
             str(out),
             "--json",
+            "--wait",
         ]
-        done = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO)
-        number = int(json.loads(done.stdout)["job"])
-        slurm.wait(number, timeout=600)
+        done = slurm.run([sys.executable, "-m", "clustertune", *words], cwd=REPO, check=False, timeout=800)
     finally:
         slurm.limit(None)
     log = "".join(path.read_text() for path in out.glob("nccl-check-*.log"))
     document = json.loads((out / "result.json").read_text())
     assert document["hosts"] == ["node1", "node2"], log
+    status = document["verdict"]["status"]
+    assert done.returncode == EXIT[status] and json.loads(done.stdout)["verdict"]["status"] == status
     assert {facts["place"] for facts in document["facts"]} == {"step"}
     assert document["verdict"]["status"] in ("pass", "warn", "fail")
     one_way = [e for e in document["per_pair"] if e["collective"] == "p2p" and e["bytes"] >= 1 << 20]
