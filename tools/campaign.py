@@ -433,21 +433,24 @@ def refused(text: str) -> bool:
     return any(re.match(r"(error|warning): .+: .+", line) for line in text.splitlines())
 
 
+def recipe_copy(source: str, file: str, target: Path) -> Path:
+    """A file of a recipe, copied with its recipe, the bases, and the recipe whose ``model.json`` it shares."""
+    for name in {"_base", source, source.replace("zero3-offload", "fsdp2")}:
+        shutil.copytree(REPO / "recipes" / name, target / name)
+    return target / source / file
+
+
 def mutated(seed: int, place: Place) -> Done:
     """A recipe, accelerate, DeepSpeed, cluster or model file with one mutation: refused, or it means what it says."""
     chance = draw(seed)
     source, file = chance.choice(spoil.CONFIGS)
     is_cluster = source == "clusters"
-    target = place.case / ("ops" if is_cluster else "recipes")
     if is_cluster:
-        target.mkdir(parents=True)
-        path = Path(shutil.copy(REPO / "ops/clusters" / file, target))
+        path = Path(shutil.copy(REPO / "ops/clusters" / file, place.case))
     else:
-        for name in ("_base", source):
-            shutil.copytree(REPO / "recipes" / name, target / name)
-        path = target / source / file
+        path = recipe_copy(source, file, place.case / "recipes")
     how = spoil.mutate(path, chance)
-    words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", target / source, *spoil.bring_in(file)]
+    words: list[str | Path] = ["show-cluster", path] if is_cluster else ["show", path.parent, *spoil.bring_in(file)]
     out = place.case / "out"
     began = time.monotonic()
     code, text = run(*words, "--json", out=out, seconds=60)

@@ -1,0 +1,65 @@
+"""The campaign judges rightly: what it mutates is accepted unmutated, and its oracles see what is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clustertune import manifest
+from tests.command import REPO, run
+from tools import campaign, spoil
+
+
+@pytest.mark.parametrize(("source", "file"), sorted({config for config in spoil.CONFIGS if config[0] != "clusters"}))
+def test_what_is_mutated_is_taken_as_it_is(source: str, file: str, tmp_path: Path) -> None:
+    path = campaign.recipe_copy(source, file, tmp_path)
+    done = run("show", path.parent, *spoil.bring_in(file), "--json")
+    assert done.code == 0, done.err
+    assert spoil.differences(path, done.json, file) == []
+    body = yaml.safe_load(path.read_text())
+    path.write_text(json.dumps(body | {"a_key_of_nobody": 3}))
+    assert spoil.differences(path, done.json, file)
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "same"),
+    [
+        (2, 2.0, True),
+        ("0.002", 0.002, True),
+        (True, "1", False),
+        ("no", False, True),
+        ("x", ["x"], True),
+        (3, 2, False),
+        ([1], [2], False),
+    ],
+)
+def test_what_counts_as_the_same(given: Any, found: Any, same: bool) -> None:
+    assert spoil.alike(given, found) is same
+
+
+def test_damage_is_damage(tmp_path: Path) -> None:
+    """Every change that is reported as one is seen by the manifest."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for name in ("a", "b"):
+        (whole / name).write_bytes(name.encode() * 5000)
+    manifest.seal(whole, "dataset", {})
+    for seed in range(30):
+        chance, copied = random.Random(seed), tmp_path / str(seed)
+        shutil.copytree(whole, copied)
+        changed = spoil.damage(copied / "a", chance, [whole / "b"])
+        assert bool(manifest.find_problems(copied)) is (changed is not None)
+
+
+def test_seeds_repeat_and_results_are_kept_by_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spoil.hostile_name(random.Random(5), REPO) == spoil.hostile_name(random.Random(5), REPO)
+    monkeypatch.setattr(campaign, "BUILD", tmp_path)
+    rows = [{"tree": "a", "fault": "kills", "seed": 0, "count": 4}, {"tree": "b", "fault": "kills", "seed": 0, "failed": "x"}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "| 4 of 4 | none |" in campaign.page("a") and "| 0 of 1 | seed 0 |" in campaign.page("b")
