@@ -113,13 +113,20 @@ def _plain(hint: Any) -> tuple[list[Any], str] | None:
 
 
 def trl_facts() -> dict[str, Any]:
-    """SFTConfig's fields, what ``report_to`` can name, and the arguments of each schedule and of each optimizer."""
+    """SFTConfig's fields, how DPOConfig's differ, what ``report_to`` can name, the arguments of schedules and optimizers."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-    from trl import SFTConfig
+    from trl import DPOConfig, DPOTrainer, SFTConfig
 
+    fields, others, source = field_facts(SFTConfig), field_facts(DPOConfig), inspect.getsource(DPOTrainer)
     return {
         "trl": version("trl"),
-        "fields": field_facts(SFTConfig),
+        "fields": fields,
+        "dpo": {
+            "fields": {name: field for name, field in others.items() if field != fields.get(name)},
+            "lacks": [name for name in fields if name not in others],
+            "loss_type": re.findall(r'if loss_type == "(\w+)"', source),
+            "f_divergence_type": re.findall(r'if self.f_divergence_type == "(\w+)"', source),
+        },
         "reporters": list(INTEGRATION_TO_CALLBACK),
         "schedulers": scheduler_facts(),
         "optimizers": optimizer_facts(),

@@ -84,6 +84,9 @@ def make(request: BenchRequest) -> Bench:
     ranks = request.ranks
     whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)
     require_startable(whole)
+    if whole.is_dpo:
+        fix = "clustertune run RECIPE train.max_steps=20: the report has its step times"
+        raise UserError(Problem("dpo: bench measures supervised fine-tuning", file=request.recipe, key="trainer", fix=fix))
     if ranks is None and not request.elsewhere and (shrunk := _ranks_here(whole, request)) is not None:
         ranks = shrunk
         whole = resolve(request.recipe, given, tiny=request.tiny, ranks=ranks)

@@ -9,8 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from clustertune.config import accelerate_file as acc
 from clustertune.config import native_rules, quantization
 from clustertune.config.findings import SECRET_FIX, Found, schema_findings
+from clustertune.config.library_facts import facts
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native_rules import NativeField, Range, names_secret, show_value
 from clustertune.config.parameters import adapted_experts, adapter_modules, expert_parameters, head_names, is_counted, matches
@@ -45,7 +47,7 @@ def check_schema(values: Mapping[str, Any], place: Callable[[KeyPath], str]) -> 
         if model.get("weights") == "random" and model.get("path"):
             yield ("model", "path"), "given, while weights: random makes the weights", "leave out one"
     if isinstance(data, dict):
-        yield from _check_data(data)
+        yield from _check_data(data, dpo=values.get("trainer") == "dpo")
         other = data.get("format") not in (None, "oasst-tree")
         language, form = ("data", "language"), ("data", "format")
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
@@ -56,7 +58,7 @@ def check_schema(values: Mapping[str, Any], place: Callable[[KeyPath], str]) -> 
 _OF_ONE = ("input", "format", "revision", "language", "limit", "config", "split", "columns")
 
 
-def _check_data(data: Mapping[str, Any]) -> Iterator[Found]:
+def _check_data(data: Mapping[str, Any], *, dpo: bool) -> Iterator[Found]:
     """Each set of rows has a format and, where it comes from the Hub, a revision; a mixture has them in its parts alone."""
     sources = data.get("sources")
     mixed = isinstance(sources, list) and bool(sources)
@@ -75,8 +77,9 @@ def _check_data(data: Mapping[str, Any]) -> Iterator[Found]:
             yield (*path, "format"), "missing", _MISSING["data", "format"]
         if not part.get("input"):
             yield from _demand_revision(part, path, "a local input needs none")
-        if part.get("format") == "preference":
-            yield (*path, "format"), "pairs of answers are not trained on yet", "prompt-completion takes one answer"
+        if (part.get("format") == "preference") != dpo and part.get("format") in FORMATS:
+            text = f"{part['format']}: trainer: {'dpo takes' if dpo else 'sft does not take'} pairs of answers"
+            yield (*path, "format"), text, "write " + ("format: preference, or trainer: sft" if dpo else "trainer: dpo")
 
 
 def _check_scores(values: Mapping[str, Any]) -> Iterator[Found]:
@@ -135,12 +138,14 @@ class NativeSection:
         return result
 
 
-def train_section() -> NativeSection:
-    rules = native_rules
-    return NativeSection(
-        "train", "SFTConfig", native_rules.train_fields(), rules.TRAIN_OWNED, rules.TRAIN_REMOVED, rules.TRAIN_RANGES,
-        frozenset({"global_batch_size"}),
-    )  # fmt: skip
+def train_section(trainer: str = "sft") -> NativeSection:
+    """The section ``train`` of a recipe with this ``trainer``."""
+    rules, own = native_rules, frozenset({"global_batch_size"})
+    fields, owned, ranges = rules.train_fields(trainer), rules.TRAIN_OWNED, rules.TRAIN_RANGES
+    if trainer == "dpo":
+        owned, ranges = owned | rules.DPO_OWNED, ranges | rules.DPO_RANGES
+        return NativeSection("train", "DPOConfig", fields, owned, rules.TRAIN_REMOVED, ranges, own)
+    return NativeSection("train", "SFTConfig", fields, owned, rules.TRAIN_REMOVED, ranges, own)
 
 
 def lora_section() -> NativeSection:
@@ -159,6 +164,8 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
         path, fix = (section.name, key), None
         if key in section.own or holds_secret(value):  # a secret was reported with the schema's problems
             continue
+        if value is None and key not in section.fields and key in native_rules.train_fields():
+            continue  # of a base for the other trainer, taken out
         if key in section.owned:
             found.append((path, f"a recipe does not set it: {section.owned[key]}", "leave it out"))
         elif key in section.fields:
@@ -252,6 +259,44 @@ def _check_model_init(given: Any) -> Iterator[Found]:
         elif value not in words:
             text = f"{show_value(value)} is not one of {', '.join(words)}"
             yield (*path, key), text, did_you_mean(str(value), words)
+
+
+_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+"""Losses of the chosen and the rejected answer's difference, in which another divergence's constant cancels
+(trl/trainer/dpo_trainer.py:809)."""
+
+
+def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
+    """What TRL's ``DPOTrainer`` refuses in a rank, and what is not carried here with it. ``accelerate``: the file's mapping."""
+    known, losses = facts("trl")["dpo"], [str(name) for name in train.get("loss_type") or ["sigmoid"]]
+    for key, words in {"loss_type": losses, "f_divergence_type": [train.get("f_divergence_type", "reverse_kl")]}.items():
+        for word in words:
+            if word not in known[key]:
+                yield ("train", key), f"{show_value(word)}: it takes {', '.join(known[key])}", did_you_mean(word, known[key])
+    weights = train.get("loss_weights")
+    if weights is not None and len(weights) != len(losses):
+        yield ("train", "loss_weights"), f"{len(weights)} weights of {len(losses)} losses", "write one for each in loss_type"
+    if train.get("f_divergence_type", "reverse_kl") != "reverse_kl" and (other := [n for n in losses if n not in _DIFFERENCES]):
+        text = f"{train['f_divergence_type']}, which {', '.join(other)} has no form of"
+        yield ("train", "f_divergence_type"), text, f"leave it out, or take {', '.join(_DIFFERENCES)}"
+    if train.get("use_weighting") and (other := [name for name in losses if name.startswith("aot")]):
+        yield ("train", "use_weighting"), f"true: {', '.join(other)} sorts the pairs of a batch", "leave it out"
+    if "exo_pair" in losses and not train.get("label_smoothing"):
+        yield ("train", "label_smoothing"), "0, of which exo_pair takes the logarithm", "write label_smoothing: 0.001"
+    if train.get("truncation_mode") == "keep_end":
+        text = "keep_end: a pair would lose different parts of its prompt, and TRL takes it out in 2.0"
+        yield ("train", "truncation_mode"), text, "leave it out"
+    if megatron:
+        yield ("trainer",), "dpo: Megatron-Bridge is started for supervised fine-tuning alone", "write trainer: sft"
+        return
+    kind, sizes = accelerate.get("distributed_type"), acc.parallel_sizes(accelerate)
+    for axis in sorted({"tp", "cp"} & set(sizes)):
+        path, text = ("accelerate", *acc.key_of(axis).split(".")), "the two answers of a pair are computed by one rank"
+        yield path, f"{sizes[axis]}: {text} with trainer: dpo", "leave it out: FSDP2 shards over all ranks"
+    if kind == "DEEPSPEED" or (kind == "FSDP" and acc.fsdp_generation(accelerate) == 1):
+        name = "DeepSpeed" if kind == "DEEPSPEED" else "FSDP1"
+        text = f"{name} has no reference model here: trainer: dpo is sharded by FSDP2"
+        yield ("accelerate", "distributed_type"), text, f"write distributed_type: FSDP with {acc.FSDP2}, or MULTI_GPU"
 
 
 def check_quantization(train: Mapping[str, Any], lora: Any) -> Iterator[Found]:

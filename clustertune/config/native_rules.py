@@ -87,6 +87,13 @@ TRAIN_RANGES = {
     "data_seed": Range(0, 2**32 - 1),
 }
 
+DPO_RANGES = {
+    "beta": Range(0, low_open=True),
+    "ld_alpha": Range(0, 1),
+    "label_smoothing": Range(0, 0.5, high_open=True),
+    "discopop_tau": Range(0, low_open=True),
+}
+
 LORA_RANGES = {
     "r": Range(1, 65536),
     "lora_alpha": Range(0, low_open=True),
@@ -148,6 +155,20 @@ TRAIN_OWNED = {
     "disable_tqdm": "a bar is shown where there is a terminal",
 }
 """Fields of ``SFTConfig`` that a recipe may not set, each with the reason."""
+
+_REFERENCE = "the reference stays the base model: a checkpoint holds no other"
+_BESIDE = "each attempt would compute them anew before its first step: the reference is computed beside the model"
+
+DPO_OWNED = {
+    "precompute_ref_log_probs": _BESIDE,
+    "precompute_ref_batch_size": _BESIDE,
+    "sync_ref_model": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "ref_model_sync_steps": _REFERENCE,
+    "label_smoothing_factor": "DPOTrainer does not read it; its own is label_smoothing",
+    "padding_free": "TRL 1.16 pads all the same, with a warning",  # trl/trainer/dpo_trainer.py:732
+}
+"""The same of ``DPOConfig``'s own."""
 
 LORA_OWNED = {
     "base_model_name_or_path": "it is the recipe's model.name",
@@ -292,21 +313,24 @@ class NativeField:
 
 
 @cache
-def train_fields() -> dict[str, NativeField]:
-    """The fields of TRL's ``SFTConfig`` with those of its bases."""
-    return _fields("trl")
+def train_fields(trainer: str = "sft") -> dict[str, NativeField]:
+    """The fields of TRL's ``SFTConfig``, or with ``dpo`` of ``DPOConfig``, with those of its bases."""
+    found, dpo = facts("trl")["fields"], facts("trl")["dpo"]
+    if trainer == "dpo":
+        found = {name: field for name, field in (found | dpo["fields"]).items() if name not in dpo["lacks"]}
+    return _fields(found)
 
 
 @cache
 def lora_fields() -> dict[str, NativeField]:
     """The fields of PEFT's ``LoraConfig`` with those of its bases."""
-    return _fields("peft")
+    return _fields(facts("peft")["fields"])
 
 
-def _fields(library: str) -> dict[str, NativeField]:
+def _fields(found: dict[str, Any]) -> dict[str, NativeField]:
     return {
         name: NativeField(name, item.get("default", UNKNOWN), item["kinds"], item["expected"], tuple(item["choices"]))
-        for name, item in facts(library)["fields"].items()
+        for name, item in found.items()
     }
 
 

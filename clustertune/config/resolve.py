@@ -83,6 +83,11 @@ class _Work:
     complete: bool = True
     """Whether all layers could be read: what is missing from the values is then really missing."""
 
+    @property
+    def trainer(self) -> str:
+        """TRL's trainer; the schema says what is wrong with another word."""
+        return "dpo" if self.values.get("trainer") == "dpo" else "sft"
+
     def place(self, path: KeyPath) -> str:
         return self.layers.place(path, self.owners)
 
@@ -195,7 +200,7 @@ class _Work:
         self.report(checks.check_schema(self.values, self.place))
         given = self.values.get("train")
         if isinstance(given, dict):
-            self.report(checks.check_native(checks.train_section(), given)[1])
+            self.report(checks.check_native(checks.train_section(self.trainer), given)[1])
             batch = {"global_batch_size": given.get("global_batch_size"), "per_device_train_batch_size": 1}
             if self.complete:
                 self.report(derive.accumulation(batch, 1, 1)[1])
@@ -217,10 +222,12 @@ class _Work:
         if self.values.get("save") is not None:
             self.report(self._find_saved_twice(given))
             given = {key: value for key, value in given.items() if key not in _SAVING}
-        self.train, found = checks.check_native(checks.train_section(), given)
+        self.train, found = checks.check_native(checks.train_section(self.trainer), given)
         self.report([*found, *checks.check_train(self.train)])
         if not isinstance(self.train.get("model_init_kwargs"), dict | None):
             del self.train["model_init_kwargs"]  # reported; what is checked below reads keys of it
+        if self.trainer == "dpo":
+            self.report(checks.check_dpo(self.train, distribution, megatron=self.megatron is not None))
         positions = (self.architecture or {}).get("max_position_embeddings")
         length = self.train.get("max_length")
         if positions and length and length > positions:
@@ -385,6 +392,8 @@ def _warnings(resolved: Resolved) -> list[str]:
     dropout = (resolved.recipe.lora or {}).get("lora_dropout") or 0
     if dropout > 0.5:
         found.append(f"lora.lora_dropout {dropout:g} hides most of what an adapter reads; 0 to 0.1 is usual")
+    elif dropout and resolved.is_dpo and resolved.train_args.get("disable_dropout", True):
+        found.append(f"lora.lora_dropout {dropout:g} has no effect: train.disable_dropout is true, DPOConfig's own")
     experts = expert_parameters(resolved.architecture)
     if experts and resolved.recipe.lora is not None and not adapted_experts(resolved.architecture, resolved.recipe.lora):
         share = sum(linear.parameters for _, linear in experts) / (parameter_count(resolved.architecture) or 1)

@@ -57,7 +57,7 @@ class Resolved:
     origins: dict[str, str]
     """For each key path of the recipe: ``base NAME``, ``recipe``, ``tiny``, ``override`` or ``default``."""
     train_args: dict[str, Any]
-    """Keyword arguments of TRL's ``SFTConfig``, after derivation."""
+    """Keyword arguments of TRL's ``SFTConfig`` or ``DPOConfig``, after derivation."""
     world_size: int
     """Ranks."""
     data_parallel_size: int
@@ -92,6 +92,11 @@ class Resolved:
             layers=int(self.architecture.get("num_hidden_layers", 1)),
             reduce_dtype=self.reduce_dtype,
         )
+
+    @property
+    def is_dpo(self) -> bool:
+        """Whether pairs of answers are trained on, beside a reference model."""
+        return self.recipe.trainer == "dpo"
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -173,6 +178,7 @@ class Resolved:
         share = recomputed.model_dump(mode="json", exclude_none=True) if recomputed is not None else None
         extra = {"deepspeed": self.deepspeed, "megatron": recipe["megatron"], "ratio": share}
         extra["reduce_dtype"] = recipe["reduce_dtype"]
+        extra["trainer"] = "dpo" if self.is_dpo else None
         body |= {key: value for key, value in extra.items() if value is not None}
         return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

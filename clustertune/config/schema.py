@@ -1,7 +1,7 @@
 """The schema of a recipe: what is trained, on what data, how it is judged. Keys that belong to TRL and PEFT stay theirs.
 
 ``train`` and ``lora`` are open mappings here: :mod:`clustertune.config.native_rules` checks their keys against the pinned
-``SFTConfig`` and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
+``SFTConfig`` (``DPOConfig``) and ``LoraConfig``, so that a field which a new release removes is an error before the queue.
 """
 
 from __future__ import annotations
@@ -210,6 +210,11 @@ class Data(DataSource):
         return [(f"data.sources.{n}" if self.sources else "data", part) for n, part in enumerate(self.parts)]
 
     @property
+    def has_preferences(self) -> bool:
+        """Whether all of it are pairs of answers; none is where others are."""
+        return all(part.format == "preference" for part in self.parts)
+
+    @property
     def has_chats(self) -> bool:
         """Whether a chat template renders any of it; plain text needs none."""
         return any(part.format != "text" for part in self.parts)
@@ -404,9 +409,11 @@ class Recipe(Section):
     """A file of ``recipes/_base``, without ``.yaml``, or several, the last the strongest; one level, never a chain."""
     model: Model
     data: Data
+    trainer: Literal["sft", "dpo"] = "sft"
+    """TRL's class that trains: ``SFTTrainer`` on conversations and text, or ``DPOTrainer`` on preferences."""
     train: dict[str, Any]
-    """Fields of TRL's ``SFTConfig``, and ``global_batch_size`` (sequences per optimizer step over all ranks), from which
-    gradient accumulation is derived."""
+    """Fields of TRL's ``SFTConfig`` or ``DPOConfig``, and ``global_batch_size`` (sequences, or preferences, per optimizer step
+    over all ranks), from which gradient accumulation is derived."""
     lora: dict[str, Any] | None = None
     """Fields of PEFT's ``LoraConfig``; absent: all parameters are trained."""
     accelerate: Annotated[str, form(rf"{NAME}\.yaml", "the name of a .yaml file in the recipe folder")] = "accelerate.yaml"

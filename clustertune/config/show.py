@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECTIONS = (
-    "base", "model", "data", "train", "lora", "activation_checkpointing", "reduce_dtype", "accelerate", "megatron", "slurm",
-    "eval", "expect", "push",
+    "base", "model", "data", "trainer", "train", "lora", "activation_checkpointing", "reduce_dtype", "accelerate", "megatron",
+    "slurm", "eval", "expect", "push",
 )  # fmt: skip
 
 WIDE = 130
@@ -84,6 +84,8 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
     for section in SECTIONS:
         if section == "accelerate" and not resolved.accelerate:
             continue  # Megatron's recipes have no such file
+        if section == "trainer" and not resolved.is_dpo:
+            continue
         own = {key: item for key, item in derived.items() if key.split(".")[0] == section}
         for path, value in leaves(body[section], (section,)):
             if (key := ".".join(path)) in own:

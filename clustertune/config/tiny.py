@@ -17,6 +17,8 @@ from clustertune.config.yamlfile import Document
 
 CONVERSATIONS = Path("tiny-oasst2", "conversations.jsonl")
 """The conversations that come with the project, below ``recipes/``."""
+PREFERENCES = Path("tiny-dpo", "preferences.jsonl")
+"""The same of preferences."""
 MAX_LENGTH = 256
 MAX_STEPS = 6
 EVERY = 2
@@ -101,12 +103,13 @@ def tiny_layer(values: dict[str, Any], folder: Path, data_parallel_size: int) ->
     """
     train = values.get("train")
     train = train if isinstance(train, dict) else {}
+    dpo = values.get("trainer") == "dpo"
     return {
         "model": {"weights": "random", "revision": None, "path": None},
         "data": {
-            "input": _shipped_conversations(folder),
-            "format": "oasst-tree",
-            "language": "en",
+            "input": _shipped(PREFERENCES if dpo else CONVERSATIONS, folder),
+            "format": "preference" if dpo else "oasst-tree",
+            "language": None if dpo else "en",
             "revision": None,
             "expect": None,
             **{key: None for key in CHOOSING if isinstance(data := values.get("data"), dict) and data.get(key) is not None},
@@ -147,8 +150,8 @@ def _train(train: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
     return result
 
 
-def _shipped_conversations(folder: Path) -> str:
+def _shipped(file: Path, folder: Path) -> str:
     """Relative to the recipe where that lies beside it, so that a run says the same on every machine."""
     if folder.parent != RECIPES:
-        return str(RECIPES / CONVERSATIONS)
-    return CONVERSATIONS.name if folder.name == CONVERSATIONS.parent.name else f"../{CONVERSATIONS.as_posix()}"
+        return str(RECIPES / file)
+    return file.name if folder.name == file.parent.name else f"../{file.as_posix()}"

@@ -25,8 +25,11 @@ PIECE = np.dtype([("offset", "<i8"), ("length", "<i4")])
 Pieces = npt.NDArray[Any]
 
 
-def settings(train_args: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the rows beside the tokens, of a recipe's ``train`` section; a key that is not given has TRL's default."""
+def settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[str, Any]:
+    """What decides the rows beside the tokens, of a recipe's ``train`` section; a key that is not given has TRL's default.
+
+    ``pairs``: two conversations, a prompt with its chosen and with its rejected answer, are a row.
+    """
 
     def value(key: str) -> Any:
         return train_args.get(key, train_fields()[key].default)
@@ -40,6 +43,7 @@ def settings(train_args: Mapping[str, Any]) -> dict[str, Any]:
         "shuffle_dataset": bool(value("shuffle_dataset")),
         "seed": int(value("seed")),
         "group": GROUP,
+        **({"pairs": True} if pairs else {}),
     }
 
 
@@ -50,8 +54,9 @@ def make_rows(index: npt.NDArray[Any], split: str, asked: Mapping[str, Any]) -> 
     """
     strategy, size, rng = asked["packing"][split], asked["max_length"], np.random.default_rng
     if strategy is None:
-        pieces = _truncate(index, size, asked["truncation_mode"])
-        counts = np.ones(len(pieces), np.int64)
+        each = 2 if asked.get("pairs") else 1
+        pieces = _truncate(index, size, asked["truncation_mode"], each)
+        counts = np.full(len(pieces) // each, each, np.int64)
     else:
         if asked["shuffle_dataset"]:
             index = index[rng(asked["seed"]).permutation(len(index))]
@@ -75,14 +80,16 @@ def _pieces(offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Pieces:
     return made
 
 
-def _truncate(index: npt.NDArray[Any], size: int | None, mode: str) -> Pieces:
-    """Each conversation by itself, at most ``size`` tokens of it; those that keep no label are left out (sft_trainer.py)."""
+def _truncate(index: npt.NDArray[Any], size: int | None, mode: str, each: int) -> Pieces:
+    """Each conversation by itself, at most ``size`` tokens of it; those that keep no label are left out (sft_trainer.py), with
+    the others of a row of ``each`` (dpo_trainer.py: a prompt that fills ``size``)."""
     if size is None:
         return _pieces(index["offset"], index["length"])
     lengths = np.minimum(index["length"], size)
     begin = index["length"] - lengths if mode == "keep_end" else np.zeros_like(lengths)
     kept = index["last_label"] >= begin if mode == "keep_end" else index["first_label"] < size
-    return _pieces(index["offset"] + begin, lengths)[kept]
+    made: Pieces = _pieces(index["offset"] + begin, lengths)[np.repeat(kept.reshape(-1, each).all(axis=1), each)]
+    return made
 
 
 def _best_fit(index: npt.NDArray[Any], size: int, strategy: str) -> tuple[Pieces, list[int]]:

@@ -149,6 +149,7 @@ def _make(data: Data, sources: list[tuple[DataSource, Source]], seed: int, out: 
         "share": max(part["share"] for part in by_part),
         "sources": by_part,
         "fields": dict(sorted(read.fields.items())),
+        **({"pairs": True} if data.has_preferences else {}),
         "warnings": warnings,
     }
 

@@ -15,7 +15,10 @@ from clustertune.manifest import MANIFEST, find_problems, read_manifest
 
 
 class Sequences:
-    """The rows of one split by number: ``input_ids``, ``labels`` (-100 where masked), and ``seq_lengths`` of packed ones."""
+    """The rows of one split by number: ``input_ids``, ``labels`` (-100 where masked), and ``seq_lengths`` of packed ones.
+
+    Of preferences ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, lists, as ``DPOTrainer`` makes them.
+    """
 
     def __init__(self, folder: Path, split: str) -> None:
         meta = read_manifest(folder, tokens.KIND).meta
@@ -25,7 +28,7 @@ class Sequences:
         self._parts = [str(folder / f"{split}-{number:05}.u32") for number in range(len(parts))]
         self._starts = np.concatenate(([0], np.cumsum(parts)))
         self._maps: dict[int, Any] = {}
-        self._separated = asked["packing"][split] in packing.SEPARATED
+        self._separated, self._pairs = asked["packing"][split] in packing.SEPARATED, bool(asked.get("pairs"))
 
     def __getstate__(self) -> dict[str, Any]:  # a DataLoader's worker maps the files itself
         return self.__dict__ | {"_maps": {}}
@@ -35,15 +38,24 @@ class Sequences:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Arrays of int64, and a list of lengths."""
+        parts = self.parts(number)
+        if self._pairs:
+            begin = int((parts[0] & LABEL).argmax())
+            chosen, rejected = ((part & ~LABEL).tolist() for part in parts)
+            return {"prompt_ids": chosen[:begin], "chosen_ids": chosen[begin:], "rejected_ids": rejected[begin:]}
+        raw = np.concatenate(parts)
+        ids = (raw & ~LABEL).astype(np.int64)
+        row: dict[str, Any] = {"input_ids": ids, "labels": np.where(raw & LABEL, ids, -100)}
+        if self._separated:
+            row["seq_lengths"] = [len(part) for part in parts]
+        return row
+
+    def parts(self, number: int) -> list[Any]:
+        """The pieces of a row, uint32, with the bits of their labels."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         pieces = self._pieces[self._begins[number] : self._begins[number + 1]]
-        raw = np.concatenate([self._read(int(piece["offset"]), int(piece["length"])) for piece in pieces])
-        ids = (raw & ~LABEL).astype(np.int64)
-        row = {"input_ids": ids, "labels": np.where(raw & LABEL, ids, -100)}
-        if self._separated:
-            row["seq_lengths"] = pieces["length"].tolist()
-        return row
+        return [self._read(int(piece["offset"]), int(piece["length"])) for piece in pieces]
 
     def _read(self, offset: int, length: int) -> Any:
         part = int(np.searchsorted(self._starts, offset, side="right")) - 1
@@ -82,8 +94,10 @@ class Sequences:
         return Rows.from_dict({"row": np.arange(len(self)), "length": self.lengths}).with_transform(read)
 
 
-TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False, "assistant_only_loss": False}
-"""What ``SFTConfig`` must say for rows that are made: with ``assistant_only_loss`` TRL asks for conversations."""
+PAIRS = {"remove_unused_columns": False}
+"""What ``DPOConfig`` must say for rows that are made."""
+TRAINER = {"dataset_kwargs": {"skip_prepare_dataset": True}, "assistant_only_loss": False, **PAIRS}
+"""The same of ``SFTConfig``: with ``assistant_only_loss`` TRL asks for conversations."""
 
 
 def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> tuple[Any, Any | None]:
@@ -110,17 +124,13 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
 def shown(folder: Path, tokenizer: Any, count: int, marks: tuple[str, str]) -> list[str]:
     """The text of the first ``count`` conversations of the training rows as they are cut, with labelled tokens in ``marks``."""
     rows, found = Sequences(folder, "train"), list[str]()
-    for number in range(len(rows)):
-        row, at = rows[number], 0
-        for length in row.get("seq_lengths", [len(row["input_ids"])]):
-            if len(found) == count:
-                return found
-            ids, labels = row["input_ids"][at : at + length], row["labels"][at : at + length]
-            at += length
-            turns = np.flatnonzero(np.diff(labels != -100)) + 1
-            text = ""
-            for run, learnt in zip(np.split(ids, turns), np.split(labels != -100, turns), strict=True):
-                said = tokenizer.decode(run, skip_special_tokens=False)
-                text += f"{marks[0]}{said}{marks[1]}" if learnt[0] else said
-            found.append(text)
+    for part in (part for number in range(len(rows)) for part in rows.parts(number)):
+        if len(found) == count:
+            break
+        ids, learnt = part & ~LABEL, part & LABEL != 0
+        turns, text = np.flatnonzero(np.diff(learnt)) + 1, ""
+        for run, marked in zip(np.split(ids, turns), np.split(learnt, turns), strict=True):
+            said = tokenizer.decode(run, skip_special_tokens=False)
+            text += f"{marks[0]}{said}{marks[1]}" if marked[0] else said
+        found.append(text)
     return found

@@ -62,7 +62,8 @@ SUMMARY = ("tokens", "sequences", "labelled_share", "tokens_per_s")
 
 def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides tokens, labels and rows. Raises UserError: no dataset, or a template that marks no answer."""
-    digests = read_manifest(dataset, DATASET).files
+    manifest = read_manifest(dataset, DATASET)
+    digests = manifest.files
     encoder = Encoder.of(tokenizer, train_args)
     tokens = {
         "format": FORMAT,
@@ -73,7 +74,7 @@ def made_from(dataset: Path, tokenizer: Any, train_args: Mapping[str, Any]) -> d
         "versions": versions(),
         **({} if encoder.completions else {"completion_only_loss": False}),
     }
-    return {"tokens": tokens, "rows": packing.settings(train_args)}
+    return {"tokens": tokens, "rows": packing.settings(train_args, pairs=bool(manifest.meta.get("pairs")))}
 
 
 def versions() -> dict[str, str]:
@@ -124,7 +125,8 @@ def make(
     "splits": {split: {"conversations", "tokens", "labelled", "sequences", "cut", "dropped"}}}``: ``tokens`` as the chat
     template gives them, before ``max_length``; ``sequences`` the rows; ``labelled_share`` of the tokens; rates of what was
     tokenised when they were made (None: all shards were there). ``cut``: conversations longer than ``max_length``;
-    ``dropped``: those left out, for no label of theirs is within it. Raises UserError.
+    ``dropped``: those left out, for no label of theirs is within it. A preference is one conversation and two sequences.
+    Raises UserError.
     """
     what = made_from(dataset, tokenizer, train_args)
     out = dataset / FOLDER
@@ -335,12 +337,13 @@ def _write_rows(out: Path, meta: dict[str, Any], asked: dict[str, Any], records:
             np.save(out / name, array)
             names.append(name)
         size = asked["max_length"]
-        lone = asked["packing"][split] is None
+        lone, each = asked["packing"][split] is None, 2 if asked.get("pairs") else 1
         splits[split] = {
-            **{key: meta["splits"][split][key] for key in ("conversations", "tokens", "labelled")},
-            "sequences": len(begins) - 1,
+            "conversations": meta["splits"][split]["conversations"] // each,
+            **{key: meta["splits"][split][key] for key in ("tokens", "labelled")},
+            "sequences": (len(begins) - 1) * each,
             "cut": int((index["length"] > size).sum()) if size is not None else 0,
-            "dropped": len(index) - len(pieces) if lone else 0,
+            "dropped": (len(index) - len(pieces)) // each if lone else 0,
         }
     records |= record_files(out, names)
     tokens, labelled, sequences = (sum(s[key] for s in splits.values()) for key in ("tokens", "labelled", "sequences"))

@@ -51,11 +51,10 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
         backward.append(work.adapters(2))
         forward.append(work.expert_updates(1))
         backward.append(work.expert_updates(2 + again))
-    if shape.strategy.whole_forward:
-        name = "metrics"
+    if name := shape.strategy.second_forward:
         forward += [*work.products(1, name), work.attention(1, name), work.elements(1, name), work.loss(1)]
     if shape.quantised and shape.strategy.compute != "fp8":
-        forward.append(work.dequantising(1))
+        forward.append(work.dequantising(2 if shape.strategy.second_forward else 1))
         backward.append(work.dequantising(1 + again))
     if shape.strategy.weight_bytes == 4 and shape.strategy.weight_shards > 1:
         forward.append(work.casts(1))
@@ -69,6 +68,7 @@ def micro_batch(shape: Shape, machine: Machine, constants: Constants) -> Compute
 
 def flops(shape: Shape, *, hardware: bool) -> float:
     """FLOPs of one optimizer step over all ranks: the model's, or with ``hardware`` also what checkpointing computes again.
+    A reference's forward pass is the model's.
 
     Of LoRA the frozen base counts 4 per parameter and token, its adapters 6; attention counts the causal half of each
     conversation, with ``hardware`` what a mask makes of it.
@@ -76,12 +76,13 @@ def flops(shape: Shape, *, hardware: bool) -> float:
     plan, counted = shape.strategy, shape.counted
     policy = Policy(shape, Kept(shape, Constants()))
     again = plan.recompute.share if hardware else 0.0
-    passes = (2 if plan.lora else 3) + again * policy.products_again
-    looks = 1 + ATTENTION_BACKWARD + again * policy.attention_again
+    second = int(plan.second_forward == "reference")
+    passes = (2 if plan.lora else 3) + second + again * policy.products_again
+    looks = 1 + second + ATTENTION_BACKWARD + again * policy.attention_again
     per_token = 0.0
     for kind in counted.layers:
         per_token += kind.count * (2 * kind.active_matmul * passes + _attention_flops(kind, plan, masks=hardware) * looks)
-    per_token += 2 * shape.head_weights * (2 if plan.lora else 3) + 6 * shape.per_token
+    per_token += 2 * shape.head_weights * ((2 if plan.lora else 3) + second) + 6 * shape.per_token
     return per_token * shape.step_tokens
 
 

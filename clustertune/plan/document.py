@@ -39,10 +39,10 @@ def memory_parts(plan: Plan) -> dict[str, float]:
         "gathered embedding and head": "gathered",
         "checkpointed activations": "activations",
         "adapters": "weights",
+        "reference model": "reference",
     }
-    found = dict.fromkeys(
-        ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "fragmentation"), 0.0
-    )
+    parts = ("weights", *(["reference"] if plan.strategy.reference_bytes else []), "gradients", "optimizer", "activations")
+    found = dict.fromkeys((*parts, "logits", "gathered", "buffers", "fragmentation"), 0.0)
     for term in [*plan.peak.parts, *plan.beside]:
         found[names.get(term.name, term.name)] += term.value / GIB
     return found

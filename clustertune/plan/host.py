@@ -82,6 +82,11 @@ def _offloaded(shape: Shape) -> list[Term]:
         values = {"ranks": ranks, "count": shape.parameters, "bytes": each, "shards": plan.weight_shards}
         size = ranks * shape.stored / plan.weight_shards
         found.append(Term(WEIGHTS, size, BYTES, "{ranks} ranks x {count} parameters x {bytes} B / {shards}", values))
+        if plan.reference_bytes:
+            values |= {"bytes": plan.reference_bytes}
+            size = ranks * shape.parameters * plan.reference_bytes / plan.weight_shards
+            text = "{ranks} ranks x {count} parameters x {bytes} B / {shards}"
+            found.append(Term("offloaded reference", size, BYTES, text, values))
     if plan.offload_optimizer == "cpu":
         each = plan.state_bytes + plan.gradient_bytes
         values = {"ranks": ranks, "count": shape.local_trained, "bytes": each, "shards": plan.state_shards}

@@ -37,10 +37,12 @@ class Moment:
 def moments(shape: Shape, constants: Constants) -> list[Moment]:
     """The moments at which memory can be largest, in the order of a step."""
     memory = _Memory(shape, constants)
-    resting = [memory.weights(), memory.trained_copy(), memory.states()]
+    resting = [memory.weights(), memory.reference(), memory.trained_copy(), memory.states()]
+    paired = shape.strategy.second_forward == "reference"
     update = [*resting, memory.gradients(1.0), memory.update(), memory.held_logits()]
     named = {
         "end of the forward pass, at the loss": _largest(resting, memory.at_loss()),
+        **({"forward pass of the reference": _largest(resting, memory.second_forward())} if paired else {}),
         "backward pass": _largest(resting, memory.backward()),
         "optimizer step": update,
     }
@@ -87,6 +89,20 @@ class _Memory:
             text = "({held} quantised parameters x {bytes} B + {ends} others x {half} B) / {shards} ranks + {whole} B of scales"
         return Term("weights", size, BYTES, text, values)
 
+    def reference(self) -> Term:
+        """A second, frozen model, beside the trained one and sharded as it is. No backward pass gives back what FSDP2 leaves
+        gathered behind a forward one: the head, or without resharding all of it."""
+        plan, shape = self.shape.strategy, self.shape
+        if not plan.reference_bytes:
+            return Term("reference model", 0.0, BYTES, "the base without its adapter", {})
+        count = shape.parameters if plan.offload_params == "none" else 0.0
+        left = (self.head * self.end_bytes if plan.reshard else shape.gathered) if self.gathers else 0.0
+        values = {"count": count, "bytes": plan.reference_bytes, "shards": plan.weight_shards, "left": left}
+        size = count * plan.reference_bytes / plan.weight_shards + left
+        return Term(
+            "reference model", size, BYTES, "{count} parameters x {bytes} B / {shards} ranks + {left} B gathered", values
+        )
+
     def trained_copy(self) -> Term:
         """LoRA's own weights."""
         plan = self.shape.strategy
@@ -110,6 +126,14 @@ class _Memory:
         forward = [*self.gathered_at_loss(), self.logits(back=False)]
         back = [*self.gathered_at_loss(back=True), self.logits(back=True), self.head_gradient()]
         return [[*around, *forward], [*around, *back]]
+
+    def second_forward(self) -> list[list[Term]]:
+        """While the model's activations wait for its backward pass, each layer of the reference is gathered and computed."""
+        values = {"tokens": self.shape.tokens, "bytes": self.largest_kept}
+        text = "one layer of the reference: {tokens} tokens x {bytes} B"
+        working = Term("buffers", self.shape.tokens * self.largest_kept, BYTES, text, values)
+        held = [self.accumulated(1.0), self.buckets(), self.cast_weights(1.0), *self.activations(1.0), *self.gathered_at_loss()]
+        return [[*held, *(self.gathered_in_backward(1.0) if self.shape.strategy.reshard else []), working]]
 
     def backward(self) -> list[list[Term]]:
         """Beginning and end of a layer's turn: of the last layer (the first one back); of the one before it, when the gradients

@@ -262,8 +262,9 @@ def real_length(used: Strategy, lengths: Lengths | None) -> tuple[Strategy, list
         return used, [
             f"not packed, lengths unknown: every sequence is taken to be {used.sequence} tokens, the most there can be"
         ]
-    length = max(1, round(lengths.padded(1 if used.grouped else used.micro_batch, used.sequence)))
-    text = f"not packed: a micro batch of {used.micro_batch} is padded to {length} tokens on average ({lengths.source})"
+    batch = used.micro_batch * used.answers
+    length = max(1, round(lengths.padded(1 if used.grouped else batch, used.sequence)))
+    text = f"not packed: a micro batch of {batch} is padded to {length} tokens on average ({lengths.source})"
     if used.grouped:
         text += "; grouped by length, so that padding within it is left out"
     return replace(used, sequence=length), [text]

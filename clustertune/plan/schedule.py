@@ -90,7 +90,8 @@ def tokens_to_prepare(resolved: Resolved, lengths: Lengths | None = None) -> flo
     if found is None or found.train is None or resolved.recipe.megatron is not None:
         return None
     longest = int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
-    return (found.train + (found.eval or 0)) * (lengths.mean(10**9) if lengths else float(longest))
+    each = 2 if resolved.is_dpo else 1
+    return (found.train + (found.eval or 0)) * each * (lengths.mean(10**9) if lengths else float(longest))
 
 
 def _packed(count: float, lengths: Lengths | None, longest: int) -> float:
@@ -191,7 +192,7 @@ def _start(resolved: Resolved, shape: Shape, machine: Machine) -> Term:
     # The ranks of a tp group are in one node: rows that several of them read come from storage once.
     parted = shape.strategy.weight_shards * shape.strategy.tp
     copies = shape.strategy.world_size // parted if resolved.distribution.reads_parts else 1
-    size = 2.0 * shape.counted.total * max(1, copies)
+    size = 2.0 * shape.counted.total * max(1, copies) * (2 if shape.strategy.reference_bytes else 1)
     value = START_S + size / machine.storage_read_bytes_per_s
     values = {"start": START_S, "size": size / 1e9, "speed": machine.storage_read_bytes_per_s / 1e9}
     return Term("start-up and load", value, SECONDS, "{start} s + {size} GB / {speed} GB/s read", values)

@@ -43,13 +43,13 @@ class Shape:
     @property
     def tokens(self) -> float:
         """Tokens of a micro batch that one rank computes."""
-        return self.strategy.micro_batch * self.strategy.sequence / self.strategy.cp
+        return self.strategy.micro_batch * self.strategy.answers * self.strategy.sequence / self.strategy.cp
 
     @property
     def step_tokens(self) -> int:
         """Tokens of an optimizer step over all ranks, padding included."""
         plan = self.strategy
-        return plan.micro_batch * plan.accumulation * plan.sequence * plan.data_parallel_size
+        return plan.micro_batch * plan.answers * plan.accumulation * plan.sequence * plan.data_parallel_size
 
     def layer(self, kind: LayerKind) -> float:
         """Parameters of one layer on one rank."""

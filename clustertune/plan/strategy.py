@@ -30,6 +30,10 @@ WHOLE_LOSS = (
     "train.label_smoothing_factor: TRL holds all logits at once, and computes each forward pass a second time for its metrics "
     "(trl/trainer/sft_trainer.py:1601)"
 )
+REFERENCE = (
+    "trainer: dpo: a row is two sequences, and the base without its adapter computes both a second time",
+    "trainer: dpo: a row is two sequences, and a second, frozen model computes both; it is sharded as the trained one is",
+)
 TF32 = "float32 products are counted as TF32, half the speed of bfloat16; without train.tf32=true they are slower"
 
 
@@ -72,8 +76,12 @@ class Strategy(Distribution, Sizes):
     """Of published runs: the loss is not compiled with the model, and its logits have a copy in float32."""
     half_loss: bool = False
     """The cross-entropy is computed on 16-bit logits as they are, without a float32 copy."""
-    whole_forward: bool = False
-    """The loss takes a forward pass with whole logits, and its metrics a second one without gradient."""
+    second_forward: str = ""
+    """What a second forward pass, without gradient, is for: ``metrics`` (of a loss from whole logits) or the ``reference``."""
+    answers: int = 1
+    """Sequences of a row: 2 of a preference."""
+    reference_bytes: float = 0.0
+    """A parameter of a second, frozen model; 0: there is none."""
 
     @property
     def row(self) -> int:
@@ -103,6 +111,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     notes = [*split.notes, *sizes.notes, *_recomputation_notes(resolved)]
     notes += [WHOLE_LOSS if smoothed else FUSED_LOSS] if trl else []
     notes += ["flex_attention is counted as flash attention"] if kernel == "flex_attention" else []
+    notes += [REFERENCE[resolved.recipe.lora is None]] if resolved.is_dpo else []
     notes += [TF32] if sizes.compute == "fp32" and not args.get("tf32") else []
     made = Strategy(
         **vars(split) | vars(sizes),
@@ -118,7 +127,9 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         grouped=args.get("train_sampling_strategy") == "group_by_length",
         tiled_loss=tiles,
         liger=trl and bool(args.get("use_liger_kernel")),
-        whole_forward=smoothed,
+        second_forward="reference" if resolved.is_dpo else "metrics" if smoothed else "",
+        answers=2 if resolved.is_dpo else 1,
+        reference_bytes=strategy_bytes.loaded_bytes(args) if resolved.is_dpo and resolved.recipe.lora is None else 0.0,
     )
     return replace(made, notes=tuple(dict.fromkeys(notes)))
 

@@ -69,11 +69,16 @@ class Sizes:
     """Assumptions made while reading."""
 
 
+def loaded_bytes(args: Mapping[str, Any]) -> float:
+    """Bytes of a parameter as it is loaded."""
+    return _SIZES.get(str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE)), FULL)
+
+
 def read(resolved: Resolved, split: Distribution) -> Sizes:
     """The sizes of a resolved recipe under a distribution."""
     args = resolved.train_args
     dtype = str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE))
-    loaded, mixed = _SIZES.get(dtype, FULL), split.mixed_precision
+    loaded, mixed = loaded_bytes(args), split.mixed_precision
     config = quantization.of(args)
     base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
     optim = str(args.get("optim", _DEFAULT_OPTIM))

@@ -120,7 +120,7 @@ def traffic(shape: Shape) -> Traffic:
     shards = Group(plan.weight_shards, plan.tp)
     if plan.weight_shards > 1:
         gathered = Collective(_gather_name(shape), "gather", shards, shape.gathered, shape.layers + 1)
-        result.forward.extend([gathered, gathered] if plan.whole_forward else [gathered])
+        result.forward.extend([gathered, gathered] if plan.second_forward else [gathered])
         if plan.reshard:
             result.backward.append(gathered)
     _gradients(shape, result)

@@ -95,6 +95,11 @@ def tiles(metrics: Metrics, stages: Mapping[str, Mapping[str, Any]], scored: Any
         add("Token accuracy", percent(last.eval_token_accuracy), note)
     elif steps:
         add("Token accuracy", percent(steps[-1].token_accuracy), "train")
+    if (pairs := evals[-1] if evals else None) and pairs.eval_reward_accuracy is not None:
+        note = f"eval pairs won by the chosen answer; margin {number(pairs.eval_reward_margin)}"
+        add("Reward accuracy", percent(pairs.eval_reward_accuracy), note)
+    elif steps and steps[-1].reward_accuracy is not None:
+        add("Reward accuracy", percent(steps[-1].reward_accuracy), f"train; margin {number(steps[-1].reward_margin)}")
     rates = steps.known("tokens_per_second")
     if rates and math.isfinite(rate := median(rates)):
         add("Tokens/s", number(float(round(rate))), f"median, {number(steps[-1].tokens)} tokens in all")

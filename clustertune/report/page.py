@@ -264,8 +264,13 @@ def training_plots(
         scaled = [None if value is None else value * factor for value in values]
         return plots.Line("eval", at, scaled, plots.SECOND, marked=True)
 
+    pairs = bool(metrics.steps.known("reward_margin"))
+    rewards = [train("train", "reward_accuracy", 100), evaluated("eval_reward_accuracy", 100)]
+    margins = [train("train", "reward_margin"), evaluated("eval_reward_margin")]
     wanted: list[tuple[str, list[plots.Line], str, bool]] = [
-        ("Loss", [train("train", "loss"), evaluated("eval_loss")], "nats per token", False),
+        ("Loss", [train("train", "loss"), evaluated("eval_loss")], f"nats per {'pair' if pairs else 'token'}", False),
+        ("Reward accuracy", rewards, "% of the pairs", False),
+        ("Reward margin", margins, "chosen less rejected", False),
         ("Token accuracy", [train("train", "token_accuracy", 100), evaluated("eval_token_accuracy", 100)], "%", False),
         ("Throughput", [train("tokens/s", "tokens_per_second")], "tokens/s over all ranks", True),
         ("MFU", [train("MFU", "mfu", 100)], "% of the GPUs' peak", True),

@@ -180,14 +180,13 @@ class Rehearsal:
     def training(self) -> str:
         """The trainer's arguments."""
         from peft import LoraConfig
-        from trl import SFTConfig
 
         from clustertune.training import build
 
         build.check_packages(self.resolved.train_args)
         fitted = build.fit_to_device(self.resolved.train_args, cuda=False).values
         values = {key: value for key, value in fitted.items() if key != "pad_token"}
-        SFTConfig(output_dir=str(self._scratch / "run"), **values)
+        build.configuration(self.resolved)(output_dir=str(self._scratch / "run"), **values)
         if self.resolved.recipe.lora is not None:
             LoraConfig(**self.resolved.recipe.lora)
         return f"{len(values)} arguments"

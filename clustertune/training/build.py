@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config import kernels, quantization
+from clustertune.config.resolved import Resolved
 from clustertune.errors import Problem, UserError
 
 _PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "fbgemm_fp8": "fbgemm_gpu", "gptq": "gptqmodel"}
@@ -56,6 +57,13 @@ def fit_to_device(train_args: Mapping[str, Any], *, cuda: bool) -> TrainArgument
             values[key] = {name: value for name, value in given.items() if name != "offload"}
             notes.append(f"{key}.offload off: activations are in host memory already")
     return TrainArguments(values, notes)
+
+
+def configuration(resolved: Resolved) -> Any:
+    """TRL's class of training arguments that a recipe names."""
+    import trl
+
+    return trl.DPOConfig if resolved.is_dpo else trl.SFTConfig
 
 
 _OLDER = {

@@ -3,33 +3,38 @@
 transformers 5.23 takes the mean of the batches' means over ranks, and cuts the last, padded batch by counting ranks as rows:
 under tp or cp, whose ranks share their rows, full batches then weigh more than the last one. Here the split is filled with
 rows without labels until it divides, and each rank sums what its labels cost: whatever is counted twice is so in both sums.
+Of preferences the same is done with pairs for tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
 import torch
 import torch.distributed as dist
-from trl import SFTTrainer
 
 IGNORED_LABEL = -100
 """What a label is where no loss is taken."""
-PER_BATCH = ("mean_token_accuracy", "entropy", "aux_loss")
-"""What TRL keeps a value of for each batch, over all ranks; it takes their mean, whatever the batches hold."""
+Base: Any = object
+"""What stands in for one of TRL's trainers, which :mod:`clustertune.training.trainer` puts behind the classes made of it."""
 
 
 def filled(rows: Any, multiple: int) -> Any:
-    """The rows with as many behind them as divide by ``multiple``: copies of the first one, without a label.
+    """The rows with as many behind them as divide by ``multiple``: copies of the first one, without a label or an answer.
 
     accelerate 1.15 would repeat the first rows, labels and all. What is no ``datasets.Dataset`` with labels is left alone.
     """
     lacking = -len(rows) % multiple if isinstance(rows, datasets.Dataset) else 0
-    if not lacking or "labels" not in (first := rows[0]):
+    first = rows[0] if lacking else {}
+    if "labels" in first:
+        blank = {**first, "labels": [IGNORED_LABEL] * len(first["labels"])}
+    elif "chosen_ids" in first:
+        blank = {**first, "chosen_ids": [], "rejected_ids": []}
+    else:
         return rows
-    blank = {**first, "labels": [IGNORED_LABEL] * len(first["labels"])}
     return torch.utils.data.ConcatDataset([rows, [blank] * lacking])
 
 
@@ -40,8 +45,8 @@ def labels_of(inputs: Mapping[str, Any]) -> torch.Tensor:
     return count
 
 
-class TokenMeanTrainer(SFTTrainer):  # type: ignore[misc]
-    """TRL's trainer; its ``eval_loss``, token accuracy and entropy are means over tokens, the same on all ranks."""
+class TokenMeans(Base):  # type: ignore[misc]
+    """A trainer whose ``eval_loss``, token accuracy and entropy are means over tokens, the same on all ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._batches: list[torch.Tensor] = []
@@ -50,6 +55,11 @@ class TokenMeanTrainer(SFTTrainer):  # type: ignore[misc]
     def my_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What this rank computes of a batch that it is given."""
         return inputs
+
+    def weighed(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], torch.Tensor]:
+        """What this rank evaluates of a batch, and how much of it the mean is taken over."""
+        inputs = self.my_inputs(inputs)
+        return inputs, labels_of(inputs)
 
     @property
     def _rows_at_a_time(self) -> int:
@@ -67,8 +77,7 @@ class TokenMeanTrainer(SFTTrainer):  # type: ignore[misc]
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:  # noqa: ARG002
         """Keeps the sum of this rank's part of the batch, and gives the Trainer nothing to gather."""
-        inputs = self.my_inputs(self._prepare_inputs(inputs))
-        count = labels_of(inputs)
+        inputs, count = self.weighed(self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             mean = self.compute_loss(model, inputs).detach().double()
         # Without a label the mean is 0 or, with label smoothing, no number.
@@ -76,18 +85,43 @@ class TokenMeanTrainer(SFTTrainer):  # type: ignore[misc]
         return None, None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As the Trainer's, with the loss over all tokens; no number where there is no label at all."""
+        """As the Trainer's, with the loss, and what TRL keeps of each batch, over all tokens; no number without any."""
         self._batches = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self._batches:
             return output
-        sums = torch.stack(self._batches)
+        kept = {key: values for key, values in self._metrics["eval"].items() if len(values) == len(self._batches)}
+        each = torch.stack(self._batches)
+        shares = [(torch.tensor(values).to(each) * each[:, 1]).sum() for values in kept.values()]
+        sums = torch.stack([*each.sum(0), *shares])
         if dist.is_initialized():
             dist.all_reduce(sums)
-        loss, count = sums.sum(0).tolist()
+        loss, count, *shares = sums.tolist()
         output.metrics[f"{metric_key_prefix}_loss"] = loss / count if count else float("nan")
-        weights = sums[:, 1].tolist()
-        for values in (self._metrics["eval"].get(key, ()) for key in PER_BATCH):
-            if count and len(values) == len(weights):
-                values[:] = [sum(value * weight for value, weight in zip(values, weights, strict=True)) / count]
+        for values, share in zip(kept.values(), shares, strict=True):
+            values[:] = [share / count] if count else values
         return output
+
+
+class PairMeans(TokenMeans):
+    """A trainer whose evaluation takes its means over pairs of answers."""
+
+    def weighed(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], torch.Tensor]:
+        """Without the pairs that only fill the split, where there are others."""
+        real = inputs["completion_mask"].chunk(2)[0].any(dim=1)
+        kept = torch.cat([real, real]) if real.any() else slice(None)
+        return {name: values[kept] for name, values in inputs.items()}, real.sum()
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with _alone(self.accelerator):
+            return super().prediction_step(*args, **kwargs)
+
+
+@contextmanager
+def _alone(accelerator: Any) -> Iterator[None]:
+    """Have TRL's metrics say what this rank computed: the ranks leave out different numbers of pairs."""
+    accelerator.gather = accelerator.gather_for_metrics = lambda values, *_, **__: values
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics

@@ -11,7 +11,6 @@ from typing import Any, TextIO
 import torch.distributed as dist
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback, set_seed
-from trl import SFTConfig
 
 from clustertune import manifest, secrets
 from clustertune.config.architecture import scale_down
@@ -29,7 +28,7 @@ from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
 from clustertune.training.startup import Startup, StartupWatch
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import NothingLeft, Saved, Store, Trainer
+from clustertune.training.trainer import NothingLeft, PreferenceTrainer, RankTrainer, Saved, Store, Trainer
 from clustertune.training.watch import Watch
 
 NEVER = 10**9
@@ -43,7 +42,7 @@ class _BeforeFirstStep(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, session: Session, report: Callable[[Mapping[str, Any]], None]) -> None:
         self._session, self._report = session, report
-        self.trainer: Trainer | None = None
+        self.trainer: RankTrainer | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         assert self.trainer is not None
@@ -87,7 +86,8 @@ class Session:
     run_path: Path
     resolved: Resolved
     attempt: Attempt
-    args: SFTConfig
+    args: Any
+    """TRL's, of :func:`build.configuration`."""
     group: Group
     notes: list[str]
     facts: dict[str, Any]
@@ -110,12 +110,13 @@ class Session:
         fitted = build.fit_to_device(resolved.train_args, cuda=torch.cuda.is_available())
         # TRL 1.16 deprecates its own pad_token: the tokenizer carries it.
         values = {key: value for key, value in fitted.values.items() if key != "pad_token"}
-        values |= sequences.TRAINER
+        kind = build.configuration(resolved)
+        values |= sequences.PAIRS if resolved.is_dpo else sequences.TRAINER
         if resolved.recipe.save is not None:
             values["save_steps"] = NEVER  # but at the end: the trainer asks the section
         if values.get("padding_free") and not values.get("packing"):
             values["max_length"] = None  # TRL asks for it: the rows are cut already
-        args = SFTConfig(output_dir=str(run_path), **build.spelt(values, SFTConfig.__dataclass_fields__))
+        args = kind(output_dir=str(run_path), **build.spelt(values, kind.__dataclass_fields__))
         notes += deepspeed.fit_to_cpu(args)
         group = Group()
         check_world(group, resolved.world_size, attempt.plan)
@@ -146,7 +147,7 @@ class Session:
         describe: Callable[[Path], None],
         report: Callable[[Mapping[str, Any]], None],
         keys: Mapping[str, str],
-    ) -> Trainer:
+    ) -> RankTrainer:
         """TRL's trainer on the prepared tokens, with tokenizer, LoRA and callbacks.
 
         ``keys``: the user's tokens by the names of their variables. W&B starts a process, which would inherit them all.
@@ -163,7 +164,7 @@ class Session:
         data: Path,
         describe: Callable[[Path], None],
         report: Callable[[Mapping[str, Any]], None],
-    ) -> Trainer:
+    ) -> RankTrainer:
         recipe = self.resolved.recipe
         with self.startup.part("digests"):
             self._compare(base_model.folder(*source), data)
@@ -185,7 +186,7 @@ class Session:
         loading = Loading(self.resolved.distribution, self.startup, self.group).install()
         self.startup.begin("model")
         set_seed(self.args.seed)  # TRL 1.2.0, of the reference's stack, draws LoRA's matrices without
-        trainer = Trainer(
+        trainer = (PreferenceTrainer if self.resolved.is_dpo else Trainer)(
             model=source[0],
             args=self.args,
             train_dataset=train,
@@ -204,7 +205,7 @@ class Session:
         )
         sharding.set_precision(trainer.accelerator, self.resolved.distribution.reduce_dtype)
         self.startup.end()
-        self.notes += loading.notes
+        self.notes += dict.fromkeys(loading.notes)  # a reference model's are the same
         tracker.guard(trainer.callback_handler.callbacks, self.tell)
         trainer.remove_callback(PrinterCallback)  # its dicts say what the console's lines say
         before.trainer = trainer
@@ -243,10 +244,11 @@ class Session:
     def _startup_watch(self) -> StartupWatch:
         return StartupWatch(self.startup, self.group.gather, self.log.write if self.log else None, self.tell)
 
-    def _look_at(self, trainer: Trainer, tokenizer: Any) -> None:
+    def _look_at(self, trainer: RankTrainer, tokenizer: Any) -> None:
         """Facts of the run that are checked or reported before the first step."""
         sample = trainer.train_dataset.select(range(min(LABEL_SAMPLE, len(trainer.train_dataset))))
-        check_labels(sample, {tokenizer.eos_token_id})
+        rows = ({"input_ids": row["chosen_ids"]} for row in sample) if self.resolved.is_dpo else sample
+        check_labels(rows, {tokenizer.eos_token_id})
         trainable = sum(deepspeed.elements(p) for p in trainer.model.parameters() if p.requires_grad)
         total = sum(deepspeed.elements(p) for p in trainer.model.parameters())
         attention = attention_of(self.args.to_dict())
@@ -255,7 +257,7 @@ class Session:
         expected = self.resolved.recipe.expect.trainable_parameters
         if expected not in (None, trainable) and not self.resolved.tiny:
             self.notes.append(f"{trainable:,} trainable parameters, the recipe expects {expected:,}")
-        if self.args.packing:
+        if getattr(self.args, "packing", False):
             isolated = packing.is_isolated(scale_down(self.resolved.architecture), attention)
             self.facts["packing"] = {"isolated": isolated, "attention": attention}
             if not isolated:
@@ -293,7 +295,7 @@ class Session:
             name = str(path.relative_to(self.run_path))
             self.log.write("checkpoint", step=int(path.name.split("-")[1].split(".")[0]), path=name, status="removed")
 
-    def run(self, trainer: Trainer, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
+    def run(self, trainer: RankTrainer, latest: tuple[Path, Mapping[str, Any]] | None) -> ExitCode:
         """Train from the beginning or from ``latest``; say how it ended."""
         checkpoint, meta = latest if latest else (None, {})
         start = int(meta.get("step", 0))
@@ -338,7 +340,7 @@ class Session:
             dist.destroy_process_group()
         return code
 
-    def _train(self, trainer: Trainer, checkpoint: Path | None) -> None:
+    def _train(self, trainer: RankTrainer, checkpoint: Path | None) -> None:
         """Take the steps that are left; make up the last evaluation where only that is."""
         if trainer.agree():  # asked while the model was loaded: there is nothing new to save
             return

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with what it lacks: checkpoints through a store, a stop before a bad optimizer step, an agreed stop."""
+"""TRL's trainers with what they lack: checkpoints through a store, a stop before a bad optimizer step, an agreed stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,12 +17,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from accelerate import accelerator
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer import dpo_trainer
 
 from clustertune.checkpoint import restricted
 from clustertune.checkpoint.cadence import Cadence
@@ -33,7 +36,7 @@ from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
 from clustertune.training.deepspeed import Hashed
-from clustertune.training.evaluation import TokenMeanTrainer
+from clustertune.training.evaluation import Base, PairMeans, TokenMeans
 from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
@@ -44,7 +47,7 @@ def _as_they_are(*args: Any) -> tuple[Any, ...]:
     return args
 
 
-class MeshTrainer(TokenMeanTrainer):
+class MeshTrainer(Base):  # type: ignore[misc]
     """TRL's trainer on every axis of accelerate's mesh: a model split over tp, sequences split over cp.
 
     accelerate 1.15 makes the mesh, gives the ranks of one tp or cp group the same batch and shards over the rest. The two
@@ -234,8 +237,8 @@ def untouched_random_state() -> Any:
         np.random.set_state(numpy)
 
 
-class Trainer(ZeroTrainer):
-    """One rank's trainer. ``fence`` raises UserError where another attempt has taken over; rank 0 asks it at each step."""
+class RankTrainer(ZeroTrainer):
+    """What a rank's trainers share. ``fence`` raises UserError where another attempt has taken over; rank 0 asks each step."""
 
     _writer: StateWriter | None = None
     _saving: _Saving | None = None
@@ -688,6 +691,49 @@ class Trainer(ZeroTrainer):
     @property
     def _is_fsdp1(self) -> bool:
         return self.is_fsdp_enabled and not self.accelerator.is_fsdp2
+
+
+class Trainer(RankTrainer, TokenMeans, SFTTrainer):  # type: ignore[misc]
+    """One rank's trainer of conversations and text."""
+
+
+class PreferenceTrainer(RankTrainer, PairMeans, DPOTrainer):  # type: ignore[misc]
+    """One rank's trainer of pairs of answers, against the model before training: the base under an adapter, or a second one."""
+
+    ref_model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # TRL shards the reference as one unit, gathered whole in each step, and before its precision is set.
+        with _replaced(dpo_trainer, "prepare_fsdp", lambda model, _: model):
+            super().__init__(*args, **kwargs)
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:  # noqa: ARG002
+        """Rows are made: clustertune/data/sequences.py."""
+        return dataset
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_fsdp_enabled and self.ref_model is not None:
+            with self.startup.part("sharding"):
+                frozen = self.ref_model.requires_grad_(requires_grad=False).eval()
+                self.ref_model = accelerator.fsdp2_prepare_model(self.accelerator, frozen)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, which switches recomputation off and on again around the reference, of all layers and with the plain
+        function: the share of layers and what they keep would be lost. Without gradients nothing is kept for backward anyway.
+        """
+        with _replaced(dpo_trainer, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext()):
+            return super().compute_loss(*args, **kwargs)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def state_parts(model: Any, optimizer: Any) -> list[torch.Tensor]:

@@ -10,10 +10,13 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from clustertune.training.events import EventLog, TrainingConsole
-from clustertune.training.trainer import Trainer
+from clustertune.training.trainer import RankTrainer
 
 MEASURED = ("mfu", "hfu", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "padding", "imbalance")
 """Of :meth:`clustertune.training.figures.Figures.take`, in ``metrics.jsonl``."""
+REWARDS = {f"reward_{name}": f"rewards/{key}" for name, key in
+           {"accuracy": "accuracies", "margin": "margins", "chosen": "chosen", "rejected": "rejected"}.items()}  # fmt: skip
+"""What TRL says of pairs of answers, by its name in ``metrics.jsonl``; in an evaluation's event behind ``eval_``."""
 
 
 def peak_memory_bytes() -> int:
@@ -27,13 +30,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     """``log`` and ``console`` are None on ranks other than 0."""
 
     def __init__(self, log: EventLog | None, console: TrainingConsole | None) -> None:
-        self.trainer: Trainer | None = None
+        self.trainer: RankTrainer | None = None
         self._log, self._console = log, console
         self._began = time.perf_counter()
         self._seconds, self._steps = 0.0, 0
         self._tokens = 0.0
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer: RankTrainer) -> None:
         """Tell the callback its trainer; it also sets where the token count starts after a resume."""
         self.trainer = trainer
         self._tokens = trainer._total_train_tokens
@@ -88,16 +91,19 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._write_step(state, logs)
         elif "eval_loss" in logs:
             accuracy = logs.get("eval_mean_token_accuracy")
+            rewards = {f"eval_{name}": logs[key] for name, own in REWARDS.items() if (key := f"eval_{own}") in logs}
             self._log.write(
                 "eval",
                 step=state.global_step,
                 eval_loss=logs["eval_loss"],
                 eval_token_accuracy=accuracy,
+                **rewards,
                 seconds=logs.get("eval_runtime"),
             )
             if self._console:
+                what, share = ("reward", rewards["eval_reward_accuracy"]) if rewards else ("token", accuracy or 0)
                 self._console.say(
-                    f"eval at step {state.global_step}  loss {logs['eval_loss']:.4f}  token accuracy {accuracy or 0:.3f}"
+                    f"eval at step {state.global_step}  loss {logs['eval_loss']:.4f}  {what} accuracy {share:.3f}"
                 )
 
     def _figures(self) -> dict[str, Any]:
@@ -127,6 +133,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             seconds=round(self._seconds / steps, 6),
             tokens_per_second=round(rate, 3),
             memory_bytes=self.trainer.peak_memory_bytes,
+            **{name: logs[key] for name, key in REWARDS.items() if key in logs},
             **{name: logs[name] for name in MEASURED if name in logs},
             **({"stragglers": stragglers} if stragglers else {}),
         )

@@ -150,7 +150,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Callable[[flo
     ),
     "whole logits": (
         {"tiled_loss": True},
-        {"fused_loss": False, "whole_forward": True},
+        {"fused_loss": False, "second_forward": "metrics"},
         {
             "logits": lambda b, a: b == TOKENS * 32768 * 2 and a == TOKENS * VOCABULARY * 12,
             "seconds": lambda b, a: a > b,
@@ -181,9 +181,9 @@ SAVE = "activation_checkpointing.save=[attention,matmul]"
         ([OFF, "train.activation_checkpointing_kwargs={selective: true}"], {"checkpointed": 1.0, "save": ("attention",)}),
         ([], {"checkpointed": 1.0, "save": ()}),
         (["train.use_liger_kernel=true"], {"liger": True}),
-        (["train.label_smoothing_factor=0.1"], {"fused_loss": False, "tiled_loss": False, "whole_forward": True}),
-        (["train.label_smoothing_factor=0.1", "train.loss_type=dft"], {"fused_loss": True, "whole_forward": False}),
-        ([], {"fused_loss": True, "tiled_loss": True, "whole_forward": False, "liger": False}),
+        (["train.label_smoothing_factor=0.1"], {"fused_loss": False, "tiled_loss": False, "second_forward": "metrics"}),
+        (["train.label_smoothing_factor=0.1", "train.loss_type=dft"], {"fused_loss": True, "second_forward": ""}),
+        ([], {"fused_loss": True, "tiled_loss": True, "second_forward": "", "liger": False}),
     ],
 )
 def test_what_a_recipe_says_is_what_is_planned(words: list[str], wanted: dict[str, Any]) -> None:

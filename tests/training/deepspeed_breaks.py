@@ -11,7 +11,7 @@ def infinite_loss() -> None:
     """A loss that is not finite with gradients that are, and a file with the steps taken: adding changes no gradient."""
     from clustertune.training import trainer
 
-    compute, refuse = trainer.MeshTrainer.compute_loss, trainer.Trainer._raise_non_finite
+    compute, refuse = trainer.Trainer.compute_loss, trainer.Trainer._raise_non_finite
 
     def bad(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
@@ -22,7 +22,7 @@ def infinite_loss() -> None:
         Path(self.args.output_dir, f"steps-{os.environ['RANK']}").write_text(str(self.engine.global_steps))
         refuse(self, *args, **kwargs)
 
-    trainer.MeshTrainer.compute_loss = bad
+    trainer.Trainer.compute_loss = bad
     trainer.Trainer._raise_non_finite = told  # type: ignore[method-assign]
 
 

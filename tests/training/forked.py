@@ -116,7 +116,7 @@ def _nan_loss() -> None:
 
     from clustertune.training import trainer
 
-    compute = trainer.MeshTrainer.compute_loss
+    compute = trainer.Trainer.compute_loss
     calls = []
 
     def bad(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def _nan_loss() -> None:
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
         return loss * float("nan") if last and self.model.training and self.state.global_step == 1 else loss
 
-    trainer.MeshTrainer.compute_loss = bad
+    trainer.Trainer.compute_loss = bad
 
 
 def _signal_rank_1(number: signal.Signals, step: int) -> None:
@@ -133,14 +133,14 @@ def _signal_rank_1(number: signal.Signals, step: int) -> None:
 
     from clustertune.training import trainer
 
-    compute = trainer.MeshTrainer.compute_loss
+    step_of = trainer.RankTrainer.training_step
 
     def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.environ["RANK"] == "1" and self.model.training and self.state.global_step == step:
+        if os.environ["RANK"] == "1" and self.state.global_step == step:
             os.kill(os.getpid(), number)
-        return compute(self, *args, **kwargs)
+        return step_of(self, *args, **kwargs)
 
-    trainer.MeshTrainer.compute_loss = signalled
+    trainer.RankTrainer.training_step = signalled
 
 
 BREAKS: dict[str, Callable[[], None]] = {

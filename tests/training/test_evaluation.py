@@ -27,10 +27,13 @@ def make_trainer(folder: Path, **values: Any) -> Any:
     """The trainer on a model of one layer, in evaluation."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import SFTConfig
+    from trl import SFTConfig, SFTTrainer
 
-    from clustertune.training.evaluation import TokenMeanTrainer
+    from clustertune.training.evaluation import TokenMeans
     from tests.plan.tracked import make_tokenizer
+
+    class Trainer(TokenMeans, SFTTrainer):
+        pass
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -39,7 +42,7 @@ def make_trainer(folder: Path, **values: Any) -> Any:
     )  # fmt: skip
     asked = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
     rows = make_rows()
-    return TokenMeanTrainer(
+    return Trainer(
         model=AutoModelForCausalLM.from_config(config), args=SFTConfig(output_dir=str(folder), **asked, **values),
         train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(),
     )  # fmt: skip
@@ -110,10 +113,10 @@ def test_the_split_is_filled_for_the_ranks_that_share_it_out(
     """Those of one tp or cp group have the same rows: five, two at a time, and nothing is added for one process."""
     from trl import SFTTrainer
 
-    from clustertune.training.evaluation import TokenMeanTrainer
+    from clustertune.training.trainer import Trainer
 
     monkeypatch.setattr(SFTTrainer, "get_eval_dataloader", lambda _, found: found)
-    trainer: Any = object.__new__(TokenMeanTrainer)
+    trainer: Any = object.__new__(Trainer)
     mesh = SimpleNamespace(tp_size=sizes[0], cp_size=sizes[1]) if sizes else None
     trainer.accelerator = SimpleNamespace(num_processes=ranks, parallelism_config=mesh)
     trainer.args, trainer.eval_dataset = SimpleNamespace(eval_batch_size=2), make_rows()

@@ -20,10 +20,11 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.plan import check_fence
 from clustertune.process import stop_signals
 from clustertune.training import deepspeed
+from clustertune.training.evaluation import TokenMeans
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import MeshTrainer, NothingLeft, TimedTrainer, Trainer, state_parts
+from clustertune.training.trainer import NothingLeft, TimedTrainer, Trainer, state_parts
 
 
 class Ranks:
@@ -54,7 +55,7 @@ def make(monkeypatch: pytest.MonkeyPatch, fence: Any = lambda: None, step: int =
         return metrics
 
     monkeypatch.setattr(SFTTrainer, "evaluate", evaluate)
-    monkeypatch.setattr(MeshTrainer, "prediction_step", lambda self: None)
+    monkeypatch.setattr(TokenMeans, "prediction_step", lambda self: None)
     return made
 
 
@@ -91,7 +92,7 @@ def test_a_step_that_is_not_finite_anywhere_is_not_taken(
     """A gradient or a loss, of this rank or of another one: the weights stay as they are, and nothing starts the run again."""
     trainer = make(monkeypatch)
     trainer.group, trainer._bad_loss = Ranks(others=others), loss
-    monkeypatch.setattr(MeshTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(norm))
+    monkeypatch.setattr(SFTTrainer, "_get_grad_norm", lambda *_, **__: torch.tensor(norm))
     if not stops:
         assert float(trainer._get_grad_norm(trainer.model)) == norm
         return

@@ -1,0 +1,205 @@
+"""Preferences: the same losses as TRL's own trainer, and the same run after a kill, on every distribution that is carried."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.adapter.whole import export_either
+from clustertune.chain import open_run
+from clustertune.checkpoint.store import newest_whole
+from clustertune.config.resolve import resolve
+from clustertune.data import tokens
+from clustertune.data.tokenizer import load_tokenizer
+from clustertune.manifest import read_manifest
+from tests.command import REPO, events, run
+from tests.conftest import once
+from tests.training.benches import said
+from tests.training.forked import FSDP2, Forge
+
+pytestmark = pytest.mark.timeout(900)
+
+ALONE: dict[str, Any] = {"distributed_type": "NO"}
+DDP: dict[str, Any] = {"distributed_type": "MULTI_GPU"}
+SLICED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "fsdp_cpu_ram_efficient_loading": True}}
+"""Each rank reads its own rows, of the reference too."""
+SAME = [
+    "train.max_steps=4", "train.save_steps=2", "train.eval_steps=4", "train.max_length=96", "train.eval_on_start=false",
+    "train.report_to=none", "train.warmup_steps=0", "data.eval_fraction=0.08", "train.per_device_eval_batch_size=2",
+    "train.per_device_train_batch_size=1", "train.global_batch_size=4",
+]  # fmt: skip
+"""Seven pairs are evaluated, four in a step of two ranks: the last batch is not full, and not the same on both."""
+FULL = ["lora=null", "train.learning_rate=1e-4"]
+EXACT = ["train.disable_dropout=true"]
+HALF = ["train.bf16=true"]
+NAMES = {"loss": "loss", "grad_norm": "grad_norm", "reward_accuracy": "rewards/accuracies", "reward_margin": "rewards/margins"}
+
+
+def job(*values: Any, id: str) -> Any:
+    """A case that is left to ``make test-jobs``."""
+    return pytest.param(*values, id=id, marks=pytest.mark.jobs)
+
+
+class Bench:
+    """Runs of the tiny recipe under any distribution."""
+
+    def __init__(self, forge: Forge, recipe: Path, prepared: Path, folder: Path) -> None:
+        self.forge, self.recipe, self.prepared, self.folder = forge, recipe, prepared, folder
+
+    def make(self, ranks: int, accelerate: Mapping[str, Any], *more: str) -> Path:
+        """A run folder whose next stage is the training."""
+        (self.recipe / "other.yaml").write_text(json.dumps(accelerate))
+        resolved = resolve(self.recipe, [*SAME, "accelerate=other.yaml", *more], ranks=ranks)
+        path = self.folder / f"run-{len(list(self.folder.iterdir()))}"
+        made = open_run(resolved, path, ["test"])
+        made.write_own_files(resolved)
+        shutil.copyfile(made.accelerate_file, path / "given.yaml")
+        for part in ("data", "model"):
+            shutil.copytree(self.prepared / part, path / part)
+        args = resolved.train_args
+        tokens.make(path / "data", load_tokenizer(str(base_of(path)), None, resolved.chat_template, args), args)
+        return path
+
+    def train(self, ranks: int, accelerate: Mapping[str, Any], *more: str, kill: bool = False) -> Path:
+        path = self.make(ranks, accelerate, *more)
+        if kill:
+            codes = self.forge.run(path, ranks, breaks="killed", accelerate=str(path / "given.yaml"))
+            assert -9 in codes and 0 not in codes, said(path)
+        assert self.forge.run(path, ranks, attempt=2) == [0] * ranks, said(path)
+        return path
+
+
+def base_of(path: Path) -> Path:
+    return next((path / "model").iterdir())
+
+
+@pytest.fixture(scope="session")
+def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    def make(folder: Path) -> None:
+        done = run("run", "recipes/tiny-dpo", "--run-dir", folder / "run", "--to", "prepare", *SAME)
+        assert done.code == 0, done.err
+
+    prepared = once(tmp_path_factory, "preferences", make) / "run"
+    recipes = tmp_path_factory.mktemp("recipes")
+    for name in ("_base", "tiny-oasst2", "tiny-dpo"):  # the second describes the model
+        shutil.copytree(REPO / "recipes" / name, recipes / name)
+    return Bench(forge, recipes / "tiny-dpo", prepared, tmp_path_factory.mktemp("runs"))
+
+
+def trl(path: Path, folder: Path) -> tuple[list[list[float]], dict[str, float]]:
+    """TRL's own trainer on the conversations of a run, in this process: figures of each step, and of the evaluation."""
+    import datasets
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from clustertune.training.build import fit_to_device
+
+    torch.set_num_threads(1)
+    recipe = json.loads((path / "run.json").read_bytes())["recipe"]
+    rows = {split: datasets.Dataset.from_json(str(path / "data" / f"{split}.jsonl")) for split in ("train", "eval")}
+    values = fit_to_device(recipe["train_args"], cuda=False).values | {"save_strategy": "no"}
+    trainer = DPOTrainer(
+        model=str(base_of(path)),
+        args=DPOConfig(output_dir=str(folder), **values),
+        train_dataset=rows["train"].remove_columns("source"),
+        eval_dataset=rows["eval"].remove_columns("source"),
+        processing_class=AutoTokenizer.from_pretrained(base_of(path)),
+        peft_config=LoraConfig(**recipe["recipe"]["lora"]) if recipe["recipe"]["lora"] else None,
+    )
+    trainer.train()
+    logs = trainer.state.log_history
+    (evaluated,) = (log for log in logs if "eval_loss" in log)
+    return [[log[key] for key in NAMES.values()] for log in logs if "loss" in log], evaluated
+
+
+def curve(path: Path) -> list[list[float]]:
+    return [[event[key] for key in NAMES] for event in events(path, "step")]
+
+
+def digests(path: Path) -> Any:
+    newest, broken = newest_whole(path / "checkpoints")
+    assert newest is not None and not broken
+    return read_manifest(newest.path).meta["state_digests"]
+
+
+@pytest.mark.parametrize("more", [pytest.param(EXACT, id="lora"), job(FULL, id="full")])
+def test_one_process_computes_what_trl_computes(more: list[str], bench: Bench, tmp_path: Path) -> None:
+    """The same rows, truncated ones among them, in the same order; float32."""
+    path = bench.train(1, ALONE, *more, "train.per_device_train_batch_size=2", "train.per_device_eval_batch_size=7")
+    steps, evaluated = trl(path, tmp_path)
+    assert len(steps) == 4
+    for ours, theirs in zip(curve(path), steps, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    (found,) = events(path, "eval")
+    assert found["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-6)
+    assert found["eval_reward_margin"] == pytest.approx(evaluated["eval_rewards/margins"], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "more"),
+    [
+        job(DDP, EXACT, id="ddp-lora"),
+        job(DDP, FULL, id="ddp-full"),
+        job(SLICED, EXACT, id="fsdp2-lora"),
+        pytest.param(SLICED, FULL, id="fsdp2-full"),
+        job(FSDP2, FULL, id="fsdp2-full-read-whole"),
+    ],
+)
+def test_two_ranks_compute_what_one_does(accelerate: dict[str, Any], more: list[str], bench: Bench) -> None:
+    """The evaluation too, of which each pair counts once though the ranks have different numbers of them."""
+    one, two = bench.train(1, ALONE, *more), bench.train(2, accelerate, *more)
+    for ours, alone in zip(curve(two), curve(one), strict=True):
+        assert ours == pytest.approx(alone, rel=2e-4, abs=2e-6)
+    names = ("eval_loss", "eval_reward_accuracy", "eval_reward_margin", "eval_token_accuracy")
+    (alone,), (ours,) = (events(path, "eval") for path in (one, two))
+    assert [ours[name] for name in names] == pytest.approx([alone[name] for name in names], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "more"),
+    [
+        pytest.param(SLICED, [*HALF, "lora.lora_dropout=0.1", "activation_checkpointing.ratio=0.5"], id="fsdp2-lora-dropout"),
+        job(SLICED, [*FULL, *HALF], id="fsdp2-full"),
+        job(DDP, [], id="ddp-lora"),
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(accelerate: dict[str, Any], more: list[str], bench: Bench) -> None:
+    """The reference is the base again, though the policy has left it: another one would give another loss."""
+    more = [*more, "train.save_steps=1"]  # that of the step before is whole by then
+    whole, killed = bench.train(2, accelerate, *more), bench.train(2, accelerate, *more, kill=True)
+    assert [event["step"] > 0 for event in events(killed, "start")] == [False, True]
+    assert digests(killed) == digests(whole)
+    names = ("eval_loss", "eval_reward_margin")
+    assert [events(killed, "eval")[-1][n] for n in names] == [events(whole, "eval")[-1][n] for n in names]
+    assert curve(whole)[0][0] == pytest.approx(0.693147, abs=1e-5) and curve(whole)[-1][0] != curve(whole)[0][0]
+    assert Path(export_either(killed)["out"]).is_dir()
+
+
+def count_layers() -> None:
+    """Have the first step write how many layers are recomputed behind it."""
+    from clustertune.training import recompute
+    from clustertune.training.trainer import RankTrainer
+
+    step = RankTrainer.training_step
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = step(self, *args, **kwargs)
+        Path(self.args.output_dir, "layers").write_text(str(recompute.inspect(self.model)))
+        return loss
+
+    RankTrainer.training_step = counted  # type: ignore[method-assign]
+
+
+def test_the_reference_leaves_recomputation_as_it_is(bench: Bench) -> None:
+    """TRL switches it off for the reference, and then on for all layers: the plan's half would be more work."""
+    path = bench.make(1, ALONE, "activation_checkpointing.ratio=0.5", "train.max_steps=1")
+    wrapped = {"breaks": f"{__name__}:count_layers", "accelerate": str(path / "given.yaml")}
+    assert bench.forge.run(path, 1, **wrapped) == [0], said(path)
+    assert (path / "layers").read_text() == "2 of 4"
