@@ -150,6 +150,8 @@ def _from_the_hub(name: str) -> Path:
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, CONFIG), timeout=5)
         return Path(huggingface_hub.hf_hub_download(name, CONFIG))
     except Exception as error:  # the exceptions of the Hub's clients have no common base
+        if isinstance(found := huggingface_hub.try_to_load_from_cache(name, CONFIG), str):
+            return Path(found)
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         near = did_you_mean(name, known_models())
         fix = f"{near + ' or ' if near else ''}give its {CONFIG} as --model FILE; known: {', '.join(known_models())}"
