@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from clustertune import secrets
-from clustertune.checkpoint.cadence import Cadence, seconds_between_ends
+from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.config.resolved import Resolved
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
@@ -28,6 +28,7 @@ from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
 from clustertune.launch.plan import PLAN, Plan, check_fence
 from clustertune.monitor.nvml import gpu_names
+from clustertune.plan.saves import seconds_between_ends
 from clustertune.process import die_with_parent
 from clustertune.report import cost
 from clustertune.rundir import RunDir

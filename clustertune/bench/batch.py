@@ -13,10 +13,10 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_folder
 from clustertune.config.megatron import require_startable
 from clustertune.config.resolved import Resolved
+from clustertune.config.schema import parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
 from clustertune.launch.shape import Shape, resolve_on, train_shape
-from clustertune.launch.slurm import parse_minutes
 from clustertune.tree import ROOT
 
 SCRIPT = ROOT / "launch" / "bench.sbatch"

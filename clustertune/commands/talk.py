@@ -162,11 +162,11 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     import json
 
     from clustertune.config.cluster import argument, load_cluster
+    from clustertune.config.schema import parse_minutes
     from clustertune.evaluate.servers import weight_bytes
     from clustertune.launch import batch, places, step
     from clustertune.launch.serving import ModelSize, serving
     from clustertune.launch.shape import Shape, place_of, usable_gpu_bytes
-    from clustertune.launch.slurm import parse_minutes
 
     machine = load_cluster(cluster)
     size = ModelSize.of(json.loads((folder / "config.json").read_bytes()), weight_bytes(folder))

@@ -40,6 +40,26 @@ def check_time(value: str) -> str:
     return value
 
 
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+def parse_minutes(text: str) -> float | None:
+    """Minutes of Slurm's forms of a time; None for ``UNLIMITED`` and what is no time.
+
+    ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S`` (sbatch(1), --time).
+    """
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        return None
+    parts = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return int(match["days"]) * 1440 + hours * 60 + minutes + seconds / 60
+    if len(parts) == 3:
+        return parts[0] * 60 + parts[1] + parts[2] / 60
+    return parts[0] + (parts[1] / 60 if len(parts) == 2 else 0)
+
+
 Number = Annotated[float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False)]
 Score = Annotated[Number, Field(ge=0, le=1)]
 Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]

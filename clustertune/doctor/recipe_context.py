@@ -17,12 +17,12 @@ from clustertune.check.machine import mount_of
 from clustertune.checkpoint import store
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.resolved import Resolved, expand_home, is_there
+from clustertune.config.schema import parse_minutes
 from clustertune.doctor.recipe_model import ModelFolder, snapshot
 from clustertune.errors import Problem, UserError
 from clustertune.host.facts import HostFacts
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.launch import visible
-from clustertune.launch.slurm import parse_minutes
 from clustertune.ops import bounded
 from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.predict import Plan, make_plan

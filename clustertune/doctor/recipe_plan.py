@@ -139,13 +139,12 @@ def tokenising(context: Context) -> Iterator[Seen]:
 
 
 def _cadence(context: Context) -> tuple[int, float, float] | None:
-    """Steps between two checkpoints, seconds of a step and of a save; None where nothing is saved by steps."""
-    plan, args = _plan_of(context), context.resolved.train_args
-    if plan is None or str(args.get("save_strategy", "steps")) != "steps":
+    """Steps between two checkpoints, seconds of a step, and those of a stop to save; None where nothing is saved by steps."""
+    plan = _plan_of(context)
+    if plan is None or plan.schedule.save is None or plan.schedule.save_steps is None:
         return None
-    steps, given = plan.schedule.steps, float(args.get("save_steps") or 500)
-    every = math.ceil(given * steps) if given < 1 and steps else int(max(1.0, given))
-    return min(every, steps or every), plan.step.seconds, plan.schedule.checkpoint.value
+    every, steps = plan.schedule.save_steps, plan.schedule.steps
+    return min(every, steps or every), plan.step.seconds, plan.schedule.save.value
 
 
 @rule("saves-seldom", RECIPE)
@@ -166,16 +165,20 @@ def saves_seldom(context: Context) -> Iterator[Seen]:
 
 @rule("saves-often", RECIPE)
 def saves_often(context: Context) -> Iterator[Seen]:
-    """Looks at: time that saving takes
+    """Looks at: time that training stands still for saves
 
-    Why: all ranks stand still while a checkpoint is written
+    Why: all ranks stop until their state is copied, or is written where the copy does not fit or the save before still runs
     See: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     """
     every, step, save = _cadence(context) or (1, 1.0, 0.0)
     share = save / (every * step + save)
     if share > SAVING:
         text = f"a checkpoint every {every} steps of {step:.0f} s, {save:.0f} s each: {100 * share:.0f} % of the time is saving"
-        yield Seen(WARN, text, f"train.save_steps={math.ceil(save / CHEAP / step)} or so")
+        assert context.plan is not None
+        around = context.plan.schedule
+        better = max(every + 1, math.ceil(around.checkpoint.value / step), math.ceil(around.copy_seconds / CHEAP / step))
+        key = "train.save_steps" if context.resolved.recipe.save is None else "save.every"
+        yield Seen(WARN, text, f"{key}={better} or so, or save.every=auto")
 
 
 @rule("warning-lead", RECIPE)

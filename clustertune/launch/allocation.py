@@ -14,6 +14,7 @@ from pathlib import Path
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
+from clustertune.config.schema import parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import shape, slurm
 from clustertune.launch.signal_margin import SignalMargin
@@ -128,7 +129,7 @@ def _times(job: str, run: slurm.Run) -> tuple[float | None, float | None]:
         limit, _, left = run(["squeue", "-h", "-j", job, "-o", "%l|%L"]).strip().partition("|")
     except UserError:
         return None, None
-    return slurm.parse_minutes(limit), slurm.parse_minutes(left)
+    return parse_minutes(limit), parse_minutes(left)
 
 
 def ranks_per_node(allocation: Allocation, resolved: Resolved) -> int:

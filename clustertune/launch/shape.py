@@ -13,10 +13,10 @@ from clustertune.config.hardware import load_hardware
 from clustertune.config.parameters import is_counted, trained_count, weight_bytes
 from clustertune.config.resolve import asked_size, resolve
 from clustertune.config.resolved import Resolved
-from clustertune.config.schema import NAME
+from clustertune.config.schema import NAME, parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import serving
-from clustertune.launch.slurm import format_minutes, parse_minutes
+from clustertune.launch.slurm import format_minutes
 from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.host import RANK_HOST_BYTES
 from clustertune.plan.machine import has_cudnn_attention

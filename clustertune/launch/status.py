@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune.config.schema import parse_minutes
 from clustertune.errors import UserError
 from clustertune.events import read_object
 from clustertune.launch import slurm
@@ -120,7 +121,7 @@ def _float(value: Any) -> float | None:
 
 
 def _seconds(text: str | None) -> float | None:
-    minutes = slurm.parse_minutes(text or "")
+    minutes = parse_minutes(text or "")
     return None if minutes is None else round(minutes * 60)
 
 

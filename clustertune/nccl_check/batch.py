@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
+from clustertune.config.schema import parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
 from clustertune.launch.shape import Shape
-from clustertune.launch.slurm import parse_minutes
 from clustertune.nccl_check.check import MARGIN_SECONDS
 from clustertune.tree import ROOT
 

@@ -127,7 +127,9 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "pipeline": [plan.step.bubble],
         "optimizer": [plan.step.optimizer],
         "evaluation": [plan.schedule.evaluation],
-        "checkpoint": [plan.schedule.checkpoint],
+        "checkpoint": [
+            term for term in (plan.schedule.checkpoint, plan.schedule.save, plan.schedule.interval) if term is not None
+        ],
         "load": [plan.schedule.start],
         "memory": [*plan.peak.parts, *plan.beside],
         "host": plan.host,

@@ -71,6 +71,8 @@ class Machine:
     """All nodes together."""
     storage_write_bytes_per_s: float
     storage_note: str
+    mtbf_hours: float | None
+    """Hours between two failures of one node; None: nobody counted."""
     generation: str
     """As in ops/hardware.yaml; ``blackwell-gddr``: those without HBM, whose tensor cores reach another share of their peak."""
     notes: tuple[str, ...] = ()
@@ -127,6 +129,7 @@ def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | 
         storage_read_bytes_per_s=read * GB,
         storage_write_bytes_per_s=write * GB,
         storage_note=storage_note,
+        mtbf_hours=compute.mtbf_hours,
         generation=_generation(gpu),
         notes=(*cluster.notes, *_notes(compute.gpu or "", gpu, measured)),
     )

@@ -16,6 +16,7 @@ from clustertune.plan.constants import Constants
 from clustertune.plan.host import COPY_SHARE, host_parts, save_copy
 from clustertune.plan.lengths import Lengths, known_lengths
 from clustertune.plan.machine import Machine
+from clustertune.plan.saves import with_saves
 from clustertune.plan.schedule import Schedule, schedule
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
@@ -113,7 +114,8 @@ class Plan(Footprint):
         }
         if around.steps:
             found["evaluation"] = (around.evaluations or 0) * around.evaluation.value / around.steps
-            found["checkpoint"] = (around.checkpoints or 0) * around.checkpoint.value / around.steps
+            stall = around.save.value if around.save is not None else around.checkpoint.value
+            found["checkpoint"] = (around.checkpoints or 0) * stall / around.steps
             found["load"] = around.start.value / around.steps
         return found
 
@@ -141,11 +143,14 @@ def make_plan(
     around = schedule(resolved, shape, machine, constants, lengths)
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
-    if (copy := save_copy(shape)) is not None:
+    copy = save_copy(shape)
+    if copy is not None:
         if copy.value <= COPY_SHARE * (machine.host_bytes - held.host_bytes):
             held = replace(held, host=[*held.host, copy])
         else:
             notes.append(f"training waits for each save: a copy takes {copy.value / GIB:,.0f} GiB of a node's RAM more")
+            copy = None
+    around = with_saves(around, resolved, machine, one.seconds, copy)
     return Plan(
         **vars(held), machine=machine, constants=constants, step=one, schedule=around, lengths=lengths, low=low, high=high,
         notes=notes,

@@ -38,10 +38,19 @@ class Schedule:
     """One pass over the eval split."""
     checkpoints: int | None
     checkpoint: Term
+    """Seconds of its write."""
     checkpoint_bytes: float
     start: Term
     disk: dict[str, float]
     """Bytes on shared storage at most: checkpoints kept, adapter, merged model."""
+    save: Term | None = None
+    """Seconds that training stands still for a save."""
+    copy_seconds: float = 0.0
+    """Of that, what no longer interval takes away: the copy, or the whole write where training waits for it."""
+    interval: Term | None = None
+    """Seconds from one save to the next, where they come by time."""
+    save_steps: int | None = None
+    """Steps from one save to the next; None where they come by epochs, or never."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +168,16 @@ def times(args: dict[str, object], what: str, steps: int | None) -> int | None:
         return max(1, math.ceil(float(args.get("num_train_epochs") or 3)))  # type: ignore[arg-type]
     if strategy != "steps":
         return 0
+    return math.ceil(steps / (every_steps(args, what, steps) or steps))
+
+
+def every_steps(args: dict[str, object], what: str, steps: int | None) -> int | None:
+    """Steps between two evaluations or saves; None for a share of steps whose number is not known."""
     default = args.get("logging_steps") or DEFAULT_LOGGING_STEPS if what == "eval" else DEFAULT_SAVE_STEPS
     value = float(args.get(f"{what}_steps") or default)  # type: ignore[arg-type]
-    every = math.ceil(value * steps) if value < 1 else int(value)
-    return math.ceil(steps / max(1, every))
+    if value < 1:
+        return None if steps is None else max(1, math.ceil(value * steps))
+    return max(1, int(value))
 
 
 def _evaluation(args: dict[str, object], shape: Shape, machine: Machine, constants: Constants, found: Rows) -> Term:

@@ -245,6 +245,8 @@ class RankTrainer(ZeroTrainer):
     """The save that is being written; its checkpoint does not exist yet."""
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
+    _saved_step = -1
+    """Of this attempt's newest save."""
     _has_room = False
     """It does, on all ranks."""
 
@@ -432,6 +434,9 @@ class RankTrainer(ZeroTrainer):
         self.finish_save()  # one at a time
         began = time.perf_counter()
         step = self.state.global_step
+        if step == self._saved_step:  # behind the step already, and now at the end of its epoch
+            return
+        self._saved_step = step
         self.heartbeat("save", step)
         self.store_flos()
         meta = {

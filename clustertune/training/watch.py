@@ -58,20 +58,34 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.trainer.clock.add("optimizer", self._optimizer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Agree on a stop; on one, save here and leave out an evaluation that would outlast the warning time."""
-        del args, kw
+        """Agree on a stop; on one, save here and leave out an evaluation that would outlast the warning time.
+
+        The last step is saved behind its evaluation, which may be that of the epoch's end.
+        """
+        del kw
         self._seconds += time.perf_counter() - self._began
         self._steps += 1
         assert self.trainer is not None
-        if state.global_step >= state.max_steps:
-            control.should_save = True
+        is_last, epoch = state.global_step >= state.max_steps, float(state.epoch or 0)
+        at_epoch = args.eval_strategy == "epoch" and args.eval_delay <= epoch and (is_last or abs(epoch - round(epoch)) < 1e-9)
+        if is_last:
+            control.should_save = not at_epoch
         if self.trainer.agree(peak_memory_bytes(), self.trainer.clock.take()):
-            self.trainer.eval_skipped = bool(control.should_evaluate)
+            self.trainer.eval_skipped = bool(control.should_evaluate or at_epoch)
             control.should_evaluate = False
             control.should_save = True
             control.should_log = True
             control.should_training_stop = True
         if self.trainer.save_due:
+            control.should_save = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Nothing more where all stop: the step was saved. Else the last step is saved here, behind its evaluation."""
+        del args, kw
+        assert self.trainer is not None
+        if self.trainer.stopping:
+            control.should_evaluate = control.should_save = False
+        elif state.global_step >= state.max_steps:
             control.should_save = True
 
     def on_log(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from clustertune import manifest
-from clustertune.checkpoint.cadence import Cadence, best_seconds, seconds_between_ends
+from clustertune.checkpoint.cadence import Cadence
 from clustertune.config.resolve import resolve
 from clustertune.config.schema import Save
 from clustertune.errors import UserError
+from clustertune.plan.saves import best_seconds, seconds_between_ends
 from tests.checkpoint.test_store import make_store, save
 from tests.command import REPO
 

@@ -261,7 +261,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("load-timeout", FAIL, both(fsdp1(), slow_storage(0.005))),
     ("prepare-time", WARN, both(cluster(slurm__max_time="24:00:00"), counted(train=10**12))),
     ("saves-seldom", WARN, both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
-    ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=1))),
+    ("saves-often", WARN, both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
     ("warning-lead", WARN, both(long_steps(300), section("train", save_steps=5), section("slurm", time="20-00:00:00"))),
     ("warning-lead", FAIL, override("slurm.time=00:05:00")),
     ("time-limit", WARN, both(override("train.num_train_epochs=30", "slurm.time=02:00:00"))),
@@ -413,7 +413,7 @@ def test_what_loading_is_held_against_is_the_recipes_own_timeout(tmp_path: Path)
     ("rule", "spoil"),
     [
         ("saves-seldom", both(long_steps(120), section("train", save_steps=80), section("slurm", time="5-00:00:00"))),
-        ("saves-often", both(section("train", save_steps=1), cluster(storage__write_gb_s=1))),
+        ("saves-often", both(section("train", save_steps=1), cluster(storage__write_gb_s=0.05))),
         ("small-micro-batch", both(long_steps(20), section("train", per_device_train_batch_size=1))),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clustertune.config.schema import parse_minutes
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm
 
@@ -148,10 +149,10 @@ def test_node_lists_of_single_numbers(numbers: list[int], width: int) -> None:
 )  # fmt: skip
 def test_times(text: str, minutes: float | None) -> None:
     """``5:30`` is minutes and seconds, ``5:30:00`` hours: mixed up, a job of two days asks for 48 minutes."""
-    assert slurm.parse_minutes(text) == minutes
+    assert parse_minutes(text) == minutes
 
 
 @given(st.integers(1, 100_000))
 def test_times_come_back(minutes: int) -> None:
     """What is written into the header means what was computed."""
-    assert slurm.parse_minutes(slurm.format_minutes(minutes)) == minutes
+    assert parse_minutes(slurm.format_minutes(minutes)) == minutes

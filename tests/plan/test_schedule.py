@@ -214,3 +214,26 @@ def test_hours_are_the_sum_of_everything(tmp_path: Path) -> None:
     assert around.start.value == pytest.approx(start) == pytest.approx(totals["load"])
     expected = 100 * found.step.seconds + 2 * around.evaluation.value + 4 * around.checkpoint.value + start
     assert found.hours * 3600 == pytest.approx(expected) == pytest.approx(sum(totals.values()))
+
+
+def test_what_saves_take_is_the_copy_and_the_wait_for_the_one_before(tmp_path: Path) -> None:
+    """Written behind training, unless the next one is due before: then training waits for the rest."""
+    seldom, often = (planned(tmp_path / str(every), train={"max_steps": 100, "save_steps": every}) for every in (50, 1))
+    write, step = seldom.schedule.checkpoint.value, seldom.step.seconds
+    assert seldom.schedule.save is not None and often.schedule.save is not None
+    copy = seldom.schedule.save.value
+    assert write > step > 0 and copy < write / 10
+    assert often.schedule.save.value == pytest.approx(copy + write - step)
+    assert seldom.parts()["checkpoint"] == pytest.approx(2 * copy / 100)
+
+
+def test_a_section_for_saves_is_planned(tmp_path: Path) -> None:
+    def saves(every: Any, **more: Any) -> Any:
+        made = planned(tmp_path / f"{every}{len(more)}", train={"max_steps": 10_000}, save={"every": every, **more})
+        return made.schedule
+
+    by_steps, by_time, chosen = saves(1000), saves("1h"), saves("auto")
+    assert by_steps.checkpoints == 10 and by_steps.interval is None
+    assert saves(1000, milestones=[1000, 1500]).checkpoints == 11
+    assert by_time.interval.value == 3600 and by_time.checkpoints < chosen.checkpoints
+    assert by_time.save.value <= chosen.interval.value < 3600

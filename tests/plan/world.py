@@ -93,7 +93,7 @@ def machine(**changes: Any) -> Machine:
         "hbm_bytes_per_s": HBM, "usable_bytes": 80 * 2**30, "memory_gb": 80.0, "domain": 8,
         "intra": Link(INTRA, INTRA, "nominal", "links", 0.0), "inter": Link(INTER, 2 * INTER, "nominal", "network", 0.0),
         "host_bytes": 2000 * 2.0**30, "host_link_bytes_per_s": 50e9, "storage_read_bytes_per_s": 2e9,
-        "storage_write_bytes_per_s": 1e9, "storage_note": "storage", "generation": "hopper",
+        "storage_write_bytes_per_s": 1e9, "storage_note": "storage", "mtbf_hours": None, "generation": "hopper",
     }  # fmt: skip
     return Machine(**(values | changes))
 

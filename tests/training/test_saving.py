@@ -100,6 +100,28 @@ def killed_later(seconds: float | None = None) -> None:
     timer.start()
 
 
+def signalled() -> None:
+    """Rank 1 is asked to stop at one moment of the last step, which is the third: CT_MOMENT."""
+    from clustertune.training.trainer import Trainer
+
+    def at(name: str, late: bool) -> None:
+        call = getattr(Trainer, name)
+
+        def then(self: Any, *args: Any, **kwargs: Any) -> Any:
+            last = self.state.global_step >= self.state.max_steps - (name == "training_step")
+            if last and os.environ["RANK"] == "1" and not late:
+                os.kill(os.getpid(), signal.SIGTERM)
+            found = call(self, *args, **kwargs)
+            if last and os.environ["RANK"] == "1" and late:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return found
+
+        setattr(Trainer, name, then)
+
+    name, _, when = os.environ["CT_MOMENT"].partition(" ")
+    at(name, late=when == "after")
+
+
 def shards(folder: Path) -> dict[str, dict[str, Any]]:
     """What the manifests of a run say of the shards and of the state, by checkpoint."""
     found = {}
@@ -125,6 +147,23 @@ def ready(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("data", "model"):
         shutil.copytree(prepared / part, folder / part)
     return folder
+
+
+FAST = {("evaluate", "steps"), ("training_step", "epoch")}
+
+
+@pytest.fixture(scope="module")
+def last(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Run folders in which three steps are next, whose last one alone is evaluated and saved; by what evaluates it."""
+    made = {}
+    for strategy in ("steps", "epoch"):
+        folder = made[strategy] = tmp_path_factory.mktemp("last") / "run"
+        more = ["train.max_steps=3", "train.save_steps=50", "train.eval_steps=50", "train.eval_on_start=false"]
+        resolved = resolve(REPO / RECIPE, [*SMALL, *more, f"train.eval_strategy={strategy}", "train.report_to=none"])
+        open_run(resolved, folder, ["test"]).write_own_files(resolved)
+        for part in ("data", "model"):
+            shutil.copytree(prepared / part, folder / part)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +232,34 @@ def test_ranks_killed_at_any_moment_lose_one_interval_and_the_save_under_way_at_
         if codes == [0, 0]:
             break
     assert codes == [0, 0] and shards(fresh)["4"] == shards(waited)["4"]
+
+
+MOMENTS = {
+    "training_step": True, "agree after": True, "evaluate": True, "prediction_step after": False, "evaluate after": False,
+    "_save_checkpoint": False, "finish_save after": False, "_commit after": False,
+}  # fmt: skip
+"""When the signal comes, and whether the evaluation is then left to the next attempt."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "strategy"),
+    [
+        pytest.param(moment, strategy, marks=[] if (moment, strategy) in FAST else [pytest.mark.jobs])
+        for moment in MOMENTS
+        for strategy in ("steps", "epoch")
+    ],
+)
+def test_the_last_step_is_saved_and_evaluated_whatever_signal_falls_there(
+    moment: str, strategy: str, forge: Forge, last: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(last[strategy], tmp_path / "run")
+    first = run(forge, folder, "signalled", CT_MOMENT=moment)
+    left = MOMENTS[moment]
+    assert first == [ExitCode.AGAIN if left else 0] * 2
+    if left:
+        assert run(forge, folder, attempt=2) == [0, 0]
+    assert run(forge, folder, attempt=3) == [0, 0], "nothing is left"
+    assert [event["step"] for event in events(folder, "eval")] == [3], "evaluated once"
+    found = [manifest.read_manifest(one.path).meta for one in store.list_checkpoints(folder / "checkpoints")]
+    assert [meta["step"] for meta in found if meta["final"]] == [3] and len(found) == 1 + left
+    assert len({str(meta["state_digests"]) for meta in found}) == 1
