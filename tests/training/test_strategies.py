@@ -267,6 +267,24 @@ def test_a_run_goes_on_on_another_shape(llama: Bench, before: str, after: str, t
     assert apart(exported(path), exported(alone)) < WEIGHTS
 
 
+@pytest.mark.jobs
+def test_in_bfloat16_a_run_on_another_shape_stays_in_the_spread_of_both(llama: Bench) -> None:
+    """Its losses are no farther from those of a run on either shape than these are from each other, in any step."""
+    more = ["train.model_init_kwargs.dtype=bfloat16"]
+
+    def losses(path: Path) -> list[float]:
+        return [event["loss"] for event in events(path, "step")]
+
+    two, four = (losses(llama.train(name, *SHAPES[name], *more)) for name in ("2", "4"))
+    path = llama.make("4", *SHAPES["4"], *more)
+    assert llama.forge.run(path, 4, breaks="stop", accelerate=str(path / "given.yaml")) == [ExitCode.AGAIN] * 4, said(path)
+    assert llama.go_on(path, *SHAPES["2"], *more) == [0] * 2, said(path)
+    spread = max(abs(one - other) for one, other in zip(two, four, strict=True))
+    assert 0 < spread < 0.01, (two, four)
+    for one, other, found in zip(two, four, losses(path), strict=True):
+        assert min(one, other) - spread <= found <= max(one, other) + spread, (two, four, losses(path))
+
+
 DROPPED = "lora.lora_dropout=0.3"
 RECOMPUTE: dict[str, list[str]] = {
     "wrapper": ["accelerate.fsdp_config.fsdp_activation_checkpointing=true", "train.activation_checkpointing=null"],
