@@ -127,9 +127,7 @@ def topics(plan: Plan) -> dict[str, list[Term]]:
         "pipeline": [plan.step.bubble],
         "optimizer": [plan.step.optimizer],
         "evaluation": [plan.schedule.evaluation],
-        "checkpoint": [
-            term for term in (plan.schedule.checkpoint, plan.schedule.save, plan.schedule.interval) if term is not None
-        ],
+        "checkpoint": [plan.schedule.checkpoint, *([plan.schedule.save] if plan.schedule.save is not None else [])],
         "load": [plan.schedule.start],
         "memory": [*plan.peak.parts, *plan.beside],
         "host": plan.host,

@@ -52,11 +52,11 @@ def with_saves(around: Schedule, resolved: Resolved, machine: Machine, step: flo
     ``copy``: of a node's ranks to its memory; None where training waits for its saves.
     """
     args, save, write = resolved.train_args, resolved.recipe.save, around.checkpoint.value
-    cost = Term("save", write, SECONDS, "training waits: {write} s", {"write": write})
+    cost = replace(around.checkpoint, name="save")  # training waits for it
     if copy is not None:
         each, speed = copy.value / float(copy.values["ranks"]), machine.host_link_bytes_per_s
         values = {"size": each / 1e9, "speed": speed / 1e9}
-        cost = Term("save", each / speed, SECONDS, "a copy of {size} GB at {speed} GB/s to host memory", values)
+        cost = Term("save", each / speed, SECONDS, "{size} GB / {speed} GB/s copied to host memory", values)
     copied = cost.value
     interval, saves, steps = None, around.checkpoints, around.steps
     if save is None:
@@ -80,7 +80,7 @@ def with_saves(around: Schedule, resolved: Resolved, machine: Machine, step: flo
         saves = math.ceil(steps / every) + len(more)
     if copy is not None and every is not None and (wait := write - every * step) > 0:
         values = {"copy": cost.value, "write": write, "every": every, "step": step}
-        text = "{copy} s to copy, and the rest of {write} s of writing behind {every} steps of {step} s"
+        text = "{copy} s to copy + {write} s to write - {every} x {step} s in which training goes on"
         cost = Term("save", cost.value + wait, SECONDS, text, values)
     kept = {**around.disk}
     if saves is not None and save is not None:

@@ -212,7 +212,8 @@ def test_hours_are_the_sum_of_everything(tmp_path: Path) -> None:
     assert totals is not None and found.hours is not None
     start = START_S + 2 * 8_030_261_248 / 2e9
     assert around.start.value == pytest.approx(start) == pytest.approx(totals["load"])
-    expected = 100 * found.step.seconds + 2 * around.evaluation.value + 4 * around.checkpoint.value + start
+    assert around.save is not None
+    expected = 100 * found.step.seconds + 2 * around.evaluation.value + 4 * around.save.value + start
     assert found.hours * 3600 == pytest.approx(expected) == pytest.approx(sum(totals.values()))
 
 
