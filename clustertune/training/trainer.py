@@ -436,7 +436,6 @@ class RankTrainer(ZeroTrainer):
         step = self.state.global_step
         if step == self._saved_step:  # behind the step already, and now at the end of its epoch
             return
-        self._saved_step = step
         self.heartbeat("save", step)
         self.store_flos()
         meta = {
@@ -460,7 +459,7 @@ class RankTrainer(ZeroTrainer):
             # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
             raise self._not_saved(step, f"rank {self.group.rank}: {words(error)}") from error
-        self._saving = self._start(folder, meta, state, began)
+        self._saving, self._saved_step = self._start(folder, meta, state, began), step
         if self.stopping or self.is_at_end or not self._saving.behind:
             self.finish_save()
         self.heartbeat("train", step)
