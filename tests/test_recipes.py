@@ -17,8 +17,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.load import same_model
 from clustertune.config.parameters import parameter_count
 from clustertune.config.resolve import resolve
-from clustertune.config.schema import Recipe, Section, named_bases
-from clustertune.launch.slurm import parse_minutes
+from clustertune.config.schema import Recipe, Section, named_bases, parse_minutes
 from clustertune.plan.machine import machine
 from clustertune.plan.predict import make_plan
 from tests.launch.machines import cluster_of
