@@ -69,8 +69,8 @@ OTHER_PEER = REPO / "tools" / "litgpt_peer.py"
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they run."""
-    found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain, "eval": evaluation}
-    found |= {"attention": attention, "gpu-tests": gpu_tests}
+    found: dict[str, Part] = {"versions": versions, "doctor": doctor, "nccl": nccl, "chain": chain}
+    found |= {"telemetry": telemetry, "eval": evaluation, "attention": attention, "gpu-tests": gpu_tests}
     for name in BENCHES:
         found |= {name: _bench(name, others=False), name + OTHERS: _bench(name, others=True)}
     for recipe in sorted(path.parent.name for path in (REPO / "recipes").glob("*/recipe.yaml")):
@@ -240,6 +240,27 @@ def chain(check: Check) -> dict[str, Any]:
         "why": f"resumed from step {resumed[-1]}, ended with {last}; losses at most {apart:.2%} from an undisturbed run's",
         "losses": losses(killed), "model": str(killed / "merged"),
     }  # fmt: skip
+
+
+def telemetry(check: Check) -> dict[str, Any]:
+    """Of the chain's undisturbed run: how long saves held training up, and what was measured of each GPU meanwhile."""
+    run = check.work / "chain" / "whole"
+    saves = [one for one in events(run, "checkpoint") if one.get("status") == "saved"]
+    if not saves:
+        raise NotHere("the part chain left no run here")
+    behind = [one for one in saves if one["save_copy_s"]]
+    if not behind:
+        raise Failed("training waited for every save: none was written behind it")
+    why = f"saves of {behind[0]['bytes'] / 1e6:.0f} MB held training up {max(one['save_stall_s'] for one in behind):.3f} s"
+    if check.backend == "nccl":
+        check.need("pynvml")
+        nodes = check.clustertune("watch", str(run), "--once", "--json").document()["nodes"]
+        gpus = [gpu for node in nodes for gpu in node["gpus"]]
+        unknown = sorted({name for gpu in gpus for name, value in gpu.items() if value is None})
+        if unknown or not gpus:
+            raise Failed(f"NVML gave no {', '.join(unknown) or 'GPU'}")
+        why += f"; {gpus[0]['power_w']:.0f} W, {gpus[0]['memory_gib']:.1f} GiB, {gpus[0]['temperature_c']:.0f} C at the end"
+    return {"why": why, "saves": saves}
 
 
 def evaluation(check: Check) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def test_a_page_shows_speed_profile_and_losses() -> None:
 def test_the_longer_parts_on_cpus(tmp_path: Path) -> None:
     """The chain with its kill and resume, the evaluation, a strategy, attention, and the benchmark against both peers."""
     words = [*HERE, "--short", "--state", str(tmp_path / "s"), "--out", str(tmp_path)]
-    words += ["--parts", "doctor,nccl,chain,eval,attention,tiny-tiny-oasst2,bench-1b-full"]
+    words += ["--parts", "doctor,nccl,chain,telemetry,eval,attention,tiny-tiny-oasst2,bench-1b-full"]
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu_check", *words],
         cwd=REPO, capture_output=True, text=True, timeout=2300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
