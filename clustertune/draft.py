@@ -140,7 +140,9 @@ def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: in
     batch = world * -(-BATCH // world)
     assumed = [*model.notes, *(data.notes if data else ())]
     train: dict[str, Any] = {"global_batch_size": batch}
-    recipe: dict[str, Any] = {"base": "sft-full" if method == "full" else "sft-lora", "model": dict(model.section)}
+    pairs = data is not None and data.section["format"] == "preference"
+    base = ["sft-full" if method == "full" else "sft-lora", *(["dpo"] if pairs else [])]
+    recipe: dict[str, Any] = {"base": base if pairs else base[0], "model": dict(model.section)}
     recipe |= {"data": dict(data.section) if data else _NO_DATA, "train": train}
     longest = model.architecture.get("max_position_embeddings")
     if isinstance(longest, int) and longest < 2048:
@@ -158,8 +160,8 @@ def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: in
     else:
         train["activation_checkpointing"] = True
     assumed.append(
-        f"{batch} sequences of {train.get('max_length', 2048)} tokens a step, packed; rates, epochs and rank are those of "
-        f"{recipe['base']}"
+        f"{batch} {'pairs of answers' if pairs else 'sequences'} of {train.get('max_length', 2048)} tokens a step"
+        f"{'' if pairs else ', packed'}; rates, epochs and rank are those of {' and '.join(base)}"
     )
     assumed.append(
         "the tokenizer has a chat template, as those of instruct models have; for a base model write model.chat_template"

@@ -23,6 +23,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "messages": {"messages": [{"role": "user", "content": "q" * 400}, {"role": "assistant", "content": "a" * 360}]},
     "alpaca": {"instruction": "q" * 300, "input": "q" * 98, "output": "a" * 360},
     "lima": {"conversations": ["q" * 400, "a" * 360]},
+    "preference": {"prompt": "q" * 400, "chosen": "a" * 360, "rejected": "b" * 360},
     "sharegpt": {"conversations": [{"from": "human", "value": "q" * 400}, {"from": "gpt", "value": "a" * 360}]},
 }
 

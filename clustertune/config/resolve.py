@@ -320,7 +320,7 @@ class _Work:
             self.report(checks.check_lora(self.lora, self.architecture))
         if "task_type" not in given:
             self.lora["task_type"] = "CAUSAL_LM"
-            self.derived.append(Derived("lora.task_type", "CAUSAL_LM", "supervised fine-tuning of a causal language model"))
+            self.derived.append(Derived("lora.task_type", "CAUSAL_LM", "a causal language model is trained"))
 
     def result(self) -> Resolved:
         """The checked recipe. Only after :meth:`check` found nothing."""

@@ -19,7 +19,7 @@ from clustertune.config.load import RECIPES
 from clustertune.config.schema import NAME, Data
 from clustertune.config.yamlfile import Document, parse_value, read_yaml
 from clustertune.data import prepare
-from clustertune.data.chats import messages_of, recognise
+from clustertune.data.chats import PARTS, recognise
 from clustertune.data.sources import find_sources
 from clustertune.errors import Problem, UserError
 
@@ -114,10 +114,15 @@ def _count(section: dict[str, Any]) -> Measured:
 
 
 def _tokens(example: Mapping[str, Any]) -> int:
-    messages = messages_of(example)
-    texts = [str(message.get("content") or "") for message in messages] or [str(example.get("text") or "")]
-    size = sum(len(text.encode()) for text in texts)
-    return max(1, round(size / BYTES_PER_TOKEN) + TURN_TOKENS * len(messages))
+    """Of the sequence that an example becomes; of a preference, which becomes two, their mean."""
+    if "text" in example:
+        return max(1, round(len(str(example["text"]).encode()) / BYTES_PER_TOKEN))
+    found = 0.0
+    for part in PARTS:
+        texts = [str(message.get("content") or "") for message in example.get(part, ())]
+        tokens = sum(len(text.encode()) for text in texts) / BYTES_PER_TOKEN + TURN_TOKENS * len(texts)
+        found += tokens / 2 if part in ("chosen", "rejected") else tokens
+    return max(1, round(found))
 
 
 def _recognised(data: Data) -> dict[str, Any]:
@@ -130,9 +135,8 @@ def _recognised(data: Data) -> dict[str, Any]:
         given = {name: row[other] for name, other in (data.columns or {}).items() if other in row}
         if (found := recognise({**row, **given})) is not None:
             keys = dict(part.removeprefix("data.").split(": ", 1) for part in found.split(" and "))
-            if keys["format"] != "preference":
-                known = {key: parse_value(value) for key, value in keys.items()}
-                return known | {"columns": {**known.get("columns", {}), **data.columns}} if data.columns else known
+            known = {key: parse_value(value) for key, value in keys.items()}
+            return known | {"columns": {**known.get("columns", {}), **data.columns}} if data.columns else known
         columns = columns or sorted(map(str, row))
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
     fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
