@@ -83,12 +83,12 @@ class Where:
 
 def where(gpus: str | None, cluster: str | None, nccl_check: Path | None = None) -> Where:
     """``--gpus``, ``--cluster``, this place where it has GPUs, else :data:`ANY_GPUS`. Raises UserError."""
-    found, words = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
+    found, options = (of_gpus(gpus), ("--gpus", gpus)) if gpus else (load_cluster(cluster), ("--cluster", cluster or "local"))
     if nobody := not (gpus or cluster or found.compute.gpus):
-        found, words = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
+        found, options = of_gpus(ANY_GPUS), ("--gpus", ANY_GPUS)
     most = len(found.compute_nodes)
     sizes = (most,) if gpus else tuple(sorted({2**power for power in range(most.bit_length())}))
-    return Where(find_calibrated(found, nccl_check), sizes, found.compute.gpus, words, nobody)
+    return Where(find_calibrated(found, nccl_check), sizes, found.compute.gpus, options, nobody)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def draft(model: Model, method: str, data: Measured | None, nodes: int, gpus: in
     return Draft(recipe, SHARDED if world > 1 else ALONE, model.architecture, assumed, lengths)
 
 
-def choose(made: Draft, folder: Path, place: CalibratedCluster, method: str) -> tuple[Draft, int]:
+def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str) -> tuple[Draft, int]:
     """The draft in ``folder`` with the fastest distribution that fits and that this program starts; and its burdens: what has
     none goes first whatever it takes, as offloading depends on the node most.
 
@@ -178,9 +178,9 @@ def choose(made: Draft, folder: Path, place: CalibratedCluster, method: str) -> 
     """
     source = Source(resolve(folder))
     nodes = source.resolved.recipe.slurm.nodes
-    machine = place.machine(nodes)
+    machine = calibrated.machine(nodes)
     roomy = replace(machine, usable_bytes=int(ROOM * machine.usable_bytes))
-    advice = advise(source, roomy, place.constants, nodes=[nodes], lengths=made.lengths)
+    advice = advise(source, roomy, calibrated.constants, nodes=[nodes], lengths=made.lengths)
 
     def allowed(option: Option) -> bool:
         used = option.strategy
@@ -191,7 +191,7 @@ def choose(made: Draft, folder: Path, place: CalibratedCluster, method: str) -> 
     found = next(iter(fitting), None)
     if found is None:
         why = next((option.why for option in advice.losing if allowed(option)), "no strategy is possible")
-        enough = fewest_nodes(source.resolved, place.constants, machine.usable_bytes, cudnn=machine.has_cudnn_attention)
+        enough = fewest_nodes(source.resolved, calibrated.constants, machine.usable_bytes, cudnn=machine.has_cudnn_attention)
         fix = f"FSDP2 fits on {enough} such nodes" if enough and enough > nodes else "take larger GPUs"
         fix += {"full": ", or --method lora", "lora": ", or --method qlora", "qlora": ""}[method]
         raise NothingFits(Problem(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix))
@@ -199,9 +199,9 @@ def choose(made: Draft, folder: Path, place: CalibratedCluster, method: str) -> 
     document, _, _ = read_overrides(arguments)
     recipe = _over(made.recipe, document.data)
     accelerate = {key: value for key, value in source.changed(arguments).accelerate.items() if value is not None}
-    said = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
-    said += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
-    return Draft(recipe, accelerate, made.architecture, [*made.assumed, said], made.lengths), found.burdens
+    reason = f"{found.candidate.family} is the fastest that fits on {machine.name}: {found.step_s:.3g} s a step, "
+    reason += f"{found.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB"
+    return Draft(recipe, accelerate, made.architecture, [*made.assumed, reason], made.lengths), found.burdens
 
 
 def _over(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +216,8 @@ def _over(values: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def folder_of(made: Draft, name: str) -> Iterator[Path]:
     """The draft as a recipe folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="clustertune-") as place:
-        folder = Path(place, name)
+    with tempfile.TemporaryDirectory(prefix="clustertune-") as parent:
+        folder = Path(parent, name)
         folder.mkdir()
         write(made, folder)
         yield folder
@@ -239,7 +239,7 @@ def write(made: Draft, folder: Path) -> None:
         raise storage_error(error, "cannot be written", folder) from None
 
 
-def page(made: Draft, name: str, model: Model, words: Sequence[str]) -> str:
+def page(made: Draft, name: str, model: Model, options: Sequence[str]) -> str:
     """``README.md`` of a new recipe: what it is, what was assumed, and the commands from here. ``words`` name the GPUs."""
     lines = [
         f"# {name}",
@@ -248,14 +248,14 @@ def page(made: Draft, name: str, model: Model, words: Sequence[str]) -> str:
         "",
     ]
     lines += [f"- {one}" for one in made.assumed]
-    return "\n".join([*lines, "", "```sh", *commands(name, words), "```", ""])
+    return "\n".join([*lines, "", "```sh", *commands(name, options), "```", ""])
 
 
-def commands(recipe: str, words: Sequence[str]) -> list[str]:
+def commands(recipe: str, options: Sequence[str]) -> list[str]:
     """The commands from a recipe to a run: plan, a tiny run, the links, storage, submit."""
-    cluster = shlex.join(words) if words[0] == "--cluster" else "--cluster NAME"
+    cluster = shlex.join(options) if options[0] == "--cluster" else "--cluster NAME"
     return [
-        f"clustertune plan {recipe} {shlex.join(words)}",
+        f"clustertune plan {recipe} {shlex.join(options)}",
         f"clustertune run {recipe} --tiny --to export",
         f"clustertune nccl-check {cluster}",
         f"clustertune submit {recipe} {cluster}",

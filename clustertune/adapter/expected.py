@@ -79,9 +79,9 @@ def build_expected(architecture: Mapping[str, Any], lora: Mapping[str, Any], mod
             saved = get_peft_model_state_dict(model)
             everything = model.state_dict()
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        words = " ".join(str(error).split())[:500]
+        message = " ".join(str(error).split())[:500]
         raise UserError(
-            Problem(f"the architecture and the LoRA settings do not go together: {words}", file="recipe.json")
+            Problem(f"the architecture and the LoRA settings do not go together: {message}", file="recipe.json")
         ) from None
     tensors = {normalise(name): tuple(tensor.shape) for name, tensor in sorted(saved.items())}
     frozen = frozenset(normalise(name) for name in everything) - tensors.keys()

@@ -183,8 +183,8 @@ def read_trained_model(checkpoint: Path) -> TrainedModel:
             raise UserError(
                 Problem("the run trained all parameters: there is no adapter to export", file=str(path), key="recipe.lora")
             )
-        asked = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
-        stored = quantization.label(asked) if asked else "none"
+        requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
+        stored = quantization.label(requested) if requested else "none"
         return TrainedModel(str(resolved["name"]), str(model["name"]), model.get("revision"), architecture, dict(lora), stored)
     except OSError as error:
         raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
@@ -280,8 +280,8 @@ def find_published(out: Path, kind: str, checkpoint: Path, source_sha: str, is_o
     source = manifest.meta.get("checkpoint", {})
     if manifest.kind != kind or source.get("manifest_sha256") != source_sha:
         held_there = NAMES.get(manifest.kind, manifest.kind)
-        words = f"holds the {held_there} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
-        raise UserError(Problem(words, file=str(out), fix=elsewhere))
+        message = f"holds the {held_there} of {source.get('name')} (step {manifest.meta.get('step')}), not that of {checkpoint}"
+        raise UserError(Problem(message, file=str(out), fix=elsewhere))
     if problems := find_problems(out, kind, allow_extra=True):
         damaged = Problem(f"the {NAMES[kind]} that was exported here is damaged", file=str(out), fix=elsewhere)
         raise UserError([*problems, damaged])

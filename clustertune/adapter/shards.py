@@ -77,15 +77,15 @@ class ShardedSource:
     def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
         """The shard files, relative to the checkpoint, that hold the given keys; and what is wrong with their places."""
         wanted, files, problems = set(keys), set(), []
-        for place, info in self._index.storage_data.items():
-            if place.fqn not in wanted:
+        for index, info in self._index.storage_data.items():
+            if index.fqn not in wanted:
                 continue
             name = f"{MODEL_FOLDER}/{info.relative_path}"
             if name in self.manifest.files and not getattr(info, "transform_descriptors", None):
                 files.add(name)
             else:
-                words = f"{place.fqn} lies in {info.relative_path!r}, which is no plain file of this checkpoint"
-                problems.append(Problem(words, file=str(self.checkpoint / INDEX)))
+                message = f"{index.fqn} lies in {info.relative_path!r}, which is no plain file of this checkpoint"
+                problems.append(Problem(message, file=str(self.checkpoint / INDEX)))
         return sorted(files), problems
 
     def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
@@ -104,9 +104,9 @@ class ShardedSource:
             try:
                 dcp.load(tensors, storage_reader=reader, no_dist=True)
             except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
-                words = " ".join(str(error).split())[:500]
+                message = " ".join(str(error).split())[:500]
                 raise UserError(
-                    Problem(f"torch cannot read the shards: {words}", file=str(self.checkpoint / MODEL_FOLDER))
+                    Problem(f"torch cannot read the shards: {message}", file=str(self.checkpoint / MODEL_FOLDER))
                 ) from None
         return {name: tensors[stored.key] for name, stored in wanted.items()}
 

@@ -45,7 +45,7 @@ _NAMES: list[Any] = [
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Slot:
     """Where a tensor's elements lie: the group, and its first element in it (stage 3: in each rank's piece of the group)."""
 
     group: int
@@ -71,7 +71,7 @@ class ZeroSource:
         self._verify(self._model_file)
         self._model = self._load(self._model_file)
         self._groups: list[list[torch.Tensor]] | None = None
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Slot] = {}
         self._stage = 0
         self.stored: list[Stored] = []
         if self._states:
@@ -91,7 +91,7 @@ class ZeroSource:
             start = 0
             for name, shape in shapes.items():
                 size = math.prod(shape)
-                self._places[f"{_PREFIX}{name}"] = _Place(number, start)
+                self._places[f"{_PREFIX}{name}"] = _Slot(number, start)
                 self.stored.append(Stored(f"{_PREFIX}{name}", tuple(shape), "torch.float32", floating=True))
                 start += -(-size // len(self._states)) if self._stage == 3 else size
 
@@ -105,8 +105,10 @@ class ZeroSource:
             with safe_globals(_NAMES):
                 return dict(torch.load(self.checkpoint / name, map_location="cpu", weights_only=True, mmap=True))
         except Exception as error:  # unpickling hostile bytes raises nearly every exception there is
-            words = " ".join(str(error).split())[:300]
-            raise UserError(Problem(f"no file of a DeepSpeed checkpoint: {words}", file=str(self.checkpoint / name))) from None
+            message = " ".join(str(error).split())[:300]
+            raise UserError(
+                Problem(f"no file of a DeepSpeed checkpoint: {message}", file=str(self.checkpoint / name))
+            ) from None
 
     def files_of(self, keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
         """The files that hold the given keys: every rank has a piece of nearly all. The model's was verified when opened."""
@@ -173,14 +175,14 @@ class ZeroSource:
                 raise UserError(Problem(text, file=str(self.checkpoint)))
 
     def _gather(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        place, size = self._places[key], math.prod(shape)
+        slot, size = self._places[key], math.prod(shape)
         assert self._groups is not None
-        pieces = [groups[place.group] for groups in self._groups]
+        pieces = [groups[slot.group] for groups in self._groups]
         if self._stage == 3:
             each = -(-size // len(pieces))
-            flat = torch.cat([piece[place.start : place.start + each] for piece in pieces])[:size]
+            flat = torch.cat([piece[slot.start : slot.start + each] for piece in pieces])[:size]
         else:
-            flat = torch.cat(list(_cut(pieces, place.start, size)))
+            flat = torch.cat(list(_cut(pieces, slot.start, size)))
         return flat.reshape(shape).clone()
 
 

@@ -428,7 +428,7 @@ def file_name(recipe: str, *, tiny: bool, synthetic: bool, kind: str, ranks: int
     parts = [recipe, "tiny" if tiny else "", "synthetic" if synthetic else "", kind, f"x{ranks}"]
     if changed:
         pairs = [_pair(text) for text in changed]
-        joined = "-".join(_words(key, value) for key, value in pairs)[:LONGEST].strip("-._")
+        joined = "-".join(_name_part(key, value) for key, value in pairs)[:LONGEST].strip("-._")
         parts += [joined, hashlib.sha256(json.dumps(pairs, default=str).encode()).hexdigest()[:6]]
     return "-".join(part for part in parts if part)
 
@@ -442,7 +442,7 @@ def _pair(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
-def _words(key: str, value: Any) -> str:
+def _name_part(key: str, value: Any) -> str:
     """The last part of the key with its value; of a path only its last part, which is no place of a machine."""
     shown = value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else json.dumps(value, default=str)
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{key.rpartition('.')[2]}-{shown}").strip("-")

@@ -83,7 +83,7 @@ def _versions(context: Context, key: str) -> dict[str, set[str]]:
     return found
 
 
-def _told(found: dict[str, set[str]]) -> str:
+def _by_host(found: dict[str, set[str]]) -> str:
     return "; ".join(f"{value} on {names(nodes) or 'others'}" for value, nodes in sorted(found.items())[:4])
 
 
@@ -103,7 +103,7 @@ def mixed_nccl(context: Context) -> Iterator[Seen]:
     if len(context.log.versions) > 1 and len({host for hosts in context.log.versions.values() for host in hosts}) > 1:
         found = context.log.versions
     if len(found) > 1:
-        yield Seen(FAIL, f"NCCL differs: {_told(found)}")
+        yield Seen(FAIL, f"NCCL differs: {_by_host(found)}")
     elif found or context.log.versions:
         yield Seen(PASS, f"NCCL {names(found or context.log.versions)}")
 
@@ -118,7 +118,7 @@ def mixed_torch(context: Context) -> Iterator[Seen]:
     """
     found = _versions(context, "torch")
     if len(found) > 1:
-        yield Seen(FAIL, f"torch differs: {_told(found)}")
+        yield Seen(FAIL, f"torch differs: {_by_host(found)}")
     elif found:
         yield Seen(PASS, f"torch {names(found)}")
 
@@ -135,7 +135,7 @@ def mixed_driver(context: Context) -> Iterator[Seen]:
         return  # the rule nodes-driver says it
     found = {value: hosts for value, hosts in context.log.drivers.items() if value.isdigit()}
     if len(found) > 1:
-        yield Seen(FAIL, f"CUDA of the drivers differs: {_told(found)}")
+        yield Seen(FAIL, f"CUDA of the drivers differs: {_by_host(found)}")
     elif found:
         yield Seen(PASS, f"driver {names(found)}")
 
@@ -302,4 +302,4 @@ def mixed_settings(context: Context) -> Iterator[Seen]:
         values = {value: hosts - {""} for value, hosts in context.log.settings.get(name, {}).items() if hosts - {""}}
         hosts = [host for those in values.values() for host in those]
         if len(values) > 1 and len(hosts) == len(set(hosts)):
-            yield Seen(WARN, f"{name} differs: {_told(values)}")
+            yield Seen(WARN, f"{name} differs: {_by_host(values)}")

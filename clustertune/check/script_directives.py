@@ -154,7 +154,7 @@ def read_header(lines: Sequence[str]) -> Header:
     for number, line in enumerate(lines, 1):
         if line.startswith(MAGIC):
             header.lines[number] = line[len(MAGIC) :]
-            _words(header, line[len(MAGIC) :], number)
+            _header_words(header, line[len(MAGIC) :], number)
         elif line.strip() and not line.lstrip().startswith("#"):
             header.end = number
             break
@@ -162,7 +162,7 @@ def read_header(lines: Sequence[str]) -> Header:
     return header
 
 
-def _words(header: Header, text: str, number: int) -> None:
+def _header_words(header: Header, text: str, number: int) -> None:
     at = 0
     while True:
         while at < len(text) and text[at].isspace():

@@ -77,8 +77,8 @@ def read_index(data: bytes) -> Metadata:
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from None
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise pickle.UnpicklingError("it holds no index")
-    for place in index.storage_data.values():
-        name = getattr(place, "relative_path", None)
+    for span in index.storage_data.values():
+        name = getattr(span, "relative_path", None)
         if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:  # noqa: PTH119
             raise pickle.UnpicklingError(f"it names {name!r}, which is no file of its folder")
     return index
@@ -111,7 +111,7 @@ _read_pickles = FileSystemReader.read_data
 
 def read_data(reader: Any, plan: Any, planner: Any) -> Any:
     """Replaces :meth:`FileSystemReader.read_data`."""
-    plain = all(isinstance(reader.storage_data[item.storage_index], shards.Place) for item in plan.items)
+    plain = all(isinstance(reader.storage_data[item.storage_index], shards.Span) for item in plan.items)
     return (shards.read_data if plain else _read_pickles)(reader, plan, planner)
 
 
@@ -135,8 +135,8 @@ def reading(checkpoint: str | Path) -> Iterator[None]:
         refused = next((cause for cause in causes if isinstance(cause, pickle.UnpicklingError)), None)
         if refused is None:
             raise
-        words = " ".join(str(refused).split())
-        words = words if words.startswith("it ") else "its values are more than tensors and plain values"
-        text = f"is not read, a pickle in it could run code: {words[:300]}"
+        message = " ".join(str(refused).split())
+        message = message if message.startswith("it ") else "its values are more than tensors and plain values"
+        text = f"is not read, a pickle in it could run code: {message[:300]}"
         fix = "find out who wrote it; go on from another checkpoint, or train anew"
         raise UserError(Problem(text, file=str(checkpoint), fix=fix)) from None

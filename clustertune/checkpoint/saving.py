@@ -166,12 +166,12 @@ class StateWriter:
             found = found or (digest(state.parts) if state.parts else None)
         except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
             fault = (words(error), isinstance(error, OSError) or bool(storage_cause(error)) or is_full(folder))
-        told = self._ranks.gather((fault, found, finite))
-        if failed := [f"rank {rank}: {one[0]}" for rank, (one, _, _) in enumerate(told) if one]:
-            raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in told))
-        if bad := [rank for rank, (_, _, good) in enumerate(told) if not good]:
+        gathered = self._ranks.gather((fault, found, finite))
+        if failed := [f"rank {rank}: {one[0]}" for rank, (one, _, _) in enumerate(gathered) if one]:
+            raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))
+        if bad := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
             raise NotFinite(bad)
-        size = self._store.commit(folder, {**meta, "state_digests": [one for _, one, _ in told if one]}, records)
+        size = self._store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
         seconds = time.perf_counter() - began
         return Written(size, self._store.prune(), seconds)
 

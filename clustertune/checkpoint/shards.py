@@ -47,7 +47,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass
-class Place(_StorageInfo):  # type: ignore[misc]
+class Span(_StorageInfo):  # type: ignore[misc]
     """Where the bytes of a value stand, ``length`` from the absolute ``offset`` of a file on; of a tensor's chunk also what."""
 
     dtype: torch.dtype | None = None
@@ -181,8 +181,8 @@ def write_index(metadata: Metadata, places: dict[MetadataIndex, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _spot(place: Any) -> list[Any]:
-    return [place.relative_path, place.offset, place.length]
+def _spot(span: Any) -> list[Any]:
+    return [span.relative_path, span.offset, span.length]
 
 
 def parse_index(data: bytes) -> Metadata:
@@ -192,16 +192,16 @@ def parse_index(data: bytes) -> Metadata:
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']!r}, this release reads {_FORMAT!r}")
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in body["values"]}
-        places = {MetadataIndex(name): Place(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
+        places = {MetadataIndex(name): Span(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
         for name, tensor in body["tensors"].items():
             dtype, chunks = _DTYPES[tensor["dtype"]], []
             for offsets, sizes, file, *span in tensor["chunks"]:
                 shape = torch.Size(_counts(sizes))
                 chunks.append(ChunkStorageMetadata(torch.Size(_counts(offsets)), shape))
-                place = Place(str(file), *_counts(span), dtype=dtype, shape=shape)
-                if place.length != byte_size(tensor["dtype"], shape):
-                    raise ValueError(f"a chunk of {name} has {place.length} bytes")
-                places[MetadataIndex(name, chunks[-1].offsets)] = place
+                span_ = Span(str(file), *_counts(span), dtype=dtype, shape=shape)
+                if span_.length != byte_size(tensor["dtype"], shape):
+                    raise ValueError(f"a chunk of {name} has {span_.length} bytes")
+                places[MetadataIndex(name, chunks[-1].offsets)] = span_
             size = torch.Size(_counts(tensor["size"]))
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
         paths = {name: tuple(path) for name, path in body["paths"].items()}
@@ -217,19 +217,19 @@ def _counts(values: Any) -> list[int]:
 
 
 def read_data(reader: Any, plan: Any, planner: Any) -> Future[None]:
-    """``FileSystemReader.read_data`` where the index gives a :class:`Place`. Raises OSError for a file that is cut short."""
+    """``FileSystemReader.read_data`` where the index gives a :class:`Span`. Raises OSError for a file that is cut short."""
     for item in sorted(plan.items, key=lambda item: _order(reader.storage_data[item.storage_index])):
-        place = reader.storage_data[item.storage_index]
-        with Path(reader.path, place.relative_path).open("rb") as src:
+        span = reader.storage_data[item.storage_index]
+        with Path(reader.path, span.relative_path).open("rb") as src:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(_read(src, place.offset, place.length)))
+                planner.load_bytes(item, io.BytesIO(_read(src, span.offset, span.length)))
                 continue
-            start, rows = (item.storage_offsets[0], item.lengths[0]) if place.shape else (0, 1)
-            row = place.length // max(1, *place.shape[:1]) if place.shape else place.length
-            data = _read(src, place.offset + start * row, rows * row)
-        shape = torch.Size([rows, *place.shape[1:]]) if place.shape else place.shape
-        found = torch.frombuffer(data, dtype=place.dtype) if data else torch.empty(0, dtype=place.dtype)
-        offsets = torch.Size([0, *item.storage_offsets[1:]]) if place.shape else item.storage_offsets
+            start, rows = (item.storage_offsets[0], item.lengths[0]) if span.shape else (0, 1)
+            row = span.length // max(1, *span.shape[:1]) if span.shape else span.length
+            data = _read(src, span.offset + start * row, rows * row)
+        shape = torch.Size([rows, *span.shape[1:]]) if span.shape else span.shape
+        found = torch.frombuffer(data, dtype=span.dtype) if data else torch.empty(0, dtype=span.dtype)
+        offsets = torch.Size([0, *item.storage_offsets[1:]]) if span.shape else item.storage_offsets
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(found.view(shape), offsets, item.lengths))
         planner.commit_tensor(item, target)
@@ -238,8 +238,8 @@ def read_data(reader: Any, plan: Any, planner: Any) -> Future[None]:
     return done
 
 
-def _order(place: Any) -> tuple[str, int]:
-    return place.relative_path, place.offset
+def _order(span: Any) -> tuple[str, int]:
+    return span.relative_path, span.offset
 
 
 def _read(src: Any, offset: int, length: int) -> bytearray:

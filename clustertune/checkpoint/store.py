@@ -84,8 +84,8 @@ def find_open(path: Path) -> list[Problem]:
     """
     root = path.resolve()
     problems = []
-    for place in [root, *sorted(root.rglob("*"))]:
-        found = place.lstat()
+    for path_ in [root, *sorted(root.rglob("*"))]:
+        found = path_.lstat()
         if found.st_uid != os.getuid():
             text = f"belongs to user {found.st_uid}, you are {os.getuid()}: what it holds could be made to run as you"
             fix = "if you trust its owner: cp -r --no-preserve=mode,ownership, then chmod -R go-w the copy, and go on from that"
@@ -96,7 +96,7 @@ def find_open(path: Path) -> list[Problem]:
             fix = f"chmod -R go-w {path}, if you are sure that nobody else has changed it"
         else:
             continue
-        problems.append(Problem(text, file=str(place), fix=fix))
+        problems.append(Problem(text, file=str(path_), fix=fix))
     return problems
 
 
@@ -109,10 +109,10 @@ def require_own(path: Path) -> None:
 
 def close(path: Path) -> None:
     """Take the right to write from group and others: a umask of 002 or an ACL of the project's folder gives it to them."""
-    for place in [path, *path.rglob("*")]:
-        mode = place.lstat().st_mode
+    for item in [path, *path.rglob("*")]:
+        mode = item.lstat().st_mode
         if mode & _OTHERS and not stat.S_ISLNK(mode):
-            place.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+            item.chmod(stat.S_IMODE(mode) & ~_OTHERS)
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, list[Problem]]]]:
@@ -212,15 +212,15 @@ class CheckpointStore:
     def _compare(self, path: Path) -> list[Problem]:
         """What is wrong with the content of a checkpoint, by all ranks. None waits for another longer than a second."""
         rank, size = manifest.sharers(path, self.ranks)
-        told = time.monotonic()
+        reported_at = time.monotonic()
         with manifest.Comparison(path, rank, size, small=0) as comparison:
             while True:
                 parts = self.ranks.gather((comparison.running, comparison.hashed, comparison.bytes))
                 if not any(running for running, _, _ in parts):
                     break
-                if self.ranks.rank == 0 and time.monotonic() - told > PROGRESS_SECONDS:
-                    told = time.monotonic()
-                    done, whole = (sum(part[place] for part in parts) / 1e9 for place in (1, 2))
+                if self.ranks.rank == 0 and time.monotonic() - reported_at > PROGRESS_SECONDS:
+                    reported_at = time.monotonic()
+                    done, whole = (sum(part[column] for part in parts) / 1e9 for column in (1, 2))
                     self.tell(f"comparing {path.name} with its digests: {done:,.1f} of {whole:,.1f} GB")
                 comparison.wait(1.0)
             return [problem for found in self.ranks.gather(comparison.finish()) for problem in found]
@@ -290,8 +290,8 @@ class CheckpointStore:
                 self.fence()
             except UserError as error:
                 found = error
-        if told := self.ranks.broadcast((found.problems, found.code) if found else None):
-            raise UserError(*told)
+        if refusal := self.ranks.broadcast((found.problems, found.code) if found else None):
+            raise UserError(*refusal)
 
     def _own(self, names: list[str]) -> list[str]:
         return [name for name in names if self._owner(name) == self.ranks.rank]

@@ -64,11 +64,11 @@ def archive(
     if restore:
         if merged or checkpoint or remove:
             raise _wrong("--restore brings back all that was archived", "leave the other options out")
-        found, written = _restore(Place(source), RunDir(path_argument(target)))
+        found, written = _restore(Destination(source), RunDir(path_argument(target)))
     else:
         run = RunDir(existing_folder(path_argument(source), "a run"))
         with run.lock():
-            found, written = _keep(run, Place(target), merged, checkpoint)
+            found, written = _keep(run, Destination(target), merged, checkpoint)
             if remove:
                 run.run_json.unlink()  # from here on it is no run
                 shutil.rmtree(run.path)
@@ -81,7 +81,7 @@ def archive(
     say(f"{target}: {what}, {size / 1e6:,.1f} MB" + (f"; {source} removed" if remove else ""))
 
 
-class Place:
+class Destination:
     """A folder, or an address that fsspec opens; files are named relative to it, with ``/``."""
 
     def __init__(self, given: str) -> None:
@@ -172,12 +172,12 @@ class Place:
         except FileNotFoundError:
             raise
         except Exception as error:  # each storage has its own exceptions
-            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            message = (str(error).strip() or type(error).__name__).splitlines()[0]
             fix = "is the address right, is there a network, are the keys in the environment? Then the same command again"
-            raise UserError(Problem(f"{type(error).__name__}: {words}", file=f"{self.shown}/{name}", fix=fix)) from None
+            raise UserError(Problem(f"{type(error).__name__}: {message}", file=f"{self.shown}/{name}", fix=fix)) from None
 
 
-def copy(source: Place, target: Place, names: dict[str, FileRecord | None]) -> tuple[dict[str, FileRecord], int]:
+def copy(source: Destination, target: Destination, names: dict[str, FileRecord | None]) -> tuple[dict[str, FileRecord], int]:
     """Copy files that are not there yet with these digests (None: the source's own), and read each back.
 
     Returns their records, and how many were written. Raises UserError where one differs on the way.
@@ -206,7 +206,7 @@ def copy(source: Place, target: Place, names: dict[str, FileRecord | None]) -> t
     return records, written
 
 
-def _keep(run: RunDir, target: Place, merged: bool, checkpoint: bool) -> tuple[Manifest, int]:
+def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> tuple[Manifest, int]:
     from clustertune.checkpoint import store
 
     resolved = run.resolved()
@@ -242,7 +242,7 @@ def _keep(run: RunDir, target: Place, merged: bool, checkpoint: bool) -> tuple[M
         what = f"{before.meta.get('run')}" if before else foreign[0]
         raise UserError(Problem(f"holds something else: {what}", file=target.shown, fix="name a new or empty place"))
     known = before.files if before is not None else {}
-    source = Place(str(run.path))
+    source = Destination(str(run.path))
     for name in names:
         if name in known and source.record(name) != known[name]:
             fix = "name a new place: what was archived is never overwritten"
@@ -255,12 +255,12 @@ def _keep(run: RunDir, target: Place, merged: bool, checkpoint: bool) -> tuple[M
     return found, written
 
 
-def _restore(source: Place, run: RunDir) -> tuple[Manifest, int]:
+def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
     found = source.manifest()
     if found is None:
         fix = "archive the run again, or name the place that --restore is to read first"
         raise UserError(Problem("no archive, or one that was never finished", file=source.shown, fix=fix))
-    target = Place(str(run.path))
+    target = Destination(str(run.path))
     if run.path.is_dir() and (foreign := sorted(target.names() - found.files.keys() - {"lock"})):
         raise UserError(Problem(f"holds something else, such as {foreign[0]}", file=str(run.path), fix="name a new folder"))
     try:

@@ -58,10 +58,10 @@ def job(
 
     require_stage(first, "--from")
     require_stage(last, "--to")
-    words = list(overrides or [])
+    remaining = list(overrides or [])
     if sweep is not None:
         chosen = _point(sweep)
-        recipe, words, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
+        recipe, remaining, tiny, run_dir = chosen.recipe, list(chosen.overrides), chosen.tiny, chosen.run_dir
     secrets.read_env(secrets.DEFAULT)
     given = allocation.read()
     if given.restart and description is None and sweep is None and (begun := _begun(given.job_id, run_dir, cluster)):
@@ -73,20 +73,20 @@ def job(
     if recorded:
         resolved = recorded[0]
     else:
-        resolved = allocation.resolve_for(given, recipe, words, tiny=tiny)
+        resolved = allocation.resolve_for(given, recipe, remaining, tiny=tiny)
         if (collected := _collected(resolved, machine)) is not None:
-            words.append(f"staged={collected}")
+            remaining.append(f"staged={collected}")
             resolved = resolved.with_staged(collected)
-    asked = [recipe, *words, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
-    asked += [word for setting in env or [] for word in ("--env", setting)]
+    arguments = [recipe, *remaining, *(["--tiny"] if tiny else []), *(["--cluster", cluster] if cluster else [])]
+    arguments += [word for setting in env or [] for word in ("--env", setting)]
     if sweep is None:  # what is printed to be pasted must do the same, in the same folder
-        asked += ["--run-dir", str(run_dir)] if run_dir else []
-        asked += ["--from", first] if first != STAGES[0] else []
-        asked += ["--to", last] if last != STAGES[-1] else []
+        arguments += ["--run-dir", str(run_dir)] if run_dir else []
+        arguments += ["--from", first] if first != STAGES[0] else []
+        arguments += ["--to", last] if last != STAGES[-1] else []
     trains = STAGES.index(first) <= STAGES.index("train") <= STAGES.index(last)
     path = run_dir or chain.default_run_dir(resolved, places.runs(machine))
     needed = signal_margin.needed(path, resolved)
-    problems = allocation.check(given, resolved, machine, asked, (first, last), needed)
+    problems = allocation.check(given, resolved, machine, arguments, (first, last), needed)
     problems += allocation.first_node_problems(machine, nodes=len(given.nodes), trains=trains)
     if problems:
         raise UserError(problems)

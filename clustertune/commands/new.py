@@ -53,28 +53,29 @@ def new(
     folder = _target(name)
     stated = draft.stated(overrides or ())
     made_of, found, at = read(model, data, method, gpus, cluster, needs_data=True, of_data=stated.get("data"))
-    with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, place):
+    with draft.drafted(folder.name, made_of, method, found, at, stated) as (made, written):
         machine = at.place.machine(int(made.recipe["slurm"]["nodes"]))
-        plan = make_plan(resolve(place), machine, at.place.constants, lengths=made.lengths)
-        (place / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
-        shutil.copytree(place, folder, dirs_exist_ok=True)
+        plan = make_plan(resolve(written), machine, at.place.constants, lengths=made.lengths)
+        (written / "README.md").write_text(draft.page(made, folder.name, made_of, at.words), encoding="utf-8")
+        shutil.copytree(written, folder, dirs_exist_ok=True)
     money = cost(plan, price(machine.gpu))
     following = draft.commands(folder.name if "/" not in name else name, at.words)
     if as_json:
-        told: dict[str, Any] = {
+        document: dict[str, Any] = {
             "folder": str(folder),
             "files": sorted(path.name for path in folder.iterdir()),
             "assumed": made.assumed,
         }
         emit_json(
-            told | {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
+            document
+            | {"fits": plan.fits, "step_s": plan.step.seconds, "hours": plan.hours, "cost": money, "commands": following}
         )
         return
     say(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     for one in made.assumed:
         say(f"- {one}")
     hours = f"{plan.hours:.2g} h" if plan.hours else f"{plan.step.seconds:.3g} s a step"
-    spent = f", {words}" if (words := in_words(money)) else ""
+    spent = f", {spent_text}" if (spent_text := in_words(money)) else ""
     say(
         f"\nplanned: {hours}{spent} on {machine.name}, {plan.needed / GIB:.0f} of {machine.usable_bytes / GIB:.0f} GiB a GPU. "
         "Next:\n"
@@ -109,11 +110,11 @@ def read(
     if gpus is not None and cluster is not None:
         text = "--gpus and --cluster exclude each other: a cluster file says which GPUs there are"
         problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
-    asked = ((find_model, (model,)), (measure, (data, of_data)), (draft.where, (gpus, cluster)))
-    found: list[Any] = [None] * len(asked)
-    for index, (look, words) in enumerate(asked):
+    lookups = ((find_model, (model,)), (measure, (data, of_data)), (draft.where, (gpus, cluster)))
+    found: list[Any] = [None] * len(lookups)
+    for index, (look, given) in enumerate(lookups):
         try:
-            found[index] = look(*words) if index == len(asked) - 1 or words[0] else None  # type: ignore[operator]
+            found[index] = look(*given) if index == len(lookups) - 1 or given[0] else None  # type: ignore[operator]
         except UserError as error:
             problems += error.problems
     if problems:

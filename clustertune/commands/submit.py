@@ -176,7 +176,7 @@ class Submission:
         if self.trains:
             minutes = shape.train_shape(self.resolved, self.machine).minutes
             problems += signal_margin.find_problems(self.margin, minutes, file=self.resolved.name)
-        there = next(place for place in (self.path, *self.path.parents) if place.exists())
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
         fix = "give another --run-dir, or correct storage.runs in the cluster file"
         if not there.is_dir():
             problems.append(Problem("is a file, a run needs a folder", file=str(there), fix=fix))
@@ -232,8 +232,8 @@ class Submission:
         caches = places.binds({setting.name: setting.value for setting in self.variables})
         problems = container.unbindable([ROOT, *container.places_of(self.resolved, self.path), *caches])
         try:
-            self.image, said = image.look(self.machine.container)
-            self.notes += said
+            self.image, found_problems = image.look(self.machine.container)
+            self.notes += found_problems
         except UserError as error:
             problems += error.problems
         return problems
@@ -291,8 +291,14 @@ class Submission:
         if as_json:
             settings, command = self.node_lines()
             jobs = [
-                {"stage": job.stage, "shape": vars(job.shape), "file": str(job.path), "script": job.script, "command": words}
-                for job, words in zip(self.jobs, self.commands(), strict=True)
+                {
+                    "stage": job.stage,
+                    "shape": vars(job.shape),
+                    "file": str(job.path),
+                    "script": job.script,
+                    "command": command_line,
+                }
+                for job, command_line in zip(self.jobs, self.commands(), strict=True)
             ]
             margin = {"seconds": self.margin.seconds, "reason": self.margin.reason}
             document: dict[str, Any] = {"run_dir": str(self.path), "cluster": self.machine.name, "jobs": jobs, "lead": margin}
@@ -332,10 +338,10 @@ class Submission:
         found = [f"run folder: {self.path}", f"cluster: {self.machine.name} ({self.machine.source})"]
         if not self.jobs:
             return [*found, DONE]
-        for number, (job, words) in enumerate(zip(self.jobs, self.commands(), strict=True)):
+        for number, (job, command_line) in enumerate(zip(self.jobs, self.commands(), strict=True)):
             header, body = split_script(job.script)
             text = header + body if number == 0 else f"{header}# ... and the body of launch/run.sbatch, as above"
-            found += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(words)}"]
+            found += ["", f"# {job.stage}: {job.shape}", f"# {job.path}", text.rstrip("\n"), f"$ {shlex.join(command_line)}"]
         found += self._site_lines()
         if self.variables:
             found += ["", "# environment of every stage, and of every rank"]
@@ -353,10 +359,10 @@ class Submission:
         """What of the shell takes the place of the header: sbatch reads SBATCH_ACCOUNT and its like before a script's lines."""
         named = ("account", "qos", "constraint", "reservation")
         slurm = self.machine.slurm
-        said = {name: (os.environ.get(f"SBATCH_{name.upper()}"), getattr(slurm, name, None)) for name in named}
+        chosen = {name: (os.environ.get(f"SBATCH_{name.upper()}"), getattr(slurm, name, None)) for name in named}
         lines = [
             f"# --{name}={ours}: SBATCH_{name.upper()} of this shell{f', not {theirs} of slurm.{name}' if theirs else ''}"
-            for name, (ours, theirs) in said.items()
+            for name, (ours, theirs) in chosen.items()
             if ours
         ]
         return ["", *lines] if lines else []
@@ -400,7 +406,7 @@ class Submission:
                 text = "another command has changed this run meanwhile"
                 raise UserError(Problem(text, file=str(opened.run_json), fix="submit again"), ExitCode.AGAIN)
             sent = launch.submit_all(
-                opened.path, self.jobs, lambda options, script, words: slurm.submit(options, script, words, os.environ)
+                opened.path, self.jobs, lambda options, script, arguments: slurm.submit(options, script, arguments, os.environ)
             )
         if as_json:
             emit_json({"run_dir": str(self.path), "jobs": sent})

@@ -248,13 +248,13 @@ def _check_sections(body: Mapping[str, Any]) -> Iterator[Found]:
                 yield (name, key), "accelerate launch has no such option", did_you_mean(key, inside)
             elif name == "parallelism_config" and key.endswith("_size") and not is_whole(value):
                 yield (name, key), f"{show_value(value)} is not a whole number from 1", None
-            elif (words := facts("accelerate")["choices"].get(full)) and not _is_one_of(value, words):
-                yield (name, key), f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words)
+            elif (choices := facts("accelerate")["choices"].get(full)) and not _is_one_of(value, choices):
+                yield (name, key), f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
 
 
-def _is_one_of(value: object, words: list[str]) -> bool:
+def _is_one_of(value: object, choices: list[str]) -> bool:
     """Upper and lower case are one for accelerate; YAML reads ``no`` as false."""
-    return ("no" if value is False else str(value).lower()) in map(str.lower, words)
+    return ("no" if value is False else str(value).lower()) in map(str.lower, choices)
 
 
 def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], kind: str | None) -> Iterator[Found]:
@@ -280,9 +280,9 @@ def _check_fsdp(config: Mapping[str, Any], parallel: Mapping[str, Any], kind: st
             if str(value).lower() not in {"true", "false"}:
                 yield path, f"{show_value(value)} is not true or false", None
         elif full in _WORDS:
-            words = facts("accelerate")[_WORDS[full]]
-            if not isinstance(value, str) or value.upper() not in words:
-                yield path, f"{show_value(value)} is not one of {', '.join(words)}", did_you_mean(str(value), words)
+            choices = facts("accelerate")[_WORDS[full]]
+            if not isinstance(value, str) or value.upper() not in choices:
+                yield path, f"{show_value(value)} is not one of {', '.join(choices)}", did_you_mean(str(value), choices)
         elif full == "fsdp_min_num_params" and not is_whole(value):
             yield path, f"{show_value(value)} is not a whole number from 1", None
         elif full == "fsdp_reshard_after_forward":

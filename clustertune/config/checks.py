@@ -32,7 +32,7 @@ _MISSING = {
 """What to write for keys that every recipe has."""
 
 
-def check_schema(values: Mapping[str, Any], place: Callable[[KeyPath], str]) -> Iterator[Found]:
+def check_schema(values: Mapping[str, Any], location: Callable[[KeyPath], str]) -> Iterator[Found]:
     """What pydantic finds in the sections, and what the model and data sections demand together. ``place``: ``file:line``."""
     yield from _find_secrets(values, ())
     try:
@@ -51,7 +51,7 @@ def check_schema(values: Mapping[str, Any], place: Callable[[KeyPath], str]) -> 
         other = data.get("format") not in (None, "oasst-tree")
         language, form = ("data", "language"), ("data", "format")
         # A format that is laid over a recipe's own (data.format=alpaca) leaves its language without effect: prepare says so.
-        if data.get("language") and other and place(language).rsplit(":", 1)[0] == place(form).rsplit(":", 1)[0]:
+        if data.get("language") and other and location(language).rsplit(":", 1)[0] == location(form).rsplit(":", 1)[0]:
             yield language, f"{data['format']} rows carry no language", "leave it out"
 
 
@@ -250,15 +250,15 @@ def _check_model_init(given: Any) -> Iterator[Found]:
     if given is not None and not isinstance(given, dict):
         yield path, f"{show_value(given)} is not a mapping", None
     for key, value in given.items() if isinstance(given, dict) else ():
-        words = native_rules.MODEL_INIT.get(key)
+        choices = native_rules.MODEL_INIT.get(key)
         if key == QUANTIZATION:
             inner = quantization.find_problems(value) if value is not None else ()
             yield from (((*path, key, *rest), text, fix) for rest, text, fix in inner)
-        elif words is None:
+        elif choices is None:
             yield (*path, key), "is not taken here", did_you_mean(key, [*native_rules.MODEL_INIT, QUANTIZATION])
-        elif value not in words:
-            text = f"{show_value(value)} is not one of {', '.join(words)}"
-            yield (*path, key), text, did_you_mean(str(value), words)
+        elif value not in choices:
+            text = f"{show_value(value)} is not one of {', '.join(choices)}"
+            yield (*path, key), text, did_you_mean(str(value), choices)
 
 
 _DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
@@ -269,8 +269,8 @@ _DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust",
 def check_dpo(train: Mapping[str, Any], accelerate: Mapping[str, Any], *, megatron: bool) -> Iterator[Found]:
     """What TRL's ``DPOTrainer`` refuses in a rank, and what is not carried here with it. ``accelerate``: the file's mapping."""
     known, losses = facts("trl")["dpo"], [str(name) for name in train.get("loss_type") or ["sigmoid"]]
-    for key, words in {"loss_type": losses, "f_divergence_type": [train.get("f_divergence_type", "reverse_kl")]}.items():
-        for word in words:
+    for key, choices in {"loss_type": losses, "f_divergence_type": [train.get("f_divergence_type", "reverse_kl")]}.items():
+        for word in choices:
             if word not in known[key]:
                 yield ("train", key), f"{show_value(word)}: it takes {', '.join(known[key])}", did_you_mean(word, known[key])
     weights = train.get("loss_weights")

@@ -121,11 +121,11 @@ def _find(look: Callable[[], Seen]) -> Cluster:
     """The file that is of this place; ``local`` where there is none."""
     host = socket.gethostname()
     names = {path: set(_names_in(path)) for path in known_clusters().values()}
-    found = [path for path, said in names.items() if same_host(host, said)]
+    found = [path for path, names_given in names.items() if same_host(host, names_given)]
     if not found:
         seen = look()
         nodes = set(re.findall(r"^NodeName=(\S+)", seen.nodes, re.MULTILINE))
-        found = [path for path, said in names.items() if nodes and all(same_host(node, said) for node in nodes)]
+        found = [path for path, names_given in names.items() if nodes and all(same_host(node, names_given) for node in nodes)]
         if not found:
             return judge(seen)
     if len(found) > 1:

@@ -68,11 +68,11 @@ def _line(problem: Problem) -> int:
     return int(found[1]) if found else 0
 
 
-def _check_name(said: object, name: str | None) -> Iterator[Found]:
-    if said == "local":
+def _check_name(stated: object, name: str | None) -> Iterator[Found]:
+    if stated == "local":
         yield ("name",), "local is what is found by looking", "give it a name of its own"
-    elif name is not None and isinstance(said, str) and said != name:
-        yield ("name",), f"{said}, but the file is called {name}.yaml: --cluster takes the latter", "make them one"
+    elif name is not None and isinstance(stated, str) and stated != name:
+        yield ("name",), f"{stated}, but the file is called {name}.yaml: --cluster takes the latter", "make them one"
 
 
 def _contradictions(data: dict[str, Any]) -> Iterator[Found]:
@@ -459,10 +459,10 @@ def _root_device(storage: Mapping[str, Any], host: Host | None) -> str | None:
 
 def _check_brick(path: tuple[str, ...], brick: Brick, root: str | None) -> Iterator[Found]:
     """What one brick alone says."""
-    for key, place in (("mount", brick.mount), ("path", brick.path)):
-        if place and _is_system(place):
+    for key, value in (("mount", brick.mount), ("path", brick.path)):
+        if value and _is_system(value):
             fix = "mount it elsewhere" if key == "mount" else "a folder of its own"
-            yield (*path, key), f"{place} is the system's own", fix
+            yield (*path, key), f"{value} is the system's own", fix
     if brick.mount and brick.path and _nested(brick.mount, brick.path):
         message = f"{brick.path} and {brick.mount}, where it is seen, lie in each other"
         yield (*path, "mount"), message, "the same folder, or one beside it"
@@ -472,8 +472,8 @@ def _check_brick(path: tuple[str, ...], brick: Brick, root: str | None) -> Itera
         yield (*path, "device"), f"{brick.device} is storage.root.device, which the machine boots from", "the brick's own disk"
 
 
-def _is_system(place: str) -> bool:
-    return bool(_SYSTEM.fullmatch(place) or _KERNEL.fullmatch(place))
+def _is_system(path: str) -> bool:
+    return bool(_SYSTEM.fullmatch(path) or _KERNEL.fullmatch(path))
 
 
 def _crossed(bricks: Sequence[tuple[tuple[str, ...], Brick]]) -> Iterator[Found]:
@@ -519,10 +519,10 @@ def _check_pool(pool: Pool, bricks: Sequence[tuple[tuple[str, ...], Brick]], com
     if _is_system(pool.mount):
         yield path, f"{pool.mount} is the system's own", "mount it elsewhere"
     for _, brick in bricks:
-        for place in filter(None, (brick.mount, brick.path)):
-            if pool.mount == place or _nested(pool.mount, place):
-                what = "is also" if pool.mount == place else "and"
-                tail = f"a folder of the brick of {brick.node}" if pool.mount == place else f"{place} lie in each other"
+        for value in filter(None, (brick.mount, brick.path)):
+            if pool.mount == value or _nested(pool.mount, value):
+                what = "is also" if pool.mount == value else "and"
+                tail = f"a folder of the brick of {brick.node}" if pool.mount == value else f"{value} lie in each other"
                 yield path, f"{pool.mount} {what} {tail}", "a pool has a mount point of its own"
                 break
     if pool.min_free_gb and complete and bricks and pool.min_free_gb >= 1000 * min(brick.tb for _, brick in bricks):
@@ -537,12 +537,12 @@ def _check_folders(storage: Mapping[str, Any], mounts: Sequence[str], complete: 
         yield ("storage", "shared"), message, "choose a folder below one of them"
     if isinstance(staging, str) and _SYSTEM.fullmatch(staging):
         yield ("storage", "staging", "path"), f"{staging} is the system's own", "a folder of its own on a local disk"
-    for key, place in (("scratch", scratch), ("staging", staging)):
+    for key, folder in (("scratch", scratch), ("staging", staging)):
         for mount in mounts:
-            if key == "staging" and isinstance(place, str) and _inside(mount, place):
-                yield ("storage", key, "path"), f"{mount} lies in {place}, where copies make room for others", "one beside it"
+            if key == "staging" and isinstance(folder, str) and _inside(mount, folder):
+                yield ("storage", key, "path"), f"{mount} lies in {folder}, where copies make room for others", "one beside it"
                 break
-            if isinstance(place, str) and (place == mount or _inside(place, mount)):
+            if isinstance(folder, str) and (folder == mount or _inside(folder, mount)):
                 at = ("storage", key) if key == "scratch" else ("storage", key, "path")
-                yield at, f"{place} lies on {mount}, which all machines share", "a folder of a local disk"
+                yield at, f"{folder} lies on {mount}, which all machines share", "a folder of a local disk"
                 break

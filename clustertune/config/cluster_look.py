@@ -253,7 +253,7 @@ def _hosts(workers: list[tuple[str, str]], seen: Seen) -> list[Host]:
         _add_role(roles, addresses, name, address or name, role)
     if seen.hostname:
         _add_role(roles, addresses, seen.hostname, seen.hostname, "login")
-    return [Host(name=name, address=addresses[name], roles=tuple(said)) for name, said in roles.items()]
+    return [Host(name=name, address=addresses[name], roles=tuple(roles_of)) for name, roles_of in roles.items()]
 
 
 def _add_role(roles: dict[str, list[str]], addresses: dict[str, str], name: str, address: str, role: str) -> None:

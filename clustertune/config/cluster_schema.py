@@ -65,7 +65,9 @@ AbsolutePath = Annotated[
 Image = Annotated[
     str, Field(max_length=1024), form(rf"{PATH}|{DOCKER}", f"{_PLAIN_PATH}, nor docker://NAME@sha256:DIGEST (a tag moves)")
 ]
-Place = Annotated[str, Field(max_length=1024), form(PLACE, "an absolute path, nor one below ~ or a variable such as $SCRATCH")]
+StoragePath = Annotated[
+    str, Field(max_length=1024), form(PLACE, "an absolute path, nor one below ~ or a variable such as $SCRATCH")
+]
 Account = Annotated[str, form(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", "a name of letters, digits, '.', '_', '@' and '-'")]
 Quantity = Annotated[Number, Field(gt=0)]
 Version = Annotated[str, BeforeValidator(_text), form(r"[0-9A-Za-z][0-9A-Za-z.+~-]{0,31}", "a version, as 23.11.4")]
@@ -186,13 +188,13 @@ class Storage(Section):
     pool: Pool | None = None
     shared: AbsolutePath | None = None
     """Folder that all hosts see, for runs, models and caches; None: nobody said which."""
-    caches: Place | None = None
+    caches: StoragePath | None = None
     """Folder for ``HF_HOME`` of every stage and rank; ``~``, ``$USER`` and variables of the shell that submits are put in.
     None: ``hf_cache/$USER`` below ``shared`` where that lies on our bricks, else as the libraries have it (``~/.cache``)."""
-    models: Place | None = None
+    models: StoragePath | None = None
     """Folder of what ``clustertune stage RECIPE`` collected, a folder of the recipe's name for each; jobs look there first.
     None: ``models`` below ``shared`` in the same way, else nowhere."""
-    runs: Place | None = None
+    runs: StoragePath | None = None
     """Folder below which runs lie. None: ``checkpoints/$USER`` below ``shared`` in the same way, else ``runs`` here."""
     group: Plain | None = None
     """Unix group whose members share what is in it; None: everybody may write, as in /tmp."""

@@ -43,11 +43,11 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield "each node", f"{gpus if compute.gpus else 'no GPU'}; {cpus}"
     for node in range(max(len(compute.numa_gpus), len(compute.numa_cpus))):
         group = compute.numa_gpus[node] if compute.numa_gpus else ()
-        words = [
+        sizes = [
             f"GPUs {', '.join(map(str, group))}" if group else "",
             f"CPUs {compute.numa_cpus[node]}" if compute.numa_cpus else "",
         ]
-        yield f"NUMA {node}", "; ".join(filter(None, words))
+        yield f"NUMA {node}", "; ".join(filter(None, sizes))
     ports = f"{network.ports} x " if network.ports > 1 else ""
     speed = f", {ports}{network.gbit:g} Gbit/s" if network.gbit else ""
     yield "network", f"{network.kind}{speed}, {network.interface or 'the interface that the route takes'}"

@@ -245,12 +245,12 @@ def _twice(
         if train.get(key) is not None:
             yield ("train", key), f"{train[key]}, and {own} says which layers are recomputed: that is said twice", fix
         named = ("train", f"{key}_kwargs")
-        words = given if isinstance(given := train.get(named[1]), dict) else {}
-        if "every_n_layers" in words:
+        arguments = given if isinstance(given := train.get(named[1]), dict) else {}
+        if "every_n_layers" in arguments:
             yield (*named, "every_n_layers"), f"{own} says which layers are recomputed: that is said twice", fix
-        if section.save and words.get("selective"):
+        if section.save and arguments.get("selective"):
             yield (*named, "selective"), f"TRL's name for {SECTION}.save=[attention], which is given too", fix
-        if section.save and words.get("use_reentrant"):
+        if section.save and arguments.get("use_reentrant"):
             text = f"reentrant checkpointing keeps no results, and {SECTION}.save asks for some"
             yield (*named, "use_reentrant"), text, "leave it out"
     if acc.recomputes(accelerate):

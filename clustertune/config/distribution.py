@@ -153,16 +153,16 @@ class Distribution:
         return cls(**{**body, "recompute": Recompute(**recompute), "notes": tuple(body["notes"])})
 
 
-def words(told: Any) -> str | None:
+def words(quantization: Any) -> str | None:
     """The distribution that a run's record tells (``distributed`` of run.json, results of ``bench``), as ``FSDP 2 (tp 2)``.
 
     None where it tells none, whatever it holds.
     """
-    if not isinstance(told, Mapping) or told.get("type") is None:
+    if not isinstance(quantization, Mapping) or quantization.get("type") is None:
         return None
-    version, mesh = told.get(acc.VERSION), told.get("mesh")
+    version, mesh = quantization.get(acc.VERSION), quantization.get("mesh")
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, Mapping) else ""
-    return f"{told['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
+    return f"{quantization['type']}{f' {version}' if version else ''}{f' ({sizes})' if sizes else ''}"
 
 
 def mixed_precision(train: Mapping[str, Any]) -> str:
@@ -267,13 +267,13 @@ def _fsdp(
     found: Distribution, accelerate: Mapping[str, Any], quantized: Mapping[str, Any] | None, replicas: int
 ) -> Distribution:
     # FSDP's offload takes parameters, gradients and optimizer state alike (torch, CPUOffloadPolicy and CPUOffload).
-    place = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
+    offload = "cpu" if acc.fsdp_flag(accelerate, "offload_params") else "none"
     efficient, two = acc.fsdp_flag(accelerate, "cpu_ram_efficient_loading"), found.kind == "FSDP2"
     parts = two and why_whole(quantized) is None
     return replace(
         found,
-        offload_params=place,
-        offload_optimizer=place,
+        offload_params=offload,
+        offload_optimizer=offload,
         efficient_loading=efficient,
         state_dict=acc.state_dict_type(accelerate),
         strategy=acc.sharding_strategy(accelerate),

@@ -90,10 +90,10 @@ def schema_findings(
         elif kind == "too_short":
             message, fix = "empty", "name at least one"
         elif kind == "literal_error":
-            words = re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected", "")))
+            choices = re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected", "")))
             unknown = item["loc"][-1] == "[key]"
-            message = "unknown key" if unknown else f"{shown} is not one of {', '.join(words)}"
-            fix = did_you_mean(value, words) if isinstance(value, str) else None
+            message = "unknown key" if unknown else f"{shown} is not one of {', '.join(choices)}"
+            fix = did_you_mean(value, choices) if isinstance(value, str) else None
         elif kind in {"dict_type", "model_type", "model_attributes_type"}:
             message = "empty" if value is None else f"{shown} is not a section of keys and values"
         elif kind in {"tuple_type", "list_type"}:

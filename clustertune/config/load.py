@@ -82,18 +82,18 @@ def _lay_over(
         owners[here] = layer
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
+def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The known word that a misspelt one most likely means."""
-    known = list(words)
+    known = list(choices)
     lowered = {name.lower(): name for name in known}
     begun = [name for name in lowered if len(word) > 2 and name.startswith(word.lower())]
     found = sorted(begun, key=len)[:1] or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
 
-def did_you_mean(word: str, words: Iterable[str]) -> str | None:
+def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
     """A fix that names the nearest known word, or all of them where there are few."""
-    known = sorted(words)
+    known = sorted(choices)
     close = nearest(word, known)
     if close is not None:
         return f"did you mean {close}?"
@@ -117,8 +117,8 @@ def find_folder(recipe: str | Path) -> tuple[Path, str]:
             places += [Path("recipes", given), RECIPES / given]
         elif not path.is_absolute() and path.parts[:1] == ("recipes",):
             places.append(RECIPES.parent / path)
-        folder = next((place for place in places if (place / "recipe.yaml").is_file()), None)
-        folder = folder or next((place for place in places if place.is_dir()), None)
+        folder = next((folder_ for folder_ in places if (folder_ / "recipe.yaml").is_file()), None)
+        folder = folder or next((folder_ for folder_ in places if folder_.is_dir()), None)
     except OSError as error:
         raise _refused(f"{given!r} cannot be read: {error.strerror or error}") from None
     if folder is None:
@@ -212,8 +212,8 @@ def _read_base(base: str, asking: Document, folder: Path, shown: str) -> Layer:
     name = str(Path(shown).parent / "_base" / f"{base}.yaml") if where.parent == folder.parent else f"recipes/_base/{base}.yaml"
     document = read_yaml(where / f"{base}.yaml", name)
     if "base" in document.data:
-        place, fix = document.place(("base",)), "write its values out"
-        raise UserError(Problem("a base has no base of its own", file=place, key="base", fix=fix))
+        origin, fix = document.place(("base",)), "write its values out"
+        raise UserError(Problem("a base has no base of its own", file=origin, key="base", fix=fix))
     return Layer(f"base {base}", document)
 
 
@@ -234,12 +234,12 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Document, dict[str, Docume
         except ValueError as error:
             problems.append(Problem(str(error), file=COMMAND_LINE, key=key))
             continue
-        place = data
+        section = data
         if path[0] in BESIDE and len(path) > 1:
-            place, path = beside[path[0]], path[1:]
+            section, path = beside[path[0]], path[1:]
         for part in path[:-1]:
-            if not isinstance(place.get(part), dict):
-                place[part] = {}
-            place = place[part]
-        place[path[-1]] = parsed
+            if not isinstance(section.get(part), dict):
+                section[part] = {}
+            section = section[part]
+        section[path[-1]] = parsed
     return Document(COMMAND_LINE, data), {name: Document(COMMAND_LINE, body) for name, body in beside.items()}, problems

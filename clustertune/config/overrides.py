@@ -222,10 +222,10 @@ def _zero(resolved: Resolved, layout: Layout) -> list[str]:
     wanted: dict[str, object] = {"zero_stage": int(layout.kind.removeprefix("ZeRO-"))}
     if config.get("deepspeed_config_file") is not None:
         wanted["deepspeed_config_file"] = None
-    for name, place in (("param", layout.offload_params), ("optimizer", layout.offload_optimizer)):
-        if place != (config.get(f"offload_{name}_device") or "none"):
-            wanted[f"offload_{name}_device"] = place
-        if place == "nvme" and not config.get(f"offload_{name}_nvme_path"):
+    for name, device in (("param", layout.offload_params), ("optimizer", layout.offload_optimizer)):
+        if device != (config.get(f"offload_{name}_device") or "none"):
+            wanted[f"offload_{name}_device"] = device
+        if device == "nvme" and not config.get(f"offload_{name}_nvme_path"):
             wanted[f"offload_{name}_nvme_path"] = NVME
     same = {key for key, value in wanted.items() if value is not None and config.get(key) == value}
     return [f"accelerate.deepspeed_config.{key}={_word(value)}" for key, value in wanted.items() if key not in same]

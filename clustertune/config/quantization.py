@@ -111,11 +111,11 @@ def find_problems(config: object) -> Iterator[tuple[tuple[str, ...], str, str | 
     for key, value in config.items():
         if key in (*_FREE, "quant_method"):
             continue
-        words = _BITSANDBYTES.get(key)
-        if words is None:
+        choices = _BITSANDBYTES.get(key)
+        if choices is None:
             yield (key,), "BitsAndBytesConfig has no such field", did_you_mean(key, (*_BITSANDBYTES, *_FREE))
-        elif value not in words or isinstance(value, bool) is not isinstance(words[0], bool):
-            yield (key,), f"{show_value(value)} is not one of {', '.join(json.dumps(w) for w in words)}", None
+        elif value not in choices or isinstance(value, bool) is not isinstance(choices[0], bool):
+            yield (key,), f"{show_value(value)} is not one of {', '.join(json.dumps(w) for w in choices)}", None
     if bool(config.get("load_in_4bit")) == bool(config.get("load_in_8bit")):
         yield (), "one of load_in_4bit and load_in_8bit must be true", "write load_in_4bit: true"
 

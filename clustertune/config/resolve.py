@@ -95,9 +95,9 @@ class _Work:
         """Findings become problems; those below ``accelerate`` or ``deepspeed`` are in the file beside the recipe."""
         for path, message, fix in found:
             document = {"accelerate": self.accelerate, "deepspeed": self.deepspeed}.get(path[0]) if len(path) > 1 else None
-            place = self.place(path) if document is None else document.place(path[1:])
-            key = path if document is None or place == COMMAND_LINE else path[1:]
-            self.problems.append(Problem(message, file=place, key=".".join(key), fix=fix))
+            where = self.place(path) if document is None else document.place(path[1:])
+            key = path if document is None or where == COMMAND_LINE else path[1:]
+            self.problems.append(Problem(message, file=where, key=".".join(key), fix=fix))
 
     def read_files(self) -> None:
         """The files beside the recipe: accelerate.yaml, model.json, the chat template."""
@@ -108,8 +108,8 @@ class _Work:
         self._read_distribution(folder, shown)
         try:
             own = (folder / DESCRIPTION).is_file()
-            place = None if own else same_model(folder, self.values.get("model"))
-            file = (f"{shown}/{DESCRIPTION}", folder) if place is None else (f"{place.name}/{DESCRIPTION}", place)
+            origin = None if own else same_model(folder, self.values.get("model"))
+            file = (f"{shown}/{DESCRIPTION}", folder) if origin is None else (f"{origin.name}/{DESCRIPTION}", origin)
             self.architecture = arch.read_architecture(file[1] / DESCRIPTION, file[0])
         except UserError as error:
             self.problems += error.problems
@@ -119,8 +119,8 @@ class _Work:
             try:
                 shared = base_folder(folder) / template
                 own = (folder / template).is_file() or not shared.is_file()
-                place = folder / template if own else shared
-                self.chat_template = read_text(place, f"{shown}/{template}" if own else str(place))
+                origin = folder / template if own else shared
+                self.chat_template = read_text(origin, f"{shown}/{template}" if own else str(origin))
             except UserError as error:
                 self.problems += error.problems
 
@@ -266,13 +266,13 @@ class _Work:
 
     def _fill_deepspeed(self, document: Document, batch: Any, accumulation: int, *, lora: bool) -> None:
         """DeepSpeed's file against the train section, and what stands in the place of its ``auto``."""
-        said = deepspeed.read(self.train, batch, accumulation, self.world, self.dp, self.architecture, lora=lora)
-        self.report(deepspeed.find_problems(document, said))
+        described = deepspeed.read(self.train, batch, accumulation, self.world, self.dp, self.architecture, lora=lora)
+        self.report(deepspeed.find_problems(document, described))
         if lora and mixed_precision(self.train) != "no" and document.data.get(deepspeed.REDUCED_IN) is None:
             self.deepspeed = document = replace(document, data={**document.data, deepspeed.REDUCED_IN: "fp32"})
             self.deepspeed_overrides = {deepspeed.REDUCED_IN: "fp32", **self.deepspeed_overrides}
             self.derived.append(Derived(f"deepspeed.{deepspeed.REDUCED_IN}", "fp32", derive.FEW))
-        self.derived += deepspeed.filled(document.data, said)
+        self.derived += deepspeed.filled(document.data, described)
 
     def _recomputation(self, distribution: dict[str, Any]) -> Derived:
         """Which of the model, FSDP, the ratio and Megatron recompute activations."""

@@ -66,12 +66,12 @@ Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
 
 
-def form(pattern: str, words: str) -> AfterValidator:
+def form(pattern: str, example: str) -> AfterValidator:
     """A validator of texts of one form, which errors say in ``words``."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise ValueError(f"is not {words}")
+            raise ValueError(f"is not {example}")
         return text
 
     return AfterValidator(check)

@@ -176,9 +176,9 @@ def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:
         node = _compose(text, core)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{shown}:{mark.line + 1}" if mark else shown
+        where = f"{shown}:{mark.line + 1}" if mark else shown
         what = " ".join(part for part in (error.context, error.problem) if part)
-        raise UserError(Problem(f"not valid YAML: {what}", file=place, fix=_syntax_hint(what))) from None
+        raise UserError(Problem(f"not valid YAML: {what}", file=where, fix=_syntax_hint(what))) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(Problem(f"not valid YAML: {first}", file=shown)) from None
@@ -186,8 +186,8 @@ def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:
         raise UserError(Problem("empty", file=shown, fix="at the top level write key: value"))
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        place = f"{shown}:{node.start_mark.line + 1}"
-        raise UserError(Problem(f"holds {kind}, not sections", file=place, fix="at the top level write key: value"))
+        where = f"{shown}:{node.start_mark.line + 1}"
+        raise UserError(Problem(f"holds {kind}, not sections", file=where, fix="at the top level write key: value"))
     builder = _Builder(shown, core)
     data = builder.mapping(node, ())
     if builder.problems:

@@ -15,7 +15,7 @@ from typing import Any
 
 from clustertune.config.schema import COLUMNS
 from clustertune.data.json_text import JsonError, parse
-from clustertune.data.rejects import BadRow, Place, Rejects, excerpt
+from clustertune.data.rejects import BadRow, Rejects, RowLocation, excerpt
 
 MAX_MESSAGE_BYTES = 10_000_000
 """UTF-8 bytes of a message from which on it is refused (10 MB): that is a file somebody pasted, not a turn to learn."""
@@ -139,9 +139,9 @@ class _Reader:
             name = f"conversations[{index}]"
             if not isinstance(entry, dict):
                 raise BadRow("wrong-column", f"{name} is {excerpt(entry)}, not an object")
-            said = require(entry, "from", str, name=f"{name}.from")
-            if (role := _SHAREGPT.get(said)) is None:
-                raise BadRow("unknown-role", f"{name}.from {excerpt(said)}, known are {', '.join(_SHAREGPT)}")
+            speaker = require(entry, "from", str, name=f"{name}.from")
+            if (role := _SHAREGPT.get(speaker)) is None:
+                raise BadRow("unknown-role", f"{name}.from {excerpt(speaker)}, known are {', '.join(_SHAREGPT)}")
             if role == "function_call":
                 entries.append({"role": "assistant", "tool_calls": [_value(entry.get("value"), f"{name}.value", dict)]})
             else:
@@ -331,18 +331,18 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def conversations(
-    format_name: str, records: Iterable[tuple[Place, dict[str, Any]]], rejects: Rejects
+    format_name: str, records: Iterable[tuple[RowLocation, dict[str, Any]]], rejects: Rejects
 ) -> Iterator[Conversation]:
     """One conversation per good row, in file order."""
     reader = _Reader(rejects.leave_out)
-    for place, row in records:
+    for location, row in records:
         rejects.rows += 1
         try:
             example = reader.read(format_name, row)
         except BadRow as bad:
-            rejects.add(place, bad.reason, bad.detail)
+            rejects.add(location, bad.reason, bad.detail)
             rejects.look(row, recognise)
             continue
-        source = {"tree": f"{place.file}:{place.row}", "file": place.file, "row": place.row}
+        source = {"tree": f"{location.file}:{location.row}", "file": location.file, "row": location.row}
         body = example["messages"] if example.keys() == {"messages"} else example
-        yield Conversation(example, source, hashlib.sha256(json.dumps(body).encode()).hexdigest(), place.split)
+        yield Conversation(example, source, hashlib.sha256(json.dumps(body).encode()).hexdigest(), location.split)

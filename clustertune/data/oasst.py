@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clustertune.data.chats import Conversation, check_text, recognise, require
-from clustertune.data.rejects import NOT_A_FAULT, BadRow, Place, Rejects, excerpt
+from clustertune.data.rejects import NOT_A_FAULT, BadRow, Rejects, RowLocation, excerpt
 
 ROLES = {"prompter": "user", "assistant": "assistant"}
 
@@ -32,7 +32,7 @@ class Message:
 
     id: str
     parent: str | None
-    place: Place
+    place: RowLocation
     usable: bool = False
     """False for a bad or filtered row, which stays in the tree so that its replies are not taken for orphans."""
     role: str = ""
@@ -63,32 +63,32 @@ class Trees:
         self._language = language
         self._ids: set[str] = set()
 
-    def conversations(self, records: Iterable[tuple[Place, dict[str, Any]]]) -> Iterator[Conversation]:
+    def conversations(self, records: Iterable[tuple[RowLocation, dict[str, Any]]]) -> Iterator[Conversation]:
         """Read all records, then walk the trees in the order in which their first rows came."""
-        for place, record in records:
+        for location, record in records:
             for row in flatten(record):
                 self._rejects.rows += 1
                 try:
-                    self._add(place, row)
+                    self._add(location, row)
                 except BadRow as bad:
-                    self._rejects.add(place, bad.reason, bad.detail)
+                    self._rejects.add(location, bad.reason, bad.detail)
                     self._rejects.look(record, recognise)
         for tree in self.trees.values():
             found = self._conversation(tree)
             if found is not None:
                 yield found
 
-    def _add(self, place: Place, row: dict[str, Any]) -> None:
+    def _add(self, location: RowLocation, row: dict[str, Any]) -> None:
         """Put one flat row into its tree. Raises BadRow; where the ids are good, a placeholder is left for the replies."""
         identity = require(row, "message_id", str)
         tree_id = require(row, "message_tree_id", str)
         if identity in self._ids:
             raise BadRow("duplicate-id", f"message_id {excerpt(identity)} was there before")
         self._ids.add(identity)
-        tree = self.trees.setdefault(tree_id, Tree(tree_id, place.split))
-        if tree.split != place.split:
+        tree = self.trees.setdefault(tree_id, Tree(tree_id, location.split))
+        if tree.split != location.split:
             raise BadRow("two-splits", f"tree {excerpt(tree_id)} is in the {tree.split} split already")
-        message = tree.messages[identity] = Message(identity, None, place)
+        message = tree.messages[identity] = Message(identity, None, location)
         message.parent = require(row, "parent_id", str, optional=True)
         if require(row, "deleted", bool, optional=True):
             self.dropped["deleted"] += 1

@@ -47,27 +47,27 @@ def settings(train_args: Mapping[str, Any], *, pairs: bool = False) -> dict[str,
     }
 
 
-def make_rows(index: npt.NDArray[Any], split: str, asked: Mapping[str, Any]) -> tuple[Pieces, npt.NDArray[np.int64]]:
+def make_rows(index: npt.NDArray[Any], split: str, settings: Mapping[str, Any]) -> tuple[Pieces, npt.NDArray[np.int64]]:
     """The pieces of all rows in their order, and the number of the piece that each row begins with (one more at the end).
 
     ``index``: conversations of dtype :data:`INDEX`; ``asked``: :func:`settings`.
     """
-    strategy, size, rng = asked["packing"][split], asked["max_length"], np.random.default_rng
+    strategy, size, rng = settings["packing"][split], settings["max_length"], np.random.default_rng
     if strategy is None:
-        each = 2 if asked.get("pairs") else 1
-        pieces = _truncate(index, size, asked["truncation_mode"], each)
+        each = 2 if settings.get("pairs") else 1
+        pieces = _truncate(index, size, settings["truncation_mode"], each)
         counts = np.full(len(pieces) // each, each, np.int64)
     else:
-        if asked["shuffle_dataset"]:
-            index = index[rng(asked["seed"]).permutation(len(index))]
+        if settings["shuffle_dataset"]:
+            index = index[rng(settings["seed"]).permutation(len(index))]
         groups = [index[start : start + GROUP] for start in range(0, len(index), GROUP)]
         made = [(_wrap if strategy == "wrapped" else _best_fit)(group, size, strategy) for group in groups]
         pieces = np.concatenate([part for part, _ in made]) if made else np.empty(0, PIECE)
         counts = np.array([count for _, rows in made for count in rows], np.int64)
     begins = np.concatenate(([0], np.cumsum(counts)))
-    if not asked["shuffle_dataset"]:
+    if not settings["shuffle_dataset"]:
         return pieces, begins
-    order = rng(asked["seed"]).permutation(len(counts))
+    order = rng(settings["seed"]).permutation(len(counts))
     shuffled = np.concatenate(([0], np.cumsum(counts[order])))
     # The pieces of the rows in their new order: the first of each row, and from there as many as it has.
     chosen = np.repeat(begins[:-1][order] - shuffled[:-1], counts[order]) + np.arange(len(pieces))

@@ -63,8 +63,8 @@ def check_folder(folder: Path) -> None:
     elif not (folder / _MARK).exists():
         foreign = list_files(folder)
     if foreign:
-        words = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-        problem = Problem(f"holds something else than a dataset: {words}", file=str(folder), fix="choose another folder")
+        listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        problem = Problem(f"holds something else than a dataset: {listed}", file=str(folder), fix="choose another folder")
         raise UserError(problem)
 
 

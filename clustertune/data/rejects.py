@@ -21,7 +21,7 @@ NOT_A_FAULT = "no-assistant-reply"
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Where a record stands."""
 
     file: str
@@ -70,19 +70,19 @@ class Rejects:
         self._sink = sink
 
     def good(
-        self, records: Iterable[tuple[Place, dict[str, Any] | BadRow]], known: Iterable[str], columns: Mapping[str, str]
-    ) -> Iterator[tuple[Place, dict[str, Any]]]:
+        self, records: Iterable[tuple[RowLocation, dict[str, Any] | BadRow]], known: Iterable[str], columns: Mapping[str, str]
+    ) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
         """The records that are rows; the others are rejected. ``columns``: the input's names of the ``known`` ones."""
         ours = set(known)
-        for place, record in records:
+        for location, record in records:
             if isinstance(record, BadRow):
                 self.rows += 1
-                self.add(place, record.reason, record.detail)
+                self.add(location, record.reason, record.detail)
                 continue
             given = {name: record[theirs] for name, theirs in columns.items() if theirs in record}
             row = {key: value for key, value in record.items() if key not in columns.values()} | given if columns else record
             self.leave_out(key for key in row.keys() - ours if row[key] is not None)
-            yield place, row
+            yield location, row
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Remember what no example holds; of rows that each have other columns, the first :data:`LOOKED_AT`."""
@@ -96,9 +96,9 @@ class Rejects:
             if (found := recognise(row)) is not None:
                 self.looks_like[found] += 1
 
-    def add(self, place: Place, reason: str, detail: str) -> None:
+    def add(self, location: RowLocation, reason: str, detail: str) -> None:
         """Count and write one rejected row."""
-        reject = Reject(place.file, place.line, reason, detail)
+        reject = Reject(location.file, location.line, reason, detail)
         self.counts[reason] += 1
         self._sink.write(json.dumps(asdict(reject)) + "\n")
         if reason != NOT_A_FAULT and len(self.faults) < SHOWN:

@@ -20,7 +20,7 @@ from typing import Any
 
 from clustertune.config.schema import COLUMNS
 from clustertune.data.json_text import JsonError, parse, skip_space
-from clustertune.data.rejects import BadRow, Place, excerpt
+from clustertune.data.rejects import BadRow, RowLocation, excerpt
 from clustertune.errors import Problem, UserError
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
@@ -29,7 +29,7 @@ KINDS = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Compressions, behind any ending but those of Parquet and Arrow."""
 
-Record = tuple[Place, dict[str, Any] | BadRow]
+Record = tuple[RowLocation, dict[str, Any] | BadRow]
 Progress = Callable[[int], None]
 """Called now and then with the bytes of the file (as stored) that are read."""
 
@@ -53,7 +53,7 @@ def kind_of(name: str) -> tuple[str, str]:
 
 def read_file(
     opened: Callable[[], Any],
-    place: Place,
+    location: RowLocation,
     shown: str,
     wanted: frozenset[str] = KNOWN,
     progress: Progress = lambda _done: None,
@@ -64,7 +64,7 @@ def read_file(
     ``opened`` gives the file for reading bytes; ``place``: its name and split; ``shown``: what to call it in an error. Of
     tables only the columns ``wanted`` are read, the names of the others join ``unused``.
     """
-    kind, packed = kind_of(place.file)
+    kind, packed = kind_of(location.file)
     reader = {".parquet": _parquet, ".arrow": _arrow, ".csv": _table, ".tsv": _table, ".txt": _document}.get(kind, _lines)
     try:
         with opened() as raw:
@@ -73,7 +73,7 @@ def read_file(
                 stream = io.BufferedReader(_unpacked(raw, packed), 1 << 16)
                 if kind == ".json" and stream.peek(1 << 16).removeprefix(_BOM).lstrip().startswith(b"["):
                     reader = _array
-            for number, record in enumerate(reader(stream, place, shown, wanted, set() if unused is None else unused)):
+            for number, record in enumerate(reader(stream, location, shown, wanted, set() if unused is None else unused)):
                 if number % _REPORT_EVERY == 0:
                     progress(raw.tell())
                 yield record
@@ -102,15 +102,15 @@ def _damaged(packed: str, error: Exception, shown: str) -> UserError:
     return UserError(Problem(f"damaged {name} file: {error}", file=shown, fix="fetch the file again"))
 
 
-def _at(place: Place, line: int, row: int) -> Place:
-    return Place(place.file, line, place.split, row)
+def _at(location: RowLocation, line: int, row: int) -> RowLocation:
+    return RowLocation(location.file, line, location.split, row)
 
 
-def _lines(stream: Any, place: Place, *_: Any) -> Iterator[Record]:
+def _lines(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
     number = row = 0
     while line := stream.readline(MAX_RECORD_BYTES):
         number += 1
-        here = _at(place, number, row + 1)
+        here = _at(location, number, row + 1)
         if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
@@ -144,7 +144,7 @@ def _object(value: Any) -> dict[str, Any] | BadRow:
     return value if isinstance(value, dict) else BadRow("wrong-column", f"the row is {excerpt(value)}, not an object")
 
 
-def _array(stream: Any, place: Place, shown: str, *_: Any) -> Iterator[Record]:
+def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
     data = stream.read().removeprefix(_BOM).rstrip(b"\0 \t\r\n")
     try:
         text, damaged = data.decode(), False
@@ -154,7 +154,7 @@ def _array(stream: Any, place: Place, shown: str, *_: Any) -> Iterator[Record]:
     at, line, counted, row = skip_space(text, text.index("[") + 1), 1, 0, 0
     while text[at : at + 1] != "]" or row:
         line, counted = line + text.count("\n", counted, at), at
-        here = _at(place, line, row := row + 1)
+        here = _at(location, line, row := row + 1)
         try:
             value, end = parse(text, at)
             at = skip_space(text, end)
@@ -189,11 +189,11 @@ def _broken_array(shown: str, text: str, error: JsonError) -> UserError:
     return UserError(problem)
 
 
-def _table(stream: Any, place: Place, shown: str, *_: Any) -> Iterator[Record]:
+def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
     """CSV, or TSV, with the names of the columns in its first line. A value may hold line ends within double quotes."""
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(MAX_RECORD_BYTES)
-    rows = csv.reader(text, delimiter="\t" if ".tsv" in kind_of(place.file) else ",", strict=True)
+    rows = csv.reader(text, delimiter="\t" if ".tsv" in kind_of(location.file) else ",", strict=True)
     names: list[str] = []
     begins, row = 1, 0
     while True:
@@ -206,7 +206,7 @@ def _table(stream: Any, place: Place, shown: str, *_: Any) -> Iterator[Record]:
             raise UserError(
                 Problem(f"not CSV: {error}, in the row that begins here", file=f"{shown}:{begins}", fix=fix)
             ) from None
-        here, begins = _at(place, begins, row + 1), rows.line_num + 1
+        here, begins = _at(location, begins, row + 1), rows.line_num + 1
         if not any(values):
             continue
         if not names:
@@ -225,16 +225,16 @@ def _table(stream: Any, place: Place, shown: str, *_: Any) -> Iterator[Record]:
             yield here, dict(zip(names, (value or None for value in values), strict=True))
 
 
-def _document(stream: Any, place: Place, *_: Any) -> Iterator[Record]:
+def _document(stream: Any, location: RowLocation, *_: Any) -> Iterator[Record]:
     """A text file is one document."""
     data = stream.read(MAX_RECORD_BYTES)
     try:
-        yield _at(place, 1, 1), {"text": data.decode("utf-8-sig")}
+        yield _at(location, 1, 1), {"text": data.decode("utf-8-sig")}
     except UnicodeDecodeError as error:
-        yield _at(place, 1, 1), BadRow("not-utf8", f"byte 0x{data[error.start]:02x} at byte {error.start}")
+        yield _at(location, 1, 1), BadRow("not-utf8", f"byte 0x{data[error.start]:02x} at byte {error.start}")
 
 
-def _parquet(stream: Any, place: Place, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
+def _parquet(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -243,12 +243,12 @@ def _parquet(stream: Any, place: Place, shown: str, wanted: frozenset[str], unus
             names = table.schema_arrow.names
             unused.update(set(names) - wanted)
             columns = [column for column in names if column in wanted] or names  # none of ours: what there is shows the format
-            yield from _batches(table.iter_batches(batch_size=256, columns=columns), place)
+            yield from _batches(table.iter_batches(batch_size=256, columns=columns), location)
     except pa.ArrowException as error:
         raise UserError(Problem(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again")) from None
 
 
-def _arrow(stream: Any, place: Place, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
+def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
     """Arrow's stream, as ``Dataset.save_to_disk`` writes it, or Arrow's file."""
     import pyarrow as pa
 
@@ -260,16 +260,16 @@ def _arrow(stream: Any, place: Place, shown: str, wanted: frozenset[str], unused
         names = table.schema.names
         unused.update(set(names) - wanted)
         kept = [name for name in names if name in wanted] or names
-        yield from _batches((batch.select(kept) for batch in batches), place)
+        yield from _batches((batch.select(kept) for batch in batches), location)
     except pa.ArrowException as error:
         raise UserError(Problem(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again")) from None
 
 
-def _batches(batches: Any, place: Place) -> Iterator[Record]:
+def _batches(batches: Any, location: RowLocation) -> Iterator[Record]:
     row = 0
     for batch in batches:
         for value in _batch_rows(batch):
-            yield _at(place, row + 1, row := row + 1), value
+            yield _at(location, row + 1, row := row + 1), value
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | BadRow]:

@@ -22,13 +22,13 @@ class Sequences:
 
     def __init__(self, folder: Path, split: str) -> None:
         meta = read_manifest(folder, tokens.KIND).meta
-        asked, parts = meta["made_from"]["rows"], meta["splits"][split]["parts"]
-        pieces, begins = tokens.row_files(split, asked)
+        rows, parts = meta["made_from"]["rows"], meta["splits"][split]["parts"]
+        pieces, begins = tokens.row_files(split, rows)
         self._pieces, self._begins = (np.load(folder / name, mmap_mode="r") for name in (pieces, begins))
         self._parts = [str(folder / f"{split}-{number:05}.u32") for number in range(len(parts))]
         self._starts = np.concatenate(([0], np.cumsum(parts)))
         self._maps: dict[int, Any] = {}
-        self._separated, self._pairs = asked["packing"][split] in packing.SEPARATED, bool(asked.get("pairs"))
+        self._separated, self._pairs = rows["packing"][split] in packing.SEPARATED, bool(rows.get("pairs"))
 
     def __getstate__(self) -> dict[str, Any]:  # a DataLoader's worker maps the files itself
         return self.__dict__ | {"_maps": {}}
@@ -130,7 +130,7 @@ def shown(folder: Path, tokenizer: Any, count: int, marks: tuple[str, str]) -> l
         ids, learnt = part & ~LABEL, part & LABEL != 0
         turns, text = np.flatnonzero(np.diff(learnt)) + 1, ""
         for run, marked in zip(np.split(ids, turns), np.split(learnt, turns), strict=True):
-            said = tokenizer.decode(run, skip_special_tokens=False)
-            text += f"{marks[0]}{said}{marks[1]}" if marked[0] else said
+            decoded = tokenizer.decode(run, skip_special_tokens=False)
+            text += f"{marks[0]}{decoded}{marks[1]}" if marked[0] else decoded
         found.append(text)
     return found

@@ -49,9 +49,9 @@ class Encoder:
     @classmethod
     def of(cls, tokenizer: Any, train_args: Mapping[str, Any]) -> Encoder:
         """As a recipe's ``train`` section asks. Raises UserError where the template marks no answers."""
-        asked = bool(train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default))
-        template = training_template(tokenizer, marked=asked) if tokenizer.chat_template else ""
-        return cls(tokenizer, template, asked, train_args.get("completion_only_loss") is not False)
+        assistant_only = bool(train_args.get("assistant_only_loss", train_fields()["assistant_only_loss"].default))
+        template = training_template(tokenizer, marked=assistant_only) if tokenizer.chat_template else ""
+        return cls(tokenizer, template, assistant_only, train_args.get("completion_only_loss") is not False)
 
     def encode(self, examples: list[Mapping[str, Any]]) -> Iterator[tuple[npt.NDArray[Any], tuple[int, ...]]]:
         """Tokens with their label bits, and length, first and last label and count of labels, of each conversation.
@@ -79,14 +79,14 @@ class Encoder:
     def _render(self, chats: list[tuple[Any, Any]], *, whole: bool) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Tokens of chats with their tools, and which of them may carry a label. Not ``whole``: up to the answer."""
         marked = self.answers and whole
-        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
+        arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": marked}
         for tools, group in groupby(chats, key=lambda chat: chat[1]):  # one call takes chats of the same tools
             made = self.tokenizer.apply_chat_template(
                 [turns for turns, _ in group],
                 tools=tools,
                 chat_template=self.template,
                 add_generation_prompt=not whole,
-                **asked,
+                **arguments,
             )
             for number, found in enumerate(made["input_ids"]):
                 ids = np.asarray(found, np.uint32)
@@ -100,17 +100,17 @@ class Encoder:
         try:
             found = list(self.encode(examples))
         except (TemplateError, TypeError, KeyError, ValueError) as error:  # a template's filter meets what it does not take
-            for (place, _), example in zip(lines, examples, strict=True):
+            for (location, _), example in zip(lines, examples, strict=True):
                 try:
                     list(self.encode([example]))
                 except (TemplateError, TypeError, KeyError, ValueError) as own:
-                    raise Refused(place, f"the chat template refuses it: {own}") from None
+                    raise Refused(location, f"the chat template refuses it: {own}") from None
             raise Refused(lines[0][0], f"the chat template refuses it: {error}") from None
         made = iter(found)
-        for (place, _), example in zip(lines, examples, strict=True):
+        for (location, _), example in zip(lines, examples, strict=True):
             for ids, heads in islice(made, len(_whole(example)) or 1):
                 if heads[3] == 0:
-                    raise Refused(place, "no token carries a label: the chat template marks no assistant's words in it")
+                    raise Refused(location, "no token carries a label: the chat template marks no assistant's words in it")
                 yield ids, heads
 
 
@@ -172,8 +172,8 @@ def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         file.seek(max(start - 1, 0))
         if start:
             file.readline()  # the rest of a line that belongs to the chunk before
-        while (place := file.tell()) < end and (line := file.readline()):
-            yield place, line
+        while (offset := file.tell()) < end and (line := file.readline()):
+            yield offset, line
 
 
 def read_shard(path: Path) -> tuple[npt.NDArray[Any], memoryview] | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from clustertune.config.resolved import expand_home, is_there
 from clustertune.config.schema import Data, DataSource, is_address
 from clustertune.console import byte_progress
-from clustertune.data.rejects import Place
+from clustertune.data.rejects import RowLocation
 from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, kind_of, read_file
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
@@ -128,9 +128,9 @@ class LocalFiles:
         return next(level for level in levels if level)
 
     def _asked(self, files: list[InputFile]) -> list[InputFile]:
-        asked = wanted_splits(self._part)
-        found = [InputFile(f.path, f.name, split) for split, name in asked.items() for f in files if _is_of(f.name, name)]
-        for name in asked.values():
+        wanted = wanted_splits(self._part)
+        found = [InputFile(f.path, f.name, split) for split, name in wanted.items() for f in files if _is_of(f.name, name)]
+        for name in wanted.values():
             if not any(_is_of(file.name, name) for file in files):
                 text = f"no file of the split {name}; there are {', '.join(file.name for file in files[:8])}"
                 fix = "the name of a file begins with that of its split, or a folder has it; a part of a split: data.limit"
@@ -167,8 +167,8 @@ class LocalFiles:
                 def advance(done: int, base: int = before) -> None:
                     bar.update(task, completed=base + done)
 
-                place = Place(file.name, 1, file.split)
-                yield from read_file(self._opener(file), place, file.path, self._wanted, advance, self.unused)
+                location = RowLocation(file.name, 1, file.split)
+                yield from read_file(self._opener(file), location, file.path, self._wanted, advance, self.unused)
                 before += size
 
 
@@ -200,10 +200,10 @@ class Addressed(LocalFiles):
         self.files = self._chosen(found)
 
     def _unreachable(self, error: Exception) -> UserError:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "is the address right, does this machine have a network, and are the storage's keys in the environment?"
         return UserError(
-            Problem(f"cannot be read: {type(error).__name__}: {words}", file=self.shown, key="data.input", fix=fix)
+            Problem(f"cannot be read: {type(error).__name__}: {message}", file=self.shown, key="data.input", fix=fix)
         )
 
     def _info(self, file: InputFile) -> Mapping[str, Any]:
@@ -275,8 +275,8 @@ class Hub:
         self._loaded: list[tuple[str, str | None, Any]] | None = None
 
     def identity(self) -> list[Any] | None:
-        asked = [value for value in (self._part.config, self._part.split) if value]
-        return ["hub", self.name, self.revision, *asked] if self.revision else None
+        choice = [value for value in (self._part.config, self._part.split) if value]
+        return ["hub", self.name, self.revision, *choice] if self.revision else None
 
     def _splits(self) -> list[tuple[str, str | None, Any]]:
         """Name on the Hub, split of ours and rows; those of train first."""
@@ -296,10 +296,10 @@ class Hub:
                 return [(name, split, load(split=name)) for split, name in wanted_splits(self._part).items()]
             found = load()
         except Exception as error:  # the exceptions of the Hub's clients have no common base
-            words = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
-            key = next((f"data.{name}" for name in ("config", "split") if name in words.lower().split()), "data.name")
+            message = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
+            key = next((f"data.{name}" for name in ("config", "split") if name in message.lower().split()), "data.name")
             fix = "without the network, name a local copy: data.input=PATH (a file, or a snapshot folder)"
-            raise UserError(Problem(f"{self.shown} cannot be had from the Hub: {words}", key=key, fix=fix)) from None
+            raise UserError(Problem(f"{self.shown} cannot be had from the Hub: {message}", key=key, fix=fix)) from None
         by_name = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
         named = {name: rows for name, rows in by_name.items() if split_of(name)}
         if named and (other := sorted(set(by_name) - set(named))):
@@ -334,7 +334,7 @@ class Hub:
             self.unused |= set(rows.column_names) - wanted
             known = rows.select_columns([column for column in rows.column_names if column in wanted] or rows.column_names)
             for number, row in enumerate(known, 1):
-                yield Place(f"{self.name}/{name}", number, split, number), dict(row)
+                yield RowLocation(f"{self.name}/{name}", number, split, number), dict(row)
 
 
 def _has_splits(splits: set[str | None], shown: str) -> bool:

@@ -59,9 +59,9 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
-        raise UserError(Problem(f"the tokenizer of {source} cannot be had: {words}", key="model.name", fix=fix)) from None
+        raise UserError(Problem(f"the tokenizer of {source} cannot be had: {message}", key="model.name", fix=fix)) from None
     if not tokenizer.chat_template:
         if template is None and chats:
             raise UserError(

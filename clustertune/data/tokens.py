@@ -214,8 +214,8 @@ def _tokenise(
         with secrets.withheld():  # the tokenizer is loaded: no process of the pool asks the Hub
             cpu = _run(missing, encoder, processes)
     except Refused as refused:
-        place, text = refused.args
-        raise _refusal(missing, place, text) from None
+        number, text = refused.args
+        raise _refusal(missing, number, text) from None
     finally:
         tokenizer.model_max_length = longest
     seconds = time.perf_counter() - began
@@ -245,11 +245,11 @@ def _check_fields(fields: Mapping[str, int], template: str, dataset: Path) -> No
         say(f"warning: {text}")
 
 
-def _refusal(jobs: list[Job], place: int, text: str) -> UserError:
+def _refusal(jobs: list[Job], index: int, text: str) -> UserError:
     """With the line's number, counted only now."""
-    path = next((path for path, start, end, _ in jobs if start <= place < end), jobs[0][0])
+    path = next((path for path, start, end, _ in jobs if start <= index < end), jobs[0][0])
     with path.open("rb") as file:
-        number = 1 + sum(file.read(min(1 << 20, place - at)).count(b"\n") for at in range(0, place, 1 << 20))
+        number = 1 + sum(file.read(min(1 << 20, index - at)).count(b"\n") for at in range(0, index, 1 << 20))
     fix = "leave this conversation out of the input, or give a template that takes it: model.chat_template"
     return UserError(Problem(text, file=f"{path}:{number}", fix=fix))
 
@@ -326,18 +326,18 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
     return {"conversations": len(whole), "tokens": at, "labelled": labelled, "parts": parts}, (records, counts)
 
 
-def _write_rows(out: Path, meta: dict[str, Any], asked: dict[str, Any], records: dict[str, FileRecord]) -> dict[str, Any]:
+def _write_rows(out: Path, meta: dict[str, Any], settings: dict[str, Any], records: dict[str, FileRecord]) -> dict[str, Any]:
     """The index of rows of both splits; adds its files to ``records``. Returns the summary."""
     splits: dict[str, Any] = {}
     names = []
     for split in SPLITS:
         index = np.load(out / f"{split}.index.npy", mmap_mode="r")
-        pieces, begins = packing.make_rows(index, split, asked)
-        for name, array in zip(row_files(split, asked), (pieces, begins), strict=True):
+        pieces, begins = packing.make_rows(index, split, settings)
+        for name, array in zip(row_files(split, settings), (pieces, begins), strict=True):
             np.save(out / name, array)
             names.append(name)
-        size = asked["max_length"]
-        lone, each = asked["packing"][split] is None, 2 if asked.get("pairs") else 1
+        size = settings["max_length"]
+        lone, each = settings["packing"][split] is None, 2 if settings.get("pairs") else 1
         splits[split] = {
             "conversations": meta["splits"][split]["conversations"] // each,
             **{key: meta["splits"][split][key] for key in ("tokens", "labelled")},
@@ -351,7 +351,7 @@ def _write_rows(out: Path, meta: dict[str, Any], asked: dict[str, Any], records:
     return {"tokens": tokens, "sequences": sequences, "labelled_share": share, **meta["rates"], "splits": splits}
 
 
-def row_files(split: str, asked: Mapping[str, Any]) -> tuple[str, str]:
+def row_files(split: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The files with pieces and begins of a split's rows."""
-    key = _key(asked)
+    key = _key(settings)
     return f"{split}-{key}.pieces.npy", f"{split}-{key}.begins.npy"

@@ -49,8 +49,8 @@ def look_at_one(cluster: Cluster) -> tuple[HostFacts | None, str]:
     found, faults, _ = wire.decode(done.stdout.splitlines())
     if found:
         return next(iter(found.values())), ""
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return None, next(iter(faults.values()), said[-1] if said else "the node said nothing")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return None, next(iter(faults.values()), lines[-1] if lines else "the node said nothing")
 
 
 def accounts() -> list[str]:
@@ -197,9 +197,9 @@ def _storage(facts: HostFacts | None) -> tuple[dict[str, Any], list[str]]:
     disk = max(local, key=lambda m: m.total_bytes or 0, default=None)
     if shared:
         values["shared"] = shared[0].point
-        others = ", ".join(_said(mount) for mount in shared[1:6])
+        others = ", ".join(_as_text(mount) for mount in shared[1:6])
         unknown.append(
-            f"storage.shared is the largest file system of the network, {_said(shared[0])}"
+            f"storage.shared is the largest file system of the network, {_as_text(shared[0])}"
             + (f"; also {others}" if others else "")
         )
     else:
@@ -207,14 +207,14 @@ def _storage(facts: HostFacts | None) -> tuple[dict[str, Any], list[str]]:
     if disk:
         values["scratch"] = disk.point
         unknown.append(
-            f"storage.scratch is the largest disk of the node, {_said(disk)}; storage.staging: {{path, gb}} copies models there"
+            f"storage.scratch is the largest disk of the node, {_as_text(disk)}; storage.staging: {{path, gb}} copies to it"
         )
     else:
         unknown.append("storage.scratch, a folder on a disk of the node itself; without it /tmp")
     return values, unknown
 
 
-def _said(mount: Mount) -> str:
+def _as_text(mount: Mount) -> str:
     return f"{mount.point} ({mount.kind}, {(mount.total_bytes or 0) / 1e12:.1f} TB)"
 
 
@@ -227,6 +227,6 @@ def _slurm(cluster: Cluster, charged: Sequence[str]) -> tuple[dict[str, Any], li
     if len(charged) == 1:
         values["account"] = charged[0]
     else:
-        said = f"one of {', '.join(charged)}" if charged else "where the site wants one"
-        unknown.append(f"slurm.account ({said}), qos, constraint, modules")
+        text = f"one of {', '.join(charged)}" if charged else "where the site wants one"
+        unknown.append(f"slurm.account ({text}), qos, constraint, modules")
     return values, unknown

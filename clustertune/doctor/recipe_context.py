@@ -85,11 +85,11 @@ def newest(run_dir: Path) -> Newest:
         problems = store.verify(checkpoint.path, hashes=False)
         if not problems and not any((path / SENTINEL).exists() for path in (checkpoint.path, *shards_of(checkpoint.path))):
             return found._replace(whole=checkpoint)
-        found.broken.append((checkpoint, _words(problems[0]) if problems else f"{SENTINEL} lies in it"))
+        found.broken.append((checkpoint, _message(problems[0]) if problems else f"{SENTINEL} lies in it"))
     return found
 
 
-def _words(problem: Problem) -> str:
+def _message(problem: Problem) -> str:
     """What is wrong, with the name of the file."""
     return f"{Path(problem.file).name}: {problem.message}" if problem.file else problem.message
 

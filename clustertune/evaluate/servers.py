@@ -245,7 +245,7 @@ class Servers:
             if (code := process.poll()) is not None:
                 _kill(process, signal.SIGKILL)
                 self._running.remove(entry)
-                self.dead[command.name] = f"ended with {_words(code)}; {log} ends:\n{_tail(log)}"
+                self.dead[command.name] = f"ended with {_how_it_ended(code)}; {log} ends:\n{_tail(log)}"
         return len(self._running)
 
     def died(self, what: str) -> UserError:
@@ -316,7 +316,7 @@ def _in_server() -> None:
     die_with_parent(signal.SIGTERM)
 
 
-def _words(code: int) -> str:
+def _how_it_ended(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

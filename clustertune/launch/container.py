@@ -66,12 +66,12 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
     work = CODE if IS_INSTALLED else repo
     named = [str(repo), *code, *map(str, binds), storage.scratch, *staging, *settings.binds, *NODE_TMP]
     places = list(dict.fromkeys(named))
-    words = ("python3", *command[1:])
+    launched = ("python3", *command[1:])
     if settings.runtime == "pyxis":
-        return Placed(words, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
+        return Placed(launched, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
     # Apptainer and Singularity take the same words.
     start = (str(repo / INSIDE), settings.command, "exec")
-    return Placed((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *words))
+    return Placed((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *launched))
 
 
 def places_of(resolved: Resolved, run_path: Path) -> list[Path]:

@@ -211,12 +211,12 @@ def _provenance(base: Base, settings: LoraSettings, file: str) -> tuple[list[str
     if known and settings.revision and re.fullmatch(r"[0-9a-f]{40}", settings.revision) and settings.revision != known:
         message = f"trained on revision {settings.revision}, the base is {known}"
         return [], [Problem(message, file=file, key="revision", fix="give the base of that revision")]
-    said = settings.base_name
+    named = settings.base_name
     names = {base.folder.resolve().name, str(base.config.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]}
     names |= {part.rpartition("--")[2] for part in base.folder.resolve().parts if part.startswith("models--")}
-    if said and said.rstrip("/").rpartition("/")[2] not in names:
+    if named and named.rstrip("/").rpartition("/")[2] not in names:
         return [
-            f"{file}: trained on {said!r}, merged into {base.folder.name!r}; names and shapes fit, contents are not compared"
+            f"{file}: trained on {named!r}, merged into {base.folder.name!r}; names and shapes fit, contents are not compared"
         ], []
     return [], []
 
@@ -308,7 +308,7 @@ def _find_experts(
 
     from clustertune.training.loading_sources import Unfollowed, find
 
-    place = str(base.folder / "config.json")
+    shown = str(base.folder / "config.json")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**base.config))
@@ -317,7 +317,7 @@ def _find_experts(
     except UserError as error:
         return {}, factors, error.problems
     except (Unfollowed, ValueError, TypeError, KeyError, AttributeError) as error:
-        return {}, factors, [Problem(f"transformers does not say where its experts lie: {error}", file=place)]
+        return {}, factors, [Problem(f"transformers does not say where its experts lie: {error}", file=shown)]
     updates: dict[str, Update] = {}
     problems: list[Problem] = []
     left = dict(factors)
@@ -340,7 +340,7 @@ def _find_experts(
                 continue
             parts = _parts(sources[parameter], shape[1])
             if not parts:
-                problems.append(Problem(f"{parameter}: its form in the files is not merged", file=place))
+                problems.append(Problem(f"{parameter}: its form in the files is not merged", file=shown))
             for tensor, expert, row in parts:
                 if tensor.dtype not in FLOATS:
                     message = f"{tensor.name} of the base is {tensor.dtype}: not a plain float"

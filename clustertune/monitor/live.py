@@ -51,8 +51,8 @@ class Alerts:
         store.append(self.run / FOLDER / "alerts.jsonl", text + "\n")
         try:
             if self.site.command:
-                words = list(self.site.command)
-                subprocess.run(words, input=text.encode(), capture_output=True, timeout=ALERT_SECONDS, check=True)
+                command = list(self.site.command)
+                subprocess.run(command, input=text.encode(), capture_output=True, timeout=ALERT_SECONDS, check=True)
             if self.site.webhook:
                 kind = {"Content-Type": "application/json"}
                 request = urllib.request.Request(self.site.webhook, text.encode(), kind)  # noqa: S310 - http and https only

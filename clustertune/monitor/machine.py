@@ -62,17 +62,19 @@ class Machine:
         read = self.sight.read
         ticks = [float(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
         disks = [line.split() for line in read("/proc/diskstats").splitlines()]
-        disks = [words for words in disks if len(words) > 9 and _DISK.match(words[2])]
+        disks = [fields for fields in disks if len(fields) > 9 and _DISK.match(fields[2])]
         lines = [line.replace(":", " ").split() for line in read("/proc/net/dev").splitlines()[2:]]
-        links = [words for words in lines if len(words) > 9 and self.sight.path(f"/sys/class/net/{words[0]}/device").exists()]
-        links = links or [words for words in lines if len(words) > 9 and words[0] != "lo"]
+        links = [
+            fields for fields in lines if len(fields) > 9 and self.sight.path(f"/sys/class/net/{fields[0]}/device").exists()
+        ]
+        links = links or [fields for fields in lines if len(fields) > 9 and fields[0] != "lo"]
         return {
             "ticks": sum(ticks) if ticks else None,
             "busy": sum(ticks) - ticks[3] - ticks[4] if len(ticks) > 4 else None,
-            "disk_read_mb_s": _sum(float(words[5]) * 512 for words in disks),
-            "disk_write_mb_s": _sum(float(words[9]) * 512 for words in disks),
-            "net_rx_mb_s": _sum(float(words[1]) for words in links),
-            "net_tx_mb_s": _sum(float(words[9]) for words in links),
+            "disk_read_mb_s": _sum(float(fields[5]) * 512 for fields in disks),
+            "disk_write_mb_s": _sum(float(fields[9]) * 512 for fields in disks),
+            "net_rx_mb_s": _sum(float(fields[1]) for fields in links),
+            "net_tx_mb_s": _sum(float(fields[9]) for fields in links),
             # Words of four bytes.
             "rdma_rx_mb_s": _sum(4.0 * value for value in self._ports("port_rcv_data")),
             "rdma_tx_mb_s": _sum(4.0 * value for value in self._ports("port_xmit_data")),

@@ -52,13 +52,13 @@ class Gpus:
 
     def _open(self) -> list[Any]:
         """Handles in CUDA's order: of ``CUDA_VISIBLE_DEVICES`` where it is set, else all that the driver shows."""
-        nvml, asked = self._nvml, os.environ.get("CUDA_VISIBLE_DEVICES")
+        nvml, visible = self._nvml, os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
             self.problems["nvml"] = str(error)
             return []
-        wanted: list[str] = [str(index) for index in range(count)] if asked is None else asked.split(",")
+        wanted: list[str] = [str(index) for index in range(count)] if visible is None else visible.split(",")
         found = []
         for text in map(str.strip, wanted):
             if not text or text == "-1":

@@ -50,9 +50,9 @@ def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]
     """Name, help, labels and value; those of one name stand together."""
     run = {"recipe": status.recipe or "", "run": status.title}
     values = _values(status)
-    for name, told in _RUN.items():
+    for name, help_text in _RUN.items():
         if (value := values[name]) is not None:
-            yield name, told, run, float(value)
+            yield name, help_text, run, float(value)
     measured = [(node.name, node.row) for node in status.nodes if node.row]
     for column in NODE_COLUMNS:
         for host, row in measured:
@@ -71,10 +71,10 @@ def _samples(status: Status) -> Iterator[tuple[str, str, dict[str, str], float]]
 def render(status: Status) -> str:
     """The whole file: gauges only, as each shows the present."""
     lines, before = [], ""
-    for name, told, labels, value in _samples(status):
+    for name, help_text, labels, value in _samples(status):
         full = f"{PREFIX}_{name}"
         if full != before:
-            lines += [f"# HELP {full} {told}", f"# TYPE {full} gauge"]
+            lines += [f"# HELP {full} {help_text}", f"# TYPE {full} gauge"]
             before = full
         shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
         lines.append(f"{full}{{{shown}}} {value:.10g}")

@@ -95,8 +95,10 @@ def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
             yield {"name": node.name, "slow": node.stragglers, "cells": [], "node": "not measured"}
             continue
         values = node.row.node
-        told = [f"{number((values.get('cpu') or 0) * 100, 0)} % of the CPUs", f"load {number(values.get('load'), 1)}"]
-        told.append(f"{number(values.get('memory_gib'), 1)} GiB RAM, {number(values.get('disk_free_gib'), 0)} GiB of disk free")
+        facts = [f"{number((values.get('cpu') or 0) * 100, 0)} % of the CPUs", f"load {number(values.get('load'), 1)}"]
+        facts.append(
+            f"{number(values.get('memory_gib'), 1)} GiB RAM, {number(values.get('disk_free_gib'), 0)} GiB of disk free"
+        )
         cells = []
         for index, gpu in enumerate(node.row.gpus):
             used, memory, heat = (gpu.get(name) for name in ("utilisation", "memory_gib", "temperature_c"))
@@ -112,7 +114,7 @@ def _heat(nodes: tuple[Node, ...]) -> Iterator[dict[str, Any]]:
                     "heat": number(heat, 0),
                 }
             )
-        yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(told)}
+        yield {"name": node.name, "slow": node.stragglers, "cells": cells, "node": ", ".join(facts)}
 
 
 def _parts(status: Status) -> Iterator[tuple[str, str]]:

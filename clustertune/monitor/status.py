@@ -148,12 +148,12 @@ class _Look:
         self.cost = cost.of_run(self.run.path, self.document, self.metrics, self.measured, self.now)
 
     def status(self) -> Status:
-        told = self.document.get("forecast")
+        forecast = self.document.get("forecast")
         steps, step = self._steps(), self.metrics.steps[-1].step if self.metrics.steps else None
         recent = [value for value in self.metrics.steps[-RECENT:].column("seconds") if value]
         state = self._state()
         eta = self._eta(step, steps) if state == "training" else None
-        rate, reach, usd = self.cost.rates.usd, get(told, "step_s_range"), self.cost.training.usd
+        rate, reach, usd = self.cost.rates.usd, get(forecast, "step_s_range"), self.cost.training.usd
         ranks = self.plan.world_size if self.plan else None
         budget = get(self.document, "recipe", "recipe", "budget")
         limit = Budget.model_validate(budget) if budget else None
@@ -162,8 +162,8 @@ class _Look:
             title=self.run.path.resolve().name, recipe=get(self.document, "recipe", "name"), state=state, step=step,
             steps=steps,
             step_s=statistics.median(recent) if recent else None, tokens_per_s=self.latest.get("tokens_per_second"),
-            mfu=self.latest.get("mfu"), planned_step_s=get(told, "step_s"), planned_range=tuple(reach) if reach else None,
-            planned_tokens_per_s=get(told, "tokens_per_s"), planned_hours=get(told, "hours"), eta_s=eta, cost=self.cost,
+            mfu=self.latest.get("mfu"), planned_step_s=get(forecast, "step_s"), planned_range=tuple(reach) if reach else None,
+            planned_tokens_per_s=get(forecast, "tokens_per_s"), planned_hours=get(forecast, "hours"), eta_s=eta, cost=self.cost,
             usd_at_end=usd + more if usd is not None and more is not None else None,
             budget=limit, budget_used=cost.used(limit, self.cost) if limit else None, score=self._score(),
             nodes=tuple(self._nodes()), alerts=tuple(self._alerts(state, limit)), metrics=self.metrics, latest=self.latest,
@@ -171,8 +171,10 @@ class _Look:
 
     def _steps(self) -> int | None:
         """Steps of the whole training, as the first rank counted them, or as the recipe says."""
-        asked = get(self.document, "recipe", "train_args", "max_steps")
-        return get(self.document, "distributed", "steps") or (asked if isinstance(asked, int) and asked > 0 else None)
+        max_steps = get(self.document, "recipe", "train_args", "max_steps")
+        return get(self.document, "distributed", "steps") or (
+            max_steps if isinstance(max_steps, int) and max_steps > 0 else None
+        )
 
     def _state(self) -> str:
         stages = {record.stage: record.status for record in self.metrics.stages}
@@ -229,29 +231,29 @@ class _Look:
     def _differs(self, plan: Plan, nodes: list[Node], rank: int) -> str:
         """What is different where a slow rank runs; empty where nothing is."""
         node = nodes[rank // plan.ranks_per_node]
-        place, rows = rank % plan.ranks_per_node, [node.row for node in nodes if node.row]
-        told = []
-        if node.row and place < len(node.row.gpus):
-            mine, all_gpus = node.row.gpus[place], [gpu for row in rows for gpu in row.gpus]
+        local_rank, rows = rank % plan.ranks_per_node, [node.row for node in nodes if node.row]
+        differences = []
+        if node.row and local_rank < len(node.row.gpus):
+            mine, all_gpus = node.row.gpus[local_rank], [gpu for row in rows for gpu in row.gpus]
             for name, (word, unit, much) in _OF_GPUS.items():
-                told += _apart(word, mine.get(name), [gpu.get(name) for gpu in all_gpus], unit, much)
-            told += [word for bit, word in SLOWED.items() if int(mine.get("throttle") or 0) & bit]
+                differences += _apart(word, mine.get(name), [gpu.get(name) for gpu in all_gpus], unit, much)
+            differences += [word for bit, word in SLOWED.items() if int(mine.get("throttle") or 0) & bit]
         for name, (word, unit, much) in _OF_NODES.items():
             mine_here = node.row.node.get(name) if node.row else None
-            told += _apart(word, mine_here, [row.node.get(name) for row in rows], unit, much)
-        return ", ".join(told)
+            differences += _apart(word, mine_here, [row.node.get(name) for row in rows], unit, much)
+        return ", ".join(differences)
 
     # -- alerts --------------------------------------------------------------------------------------------------------
 
     def _alerts(self, state: str, limit: Budget | None) -> Iterator[Alert]:
         reason = self.metrics.attempts[-1].reason if self.metrics.attempts else None
-        said = "; ".join(str(problem.get("message")) for problem in self.outcome.get("problems", []))
-        if state == "stopped" and "not finite" in f"{reason} {said}":
-            yield Alert("not_finite", said or str(reason))
+        message = "; ".join(str(problem.get("message")) for problem in self.outcome.get("problems", []))
+        if state == "stopped" and "not finite" in f"{reason} {message}":
+            yield Alert("not_finite", message or str(reason))
         if state == "lost":
             yield Alert("stalled", f"no rank has written anything for {self._silence:.0f} s, and no outcome was left")
-        if "hangs" in said:
-            yield Alert("stalled", said)
+        if "hangs" in message:
+            yield Alert("stalled", message)
         if state == "training":
             yield from self._of_now()
         share = cost.used(limit, self.cost) if limit else None

@@ -252,7 +252,9 @@ def faults(rounds: Sequence[Round]) -> tuple[list[dict[str, Any]], list[dict[str
         lacking = [host(node * part.setup.ranks_per_node) for node, seen in enumerate(part.nodes) if seen.get("problems")]
         if absent:
             guilty = [r for r in absent if r not in part.early] or [r for r in absent if r not in part.met] or absent
-            message = next((text for text in part.early.values() if text and not _of_others(text)), "") or _said(part, guilty)
+            message = next((text for text in part.early.values() if text and not _of_others(text)), "") or _as_text(
+                part, guilty
+            )
             hosts = list(dict.fromkeys(host(rank) for rank in guilty))
             waited = part.setup.start_seconds
             text = f"the ranks did not find each other within {waited:.0f} s" + (f": {message}" if message else "")
@@ -273,7 +275,7 @@ def _hung(part: Round, step: Step) -> dict[str, Any]:
     broke = [rank for rank, text in step.failed.items() if not _of_others(text)]
     text = next((step.failed[rank] for rank in broke), next(iter(step.failed.values()), ""))
     if not text and silent:
-        text = _said(part, silent)
+        text = _as_text(part, silent)
     guilty = broke or silent
     return {
         "scope": step.case["scope"],
@@ -290,7 +292,7 @@ def _of_others(text: str) -> bool:
     return any(phrase in text.lower() for phrase in _OTHERS)
 
 
-def _said(part: Round, ranks: Sequence[int]) -> str:
+def _as_text(part: Round, ranks: Sequence[int]) -> str:
     """The last line of what a rank wrote, or how it was ended."""
     for rank in ranks:
         node, local = divmod(rank, part.setup.ranks_per_node)

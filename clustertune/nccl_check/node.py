@@ -55,7 +55,7 @@ class NodeCheck:
         codes: list[int | None] = []
         probed: list[dict[str, Any]] = []
         if setup.facts:
-            facts = self._start([sys.executable, "-m", "clustertune.nccl_check.node", *self._words(), "--facts"], "facts.out")
+            facts = self._start([sys.executable, "-m", "clustertune.nccl_check.node", *self._command(), "--facts"], "facts.out")
         try:
             if not self._lacks_interface():
                 if setup.probe and setup.backend == "nccl" and setup.ranks_per_node > 1:
@@ -72,7 +72,7 @@ class NodeCheck:
             self._leave_record(codes, probed)
         return 0 if codes and all(code == 0 for code in codes) else 1
 
-    def _words(self) -> list[str]:
+    def _command(self) -> list[str]:
         return ["--folder", str(self.folder), "--node", str(self.node)]
 
     def _lacks_interface(self) -> bool:
@@ -105,7 +105,7 @@ class NodeCheck:
                 rank = self.node * setup.ranks_per_node + local
                 log = self.folder / LOGS.format(rank=rank)
                 changes = {**DEBUG, "NCCL_DEBUG_FILE": str(log)} if setup.backend == "nccl" else {}
-                command = [sys.executable, "-m", "clustertune.nccl_check.rank", *self._words(), "--local", str(local)]
+                command = [sys.executable, "-m", "clustertune.nccl_check.rank", *self._command(), "--local", str(local)]
                 command += ["--began", repr(self.began)]
                 children.append(self._start(command, OUTPUT.format(rank=rank), changes))
             while any(child.poll() is None for child in children) and time.monotonic() < deadline:

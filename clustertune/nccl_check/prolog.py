@@ -76,7 +76,7 @@ def run(target: Nodes, options: Options, folder: Path, report: Callable[[str], N
         why = rounds[0].inconclusive
         if why:
             # The command says that this is a fault; a job that would have trained does not end for it.
-            found["problems"] += [{"node": target.hosts[0], "message": f"{why}: {_said(entry)}"} for entry in found["hung"]]
+            found["problems"] += [{"node": target.hosts[0], "message": f"{why}: {_as_text(entry)}"} for entry in found["hung"]]
             found["hung"] = []
         findings = check.judge(found, target.cluster, gather.logs(rounds[0]))
         file = folder / check.RESULT
@@ -91,7 +91,7 @@ def run(target: Nodes, options: Options, folder: Path, report: Callable[[str], N
         return Verdict(UNKNOWN, text, None, time.monotonic() - began)
 
 
-def _said(entry: Mapping[str, Any]) -> str:
+def _as_text(entry: Mapping[str, Any]) -> str:
     return str(entry["message"] or f"{entry['collective']} did not end")[:300]
 
 

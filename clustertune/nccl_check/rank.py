@@ -113,7 +113,7 @@ class Rank:
                 self.store.wait([f"end/{rank}" for rank in range(self.setup.world_size)], datetime.timedelta(seconds=9))
         except Exception as error:
             with contextlib.suppress(OSError):
-                self.records.write("failed", step=step, message=_words(error))
+                self.records.write("failed", step=step, message=_message(error))
             return FAILED
         return 0
 
@@ -275,7 +275,7 @@ class Plan:
         return [dict(zip(("scope", "collective", "bytes", "reason"), entry, strict=True)) for entry in new]
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """The first lines of what a library said: those of torch hold C++ frames from the second on."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:600]

@@ -60,7 +60,7 @@ def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
 def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
     """The largest sizes of every collective, worded."""
     kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in found["results"])
-    for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), _place(kind[1]))):
+    for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), _order(kind[1]))):
         same = [entry for entry in found["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
         nominal = nominal_of(found, scope)
         for entry in sorted(same, key=lambda entry: -int(entry["bytes"]))[:SHOWN_SIZES]:
@@ -77,7 +77,7 @@ def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
             ]
 
 
-def _place(collective: str) -> int:
+def _order(collective: str) -> int:
     from clustertune.nccl_check.result import COLLECTIVES
 
     return COLLECTIVES.index(collective)

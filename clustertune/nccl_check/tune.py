@@ -135,7 +135,7 @@ def tune(
             _try(target, bounded, candidate, round_folder(folder, number), tick)
             number += 1
             longest = max(longest, time.monotonic() - started)
-            report(f"{_words(candidate.environment) or 'as it is'}: {_shown(candidate)}")
+            report(f"{_as_text(candidate.environment) or 'as it is'}: {_shown(candidate)}")
     return _document(scope, size, baseline, wanted, "")
 
 
@@ -192,7 +192,7 @@ def lines(document: Mapping[str, Any], cluster: Cluster, file: str | None) -> li
     shown = [f"tune: {document['collective']} ({document['scope']}) of {document['bytes']} bytes, as it is: {_numbers(base)}"]
     for row in sorted(document["candidates"], key=lambda row: -(row["ratio"] or 0)):
         ratio = f"{row['ratio']:.2f} times" if row["ratio"] else row["status"]
-        shown.append(f"  {_words(row['environment'])}: {ratio} {_numbers(row) if row['ratio'] else row['message']}".rstrip())
+        shown.append(f"  {_as_text(row['environment'])}: {ratio} {_numbers(row) if row['ratio'] else row['message']}".rstrip())
     if document["lines"]:
         shown += ["set for every rank:", *(f"  {line}" for line in document["lines"])]
         if file:
@@ -224,5 +224,5 @@ def _shown(candidate: Candidate) -> str:
     return f"{candidate.busbw_gb_s[-1]:.4g} GB/s" if candidate.busbw_gb_s else candidate.failed or "nothing"
 
 
-def _words(environment: Mapping[str, str]) -> str:
+def _as_text(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in environment.items())

@@ -43,16 +43,16 @@ def render(plan: Plan, price: Price | None, console: Console) -> None:
         console.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _table(*columns: str, title: str | None = None, words: int = 1) -> Table:
+def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
     """A plain table, whose first columns hold ``words`` and the others numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < words else "right", overflow="fold")
+        table.add_column(name, justify="left" if index < text_columns else "right", overflow="fold")
     return table
 
 
 def _answers(plan: Plan, price: Price | None) -> Table:
-    table = _table("", "", title=f"{plan.resolved.name} on {plan.machine.name}", words=2)
+    table = _table("", "", title=f"{plan.resolved.name} on {plan.machine.name}", text_columns=2)
     for name, value in _rows(plan, price).items():
         table.add_row(Text(name), Text(value, style="red" if name == "fits" and not plan.fits else ""))
     return table
@@ -116,7 +116,7 @@ def _memory(plan: Plan) -> Table:
 
 def compare(one: Plan, other: Plan, prices: Sequence[Price | None], console: Console) -> None:
     """Two plans side by side, and what makes the difference."""
-    table = _table("", one.resolved.name, other.resolved.name, words=3)
+    table = _table("", one.resolved.name, other.resolved.name, text_columns=3)
     rows = [_rows(plan, price) for plan, price in zip((one, other), prices, strict=True)]
     for name in rows[0]:
         table.add_row(*map(Text, (name, rows[0][name], rows[1].get(name, ""))))

@@ -147,22 +147,22 @@ def _gradients(shape: Shape, result: Traffic) -> None:
     plan = shape.strategy
     size = shape.local_trained * plan.reduce_bytes
     every = plan.reduce_each or plan.kind in ("ZeRO-2", "ZeRO-3")
-    place = result.backward if every else result.last
+    when = result.backward if every else result.last
     layers = shape.layers + 1
     if plan.gradient_shards > 1:
         group = Group(plan.gradient_shards, plan.tp)
-        place.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
+        when.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
         size /= plan.gradient_shards
     elif plan.state_shards > 1 and plan.weight_shards == 1:
         # ZeRO-1 and Megatron's distributed optimizer keep whole gradients, but each rank needs the sum of its share only.
         group = Group(plan.state_shards, plan.tp)
-        place.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
+        when.append(Collective("reduce-scatter of the gradients", "gather", group, size, layers))
     elif plan.data_parallel_size * plan.cp // plan.replicas > 1 and plan.weight_shards == 1:
         group = Group(plan.data_parallel_size * plan.cp // plan.replicas, plan.tp)
-        place.append(Collective("all-reduce of the gradients", "reduce", group, size, layers))
+        when.append(Collective("all-reduce of the gradients", "reduce", group, size, layers))
     if plan.replicas > 1:
         group = Group(plan.replicas, plan.tp * plan.data_parallel_size * plan.cp // plan.replicas)
-        place.append(Collective("all-reduce of the gradients between replicas", "reduce", group, size, layers))
+        when.append(Collective("all-reduce of the gradients between replicas", "reduce", group, size, layers))
     if plan.state_shards > 1 and plan.weight_shards == 1:
         # ZeRO-1, ZeRO-2 and Megatron's distributed optimizer: each rank updates its share, then all need all of it.
         updated = shape.local_trained * ACTIVATION_BYTES

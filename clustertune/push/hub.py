@@ -87,7 +87,7 @@ def push(upload: Upload, target: Target, token: str, say: Callable[[str], None])
 
     Nothing appears in the repository before the commit: after a failure the same command begins anew.
     """
-    with _words(target, token):
+    with _message(target, token):
         api = _connect(target.endpoint, token)
         info = _find(api, target.repo)
         if info is not None:
@@ -186,7 +186,7 @@ def _url(api: HfApi, target: Target) -> str:
 
 
 @contextlib.contextmanager
-def _words(target: Target, token: str) -> Iterator[None]:
+def _message(target: Target, token: str) -> Iterator[None]:
     """Everything that a client of the Hub raises, in words, and without the token.
 
     What it prints meanwhile is dropped: warnings of the client name requests, and a person has the words below.

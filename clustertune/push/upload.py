@@ -128,7 +128,7 @@ def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[P
         fix = "take it out where it came from, and make a new token: this one is known to a file now"
         problems.append(Problem("holds what looks like a token (not shown)", file=where, fix=fix))
     found = {match[0] for match in _PATH.finditer(text)}
-    found |= {place for place in _own_places(run) if place in text}
+    found |= {path for path in _own_places(run) if path in text}
     if found:
         shown = sorted(found)[0]
         fix = "name the model by its Hub id, and data by its name, in the recipe"
@@ -138,7 +138,7 @@ def look_through(file: File, run: RunDir, secrets: Iterable[str] = ()) -> list[P
 
 def _own_places(run: RunDir) -> list[str]:
     places = [run.path.resolve(), Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
-    return [str(place) for place in places if len(place.parts) > 2]
+    return [str(path) for path in places if len(path.parts) > 2]
 
 
 def _text_of(file: File) -> str:
@@ -348,14 +348,14 @@ def _recipe_text(recipe: Mapping[str, Any]) -> str:
         for section in sections:
             inner = inner.get(section) or {}
         inner.pop(key, None)
-    return yaml.safe_dump(_said(clean), sort_keys=False)
+    return yaml.safe_dump(_as_text(clean), sort_keys=False)
 
 
-def _said(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
     """A recipe without what it leaves empty."""
     if not isinstance(value, dict):
         return value
-    inner = {key: _said(part) for key, part in value.items()}
+    inner = {key: _as_text(part) for key, part in value.items()}
     return {key: part for key, part in inner.items() if part not in (None, {}, [])}
 
 

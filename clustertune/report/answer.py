@@ -34,9 +34,9 @@ def _what(run: Mapping[str, Any], metrics: Metrics, status: str, data: Mapping[s
     many = get(data, "train", "conversations")
     rows = f"{number(many)} conversations of " if many is not None else ""
     steps = metrics.steps[-1].step if metrics.steps else 0
-    asked = get(run, "distributed", "steps")
-    whole = status in FINISHED or steps == asked
-    of_all = f" of {number(asked)}" if asked else ""
+    planned_steps = get(run, "distributed", "steps")
+    whole = status in FINISHED or steps == planned_steps
+    of_all = f" of {number(planned_steps)}" if planned_steps else ""
     took = f"{number(steps)} steps" if whole else f"{number(steps)}{of_all} steps so far ({status})"
     name, source = get(recipe, "model", "name") or "A model", get(recipe, "data", "name") or "its data"
     return f"{name} was fine-tuned {how} on {rows}{source} for {took}"
@@ -56,8 +56,8 @@ def _better(metrics: Metrics, scored: Any) -> str:
     low, high = (f"{100 * edge:+.1f}" for edge in row["ci95"])
     change = f"{task} {shown(key)} went from {content.score(row['base'])} to {content.score(row['tuned'])}"
     change += f", a difference of {100 * row['difference']:+.1f} points with a 95 % interval from {low} to {high}"
-    said = {BETTER: "; it got better than its base", WORSE: "; it got worse than its base"}
-    text = said.get(row["verdict"], "; that it got better than its base is not shown")
+    sentence = {BETTER: "; it got better than its base", WORSE: "; it got worse than its base"}
+    text = sentence.get(row["verdict"], "; that it got better than its base is not shown")
     counts = [f"{sum(r['verdict'] == verdict for _, _, r in rows)} {verdict}" for verdict in (BETTER, WORSE, SAME)]
     others = f" (of {len(rows)} scores: {', '.join(counts)})" if len(rows) > 1 else ""
     return f"{text}: {change}{others}."

@@ -304,9 +304,9 @@ def _interconnect(run: Mapping[str, Any], nodes: int) -> str | None:
     return ", ".join(parts) or None
 
 
-def _gpu(told: Any) -> str | None:
+def _gpu(gpu: Any) -> str | None:
     """The first GPU; None where the run does not say, as one that never began."""
-    return get(told, "gpu0") or (NO_GPU if get(told, "device") == "cpu" else None)
+    return get(gpu, "gpu0") or (NO_GPU if get(gpu, "device") == "cpu" else None)
 
 
 def _overrides(given: Any) -> str | None:
@@ -401,9 +401,9 @@ def drawings(found: Comparison) -> list[plots.Plot]:
 
 
 def _strategy(entry: Entry) -> str:
-    told = entry.values.get("distribution") or ("FSDP" if entry.values.get("fsdp") else None)
+    kind = entry.values.get("distribution") or ("FSDP" if entry.values.get("fsdp") else None)
     world = entry.values.get("world_size")
-    return " on ".join(part for part in (told, f"{world} rank{'s' if world != 1 else ''}" if world else None) if part) or "run"
+    return " on ".join(part for part in (kind, f"{world} rank{'s' if world != 1 else ''}" if world else None) if part) or "run"
 
 
 def page(found: Comparison) -> str:

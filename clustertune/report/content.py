@@ -185,7 +185,7 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scor
     return rows
 
 
-def forecast(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float, float | None]]:
+def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float, float | None]]:
     """What ``plan`` said before the first step, by name, and what happened.
 
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
@@ -199,11 +199,15 @@ def forecast(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]
         "peak_gib_per_gpu": max(peaks) / 2**30 if peaks else None,
         "hours": train_seconds / 3600 if isinstance(train_seconds, int | float) else None,
     }
-    found = [(name, get(told, key), reached[key]) for key, name in FORECAST.items()]
-    return [(name, told, is_) for name, told, is_ in found if isinstance(told, int | float) and told is not True and told > 0]
+    found = [(name, get(planned, key), reached[key]) for key, name in FORECAST.items()]
+    return [
+        (name, planned, is_)
+        for name, planned, is_ in found
+        if isinstance(planned, int | float) and planned is not True and planned > 0
+    ]
 
 
-def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def forecast_rows(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """The same in words, with the error of the plan."""
     return [
         [
@@ -212,19 +216,19 @@ def forecast_rows(told: Any, metrics: Metrics, stages: Mapping[str, Mapping[str,
             number(found, 1 if found and found > 1000 else 4),
             f"{wanted / found - 1:+.0%}" if found else UNKNOWN,
         ]
-        for name, wanted, found in forecast(told, metrics, stages)
+        for name, wanted, found in forecast(planned, metrics, stages)
     ]
 
 
-def forecast_note(told: Any) -> str:
+def forecast_note(planned: Any) -> str:
     """How the plan knew the network, or why there is none."""
-    if unknown := get(told, "unknown"):
+    if unknown := get(planned, "unknown"):
         return f"No plan could be made: {unknown}"
-    calibrated = get(told, "calibrated")
-    words = (
+    calibrated = get(planned, "calibrated")
+    phrases = (
         "calibrated with earlier runs" if calibrated else "not calibrated: clustertune plan --calibrate learns from this run"
     )
-    return f"Bandwidth {get(told, 'bandwidth_source')}; {words}."
+    return f"Bandwidth {get(planned, 'bandwidth_source')}; {phrases}."
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:

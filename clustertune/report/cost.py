@@ -206,8 +206,8 @@ def _last_sign(folder: Path, plan: Plan) -> float:
 
 def price_of(document: Mapping[str, Any], names: Sequence[str] = ()) -> Price | None:
     """The price of a run's GPU: as its first rank, a sampler (``names``) or its cluster file calls it. Raises UserError."""
-    told = [get(document, "distributed", "gpu0"), *names, get(document, "cluster", "compute", "gpu")]
-    gpu = next((found for name in told if name and (found := recognise(str(name)))), None)
+    gpu_names = [get(document, "distributed", "gpu0"), *names, get(document, "cluster", "compute", "gpu")]
+    gpu = next((found for name in gpu_names if name and (found := recognise(str(name)))), None)
     return price(gpu) if gpu else None
 
 
@@ -270,9 +270,9 @@ def deadline(run: RunDir, budget: Budget, number: int, gpus: Sequence[str] = ())
 
 def over(budget: Budget) -> UserError:
     """What ends a run that has used up its budget (exit 93)."""
-    told = ", ".join(f"{key}: {value:g}" for key, value in budget.model_dump().items() if value is not None)
+    limits = ", ".join(f"{key}: {value:g}" for key, value in budget.model_dump().items() if value is not None)
     fix = "raise budget in the recipe, or on the command line: the same run goes on from its newest checkpoint"
-    return UserError(Problem(f"the budget of this run is used up ({told})", key="budget", fix=fix), ExitCode.STOP)
+    return UserError(Problem(f"the budget of this run is used up ({limits})", key="budget", fix=fix), ExitCode.STOP)
 
 
 def check(run: RunDir, budget: Budget | None) -> None:

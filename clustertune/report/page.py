@@ -80,8 +80,8 @@ class _Run:
         self.points = cost.of_points(self.cost, content.get(self.scores, "paired"))
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = content.get(_read_json(run.data / MANIFEST), "meta") or {}
-        told = content.get(self.adapter, "meta", "parameters")
-        self.trained = told or content.get(document, "distributed", "trainable_parameters")
+        parameters = content.get(self.adapter, "meta", "parameters")
+        self.trained = parameters or content.get(document, "distributed", "trainable_parameters")
         arguments = (document, self.metrics, self.status["text"], self.data, self.scores, self.trained, self.cost)
         self.answer = answer.answer(*arguments)
 
@@ -99,7 +99,7 @@ class _Run:
             "step": steps[-1].step if steps else None,
             "loss": _finite(steps[-1].loss) if steps else None,
             "eval_loss": [_finite(record.eval_loss) for record in (evals[0], evals[-1])] if evals else None,
-            "planned": {name: {"planned": told, "actual": is_} for name, told, is_ in self._forecast()},
+            "planned": {name: {"planned": planned, "actual": is_} for name, planned, is_ in self._forecast()},
             "scores": self.points,
             "cost": self.cost.as_dict(),
         }
@@ -164,14 +164,14 @@ class _Run:
         )}  # fmt: skip
 
     def _planned(self) -> dict[str, Any] | None:
-        told = self.document.get("forecast")
-        if not told:
+        forecast = self.document.get("forecast")
+        if not forecast:
             return None
         known = [(name, wanted, found) for name, wanted, found in self._forecast() if found]
         shares = [found / wanted for _, wanted, found in known]
         return {
-            "note": content.forecast_note(told),
-            "rows": content.forecast_rows(told, self.metrics, self.stages),
+            "note": content.forecast_note(forecast),
+            "rows": content.forecast_rows(forecast, self.metrics, self.stages),
             "plot": plots.bars(
                 "Actual over planned", [name for name, *_ in known], {"actual": shares}, form=lambda v: f"{v:.0%}",
                 marks=[1.0] * len(known), notes=[f"{_short(found)}, planned {_short(wanted)}" for _, wanted, found in known],

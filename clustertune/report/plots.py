@@ -130,12 +130,12 @@ def _numbers(series: Sequence[Line]) -> list[list[str]]:
         last = len(line.steps) - 1
         places |= {line.steps[round(last * at / (ROWS - 1))] for at in range(ROWS)} if last >= ROWS else set(line.steps)
     found = []
-    for place in sorted(places):
+    for x_value in sorted(places):
         values = []
         for line in series:
-            at = bisect_left(line.steps, place)
-            values.append(line.values[at] if at < len(line.steps) and line.steps[at] == place else None)
-        found.append([number(place, 2), *map(number, values)])
+            at = bisect_left(line.steps, x_value)
+            values.append(line.values[at] if at < len(line.steps) and line.steps[at] == x_value else None)
+        found.append([number(x_value, 2), *map(number, values)])
     return found
 
 
@@ -187,21 +187,21 @@ def bars(
     height = each * sum(len(rows) + 1.6 for rows in drawn)
     with _figure(height + (0.35 if len(groups) > 1 else 0.1)) as (figure, axes):
         top = 0.0
-        for place, label in enumerate(labels):
-            axes.text(0, top + each * 0.55, f"{label}   {notes[place] if notes else ''}".rstrip(), va="center", fontsize=9)
+        for position, label in enumerate(labels):
+            axes.text(0, top + each * 0.55, f"{label}   {notes[position] if notes else ''}".rstrip(), va="center", fontsize=9)
             top += each * 1.6
-            for row in drawn[place]:
+            for row in drawn[position]:
                 name, values = list(groups.items())[row]
-                end = float(values[place] or 0.0)
+                end = float(values[position] or 0.0)
                 axes.barh(top, end, height=each * 0.86, color=styles[row % len(styles)], alpha=0.75, label=name)
-                if errors and row == len(groups) - 1 and (error := errors[place]) is not None and _finite(error):
+                if errors and row == len(groups) - 1 and (error := errors[position]) is not None and _finite(error):
                     axes.errorbar(end, top, xerr=error, color=STRONG, capsize=2.5, linewidth=1.2)
                     end += error
-                mark = marks[place] if marks else None
+                mark = marks[position] if marks else None
                 if mark is not None and _finite(mark):
                     axes.plot([mark, mark], [top - each * 0.5, top + each * 0.5], color=STRONG, linewidth=1.6)
                     end = mark if end < mark < end + longest * 0.15 else end
-                axes.text(end + longest * 0.015, top, form(values[place]), va="center", fontsize=8.5)
+                axes.text(end + longest * 0.015, top, form(values[position]), va="center", fontsize=8.5)
                 top += each
         axes.set_ylim(height, -each * 0.2)
         axes.set_xlim(0, longest * 1.18)
@@ -248,8 +248,8 @@ def draw_dots(name: str, labels: Sequence[str], values: Sequence[float], notes: 
         axes.spines[["bottom"]].set_visible(False)
         axes.set_xticks([])
         axes.set_xlim(low - width * 0.06, high + width * 0.22)
-        for place, note in enumerate(notes):
-            axes.text(values[place] + width * 0.025, place, note, va="center", fontsize=9)
+        for position, note in enumerate(notes):
+            axes.text(values[position] + width * 0.025, position, note, va="center", fontsize=9)
         return _to_svg(figure, name)
 
 

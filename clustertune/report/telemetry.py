@@ -101,10 +101,10 @@ class Reader:
     def _follow(self, path: Path) -> None:
         with path.open("rb") as lines:
             found = os.fstat(lines.fileno())
-            inode, place = self._places.get(path, (0, 0))
-            if inode == found.st_ino and place >= found.st_size:
+            inode, offset = self._places.get(path, (0, 0))
+            if inode == found.st_ino and offset >= found.st_size:
                 return
-            lines.seek(place if inode == found.st_ino else 0)
+            lines.seek(offset if inode == found.st_ino else 0)
             node = self.nodes.setdefault(_node_of(path), NodeTelemetry())
             for row in parse(lines, node.about):
                 self._take(node, row)

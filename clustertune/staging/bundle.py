@@ -108,7 +108,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
     for what, own in (("model", _model_of(resolved)), ("data", _data_of(resolved))):
         have = {key: (held.get(what) or {}).get(key) for key in own}
         if have != own and own["name"] is not None:
-            text = f"holds {_words(have)}, the recipe asks for {_words(own)}"
+            text = f"holds {_as_text(have)}, the recipe asks for {_as_text(own)}"
             fix = "stage the recipe again into a new folder, or name its folder: staged=DIR"
             problems.append(Problem(text, file=str(folder), key=what, fix=fix))
     return problems
@@ -148,7 +148,7 @@ def _data_of(resolved: Resolved) -> dict[str, Any]:
     return {"name": data.name, "revision": None if data.input or data.sources else data.revision}
 
 
-def _words(found: dict[str, Any]) -> str:
+def _as_text(found: dict[str, Any]) -> str:
     name, revision = found.get("name"), found.get("revision")
     return f"{name}@{revision[:12]}" if revision else str(name)
 

@@ -36,9 +36,9 @@ def check(source: str, revision: str | None, resolved: Resolved) -> None:
     if differ := contradictions(resolved.architecture, config):
         fix = f"copy these keys from {file} into it, or name the model that it describes"
         raise UserError(Problem(f"not the sizes of the base: {differ}", file=f"{resolved.name}/model.json", fix=fix))
-    stored, asked = _stored(config), quantization.of(resolved.train_args)
-    reason = why_not(stored, asked, parted_by(resolved), lora=resolved.recipe.lora is not None)
-    reason = reason or quantization.cast_away(stored or asked or {}, resolved.train_args, resolved.distribution.type)
+    stored, wanted = _stored(config), quantization.of(resolved.train_args)
+    reason = why_not(stored, wanted, parted_by(resolved), lora=resolved.recipe.lora is not None)
+    reason = reason or quantization.cast_away(stored or wanted or {}, resolved.train_args, resolved.distribution.type)
     if reason is None:
         _refuse_wrapper(config, file, resolved)
         return
@@ -67,14 +67,16 @@ def parted_by(resolved: Resolved) -> str | None:
     return "FSDP" if used.is_fsdp else None
 
 
-def why_not(stored: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, parted: str | None, *, lora: bool) -> str | None:
+def why_not(
+    stored: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None, parted: str | None, *, lora: bool
+) -> str | None:
     """Why a base is not trained over; None where it is. ``stored``, ``asked``: config.json's quantisation, and the recipe's."""
-    config = stored or asked
+    config = stored or wanted
     if config is None:
         return None
     name = quantization.method(config)
-    if stored and asked:
-        return f"the weights are quantised already ({name}), the recipe asks for {quantization.method(asked)}: not both"
+    if stored and wanted:
+        return f"the weights are quantised already ({name}), the recipe asks for {quantization.method(wanted)}: not both"
     if parted is not None and (name != "bitsandbytes" or not config.get("load_in_4bit") or parted == "tensor parallelism"):
         return f"{name} weights: {parted} casts or splits them without their scales and would train on other weights"
     if stored is None:  # what else the recipe asks for was looked at when it was resolved

@@ -65,9 +65,9 @@ def _job_folder() -> Path | None:
 
 def _set_nvme(resolved: Resolved, run_id: str) -> list[str]:
     notes: list[str] = []
-    for part, said in resolved.distribution.nvme.items():
-        path: str | None = said
-        if said == ds.AUTO:
+    for part, options in resolved.distribution.nvme.items():
+        path: str | None = options
+        if options == ds.AUTO:
             path = os.environ.get(NVME_VARIABLES[part])
             if path is None and (own := _job_folder()) is not None:
                 path = str(own / "swap")
@@ -77,7 +77,7 @@ def _set_nvme(resolved: Resolved, run_id: str) -> list[str]:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     atexit.register(shutil.rmtree, Path(path).parent, ignore_errors=True)
             os.environ[NVME_VARIABLES[part]] = path
-        _check_disk(Path(path or said), part, resolved)
+        _check_disk(Path(path or options), part, resolved)
     return notes
 
 
@@ -225,9 +225,9 @@ def parts_of(model: Any) -> tuple[int, int, dict[str, int], dict[str, int]]:
         size, split = elements(parameter), hasattr(parameter, "ds_tensor")
         held += -(-size // torch.distributed.get_world_size(parameter.ds_process_group)) if split else size
         total += size
-        dtype, place = str(parameter.dtype).removeprefix("torch."), "zero: shard" if split else "whole"
+        dtype, sharding = str(parameter.dtype).removeprefix("torch."), "zero: shard" if split else "whole"
         dtypes[dtype] = dtypes.get(dtype, 0) + size
-        places[place] = places.get(place, 0) + size
+        places[sharding] = places.get(sharding, 0) + size
     return held, total, dtypes, places
 
 
@@ -263,7 +263,7 @@ def guard(engine: Any, refuse: Callable[[float | None, bool], None]) -> None:
 def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
     """What the engine really does, for the run's record. Raises UserError where it is not what the recipe's file says."""
     used = resolved.distribution
-    asked = {
+    wanted = {
         "stage": used.zero_stage,
         "offload_param": on_cpu(used.offload_params),
         "offload_optimizer": on_cpu(used.offload_optimizer),
@@ -279,9 +279,9 @@ def check(engine: Any, resolved: Resolved) -> dict[str, Any]:
         "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
     }
     problems = [
-        Problem(f"DeepSpeed runs with {key} {found[key]}, the recipe says {asked[key]}", key=f"deepspeed.{key}")
-        for key in asked
-        if found[key] != asked[key]
+        Problem(f"DeepSpeed runs with {key} {found[key]}, the recipe says {wanted[key]}", key=f"deepspeed.{key}")
+        for key in wanted
+        if found[key] != wanted[key]
     ]
     inner = engine.optimizer
     share = _state_share(engine) if is_zero(inner) else 1.0
@@ -384,8 +384,8 @@ def load_verified(path: Path, names: list[Any]) -> Any:
         with safe_globals(names):
             return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
-        words = " ".join(str(error).split())[:300]
-        raise UserError(Problem(f"holds more than tensors and plain values: {words}", file=str(path))) from None
+        message = " ".join(str(error).split())[:300]
+        raise UserError(Problem(f"holds more than tensors and plain values: {message}", file=str(path))) from None
 
 
 def follow(engine: Any) -> None:

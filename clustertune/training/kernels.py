@@ -25,8 +25,8 @@ def set_environment(distribution: Distribution) -> list[str]:
     ``accelerate launch`` says "no dynamic shapes" where the file says nothing (utils/launch.py:192, utils/dataclasses.py:1107).
     Every packed length is then compiled anew, eight times, and from the ninth on the layers run uncompiled, without a message.
     """
-    said = distribution.dynamic_shapes_said
-    if said or not distribution.compiled or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):
+    dynamic = distribution.dynamic_shapes_said
+    if dynamic or not distribution.compiled or os.environ.get(DYNAMIC, "").lower() not in ("false", "0"):
         return []
     del os.environ[DYNAMIC]
     return [f"{acc.DYNAMIC} is left to torch: a length that differs is compiled once more, and then for all lengths"]

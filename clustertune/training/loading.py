@@ -65,8 +65,8 @@ class Loading:
         from accelerate.utils import str_to_bool
 
         # Whoever started the rank may have said otherwise than the file: then accelerate does not fill what is hollow.
-        asked = distribution.kind == "FSDP2" and distribution.efficient_loading
-        self._wanted = asked and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
+        wanted = distribution.kind == "FSDP2" and distribution.efficient_loading
+        self._wanted = wanted and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
         self._unfit = ""
         self._is_split = distribution.tp > 1
         self.startup, self._group = startup, group or Group()
@@ -296,7 +296,7 @@ class Loading:
         """Fill what :func:`quantised.to_meta` put there and FSDP has sharded since, module by module."""
         assert self._sources is not None
         likes = {name: module._parameters[own] for name, module, own, _ in held}
-        asked = {name: parameter for name, _, _, parameter in held if quantised.is_packed(parameter)}
+        packed = {name: parameter for name, _, _, parameter in held if quantised.is_packed(parameter)}
         sources = self._by_parameter(likes, {clean(name): id(like) for name, like in likes.items()})
         firsts: dict[int, str] = {}
         wanted = {n: sources[n] for n, like in likes.items() if firsts.setdefault(id(like), n) == n and n in sources}
@@ -305,8 +305,8 @@ class Loading:
 
         def part(name: str, source: Source, like: Any) -> Any:
             try:
-                if name in asked:
-                    return quantised.read(source, plain(name), like, asked[name], self._reader, self._model)
+                if name in packed:
+                    return quantised.read(source, plain(name), like, packed[name], self._reader, self._model)
                 return self._part(name, source, like)
             except UserError as error:  # the others wait for this rank's scales: it goes on until all can end together
                 problems.extend(error.problems)
@@ -315,11 +315,11 @@ class Loading:
         homes = {name: module for name, module, _, _ in held}
         for name, found in self._read(wanted, likes, part):
             like, source, local = likes[name], wanted[name], found
-            if name in asked:
-                begin, end = quantised.blocks(source, like, asked[name])
+            if name in packed:
+                begin, end = quantised.blocks(source, like, packed[name])
                 whole = torch.zeros(end - begin, dtype=source.dtype) if found is None else found
-                done = quantised.quantise(whole.to(device), source, like, asked[name])
-                homes[name].quant_state = quantised.state_of(done.scales, source, like, asked[name])
+                done = quantised.quantise(whole.to(device), source, like, packed[name])
+                homes[name].quant_state = quantised.state_of(done.scales, source, like, packed[name])
                 local = done.values
             if local is not None:
                 made[id(like)] = torch.nn.Parameter(placed(local, like, device, cpu_offload=cpu_offload), like.requires_grad)

@@ -91,74 +91,74 @@ class Part:
     """float32, of the blocks that begin in its rows."""
 
 
-def read(source: Source, name: str, like: DTensor, asked: Any, reader: Reader, model: Any) -> torch.Tensor:
+def read(source: Source, name: str, like: DTensor, parameter: Any, reader: Reader, model: Any) -> torch.Tensor:
     """The elements of the weight that :func:`quantise` needs, on the CPU: this rank's, out to the ends of their blocks."""
-    begin, end = blocks(source, like, asked)
+    begin, end = blocks(source, like, parameter)
     if source.converter is None:
         return reader.flat(source.parts[0][2], begin, end).to(source.dtype)
     rows = source.shape[0] if source.shape else 1
     return source.read(name, reader, model, 0, rows).reshape(-1)[begin:end].clone()
 
 
-def _elements(like: DTensor, asked: Any) -> tuple[int, int]:
-    each = 2 * asked.quant_storage.itemsize
+def _elements(like: DTensor, parameter: Any) -> tuple[int, int]:
+    each = 2 * parameter.quant_storage.itemsize
     first, last = span(like)
     return first * each, last * each
 
 
-def blocks(source: Source, like: DTensor, asked: Any) -> tuple[int, int]:
+def blocks(source: Source, like: DTensor, parameter: Any) -> tuple[int, int]:
     """Elements from the begin of the first block to the end of the last one that hold any of this rank's."""
-    first, last = _elements(like, asked)
+    first, last = _elements(like, parameter)
     if first >= last:
         return 0, 0
-    block = asked.blocksize
+    block = parameter.blocksize
     return first // block * block, min(-(-last // block) * block, math.prod(source.shape))
 
 
-def quantise(elements: torch.Tensor, source: Source, like: DTensor, asked: Any) -> Part:
+def quantise(elements: torch.Tensor, source: Source, like: DTensor, parameter: Any) -> Part:
     """Quantise what :func:`read` gave, on the device where it lies."""
     from bitsandbytes import functional
 
-    storage, block = asked.quant_storage, asked.blocksize
-    first, last = _elements(like, asked)
-    begin, _ = blocks(source, like, asked)
+    storage, block = parameter.quant_storage, parameter.blocksize
+    first, last = _elements(like, parameter)
+    begin, _ = blocks(source, like, parameter)
     if first >= last:
         return Part(torch.empty((0, 1), dtype=storage, device=elements.device), torch.empty(0, device=elements.device))
     whole, state = functional.quantize_4bit(
-        elements, blocksize=block, compress_statistics=False, quant_type=asked.quant_type, quant_storage=torch.uint8
+        elements, blocksize=block, compress_statistics=False, quant_type=parameter.quant_type, quant_storage=torch.uint8
     )
     values = whole.reshape(-1)[(first - begin) // 2 : (last - begin) // 2].clone().view(storage).reshape(-1, 1)
     mine, after = (-(-edge // block) for edge in (first, last))
     return Part(values, state.absmax[mine - begin // block : after - begin // block].clone())
 
 
-def state_of(scales: torch.Tensor, source: Source, like: DTensor, asked: Any) -> Any:
+def state_of(scales: torch.Tensor, source: Source, like: DTensor, parameter: Any) -> Any:
     """bitsandbytes' ``QuantState`` of the whole weight, from every rank's own scales. A collective of the shard's group."""
     import bitsandbytes.functional as bnb
 
     functional: Any = bnb  # without annotations
-    whole = _gathered(scales, like, asked)
+    whole = _gathered(scales, like, parameter)
     given = {
         "shape": torch.Size(source.shape),
         "dtype": source.dtype,
-        "blocksize": asked.blocksize,
-        "code": functional.get_4bit_type(asked.quant_type, device=whole.device),
-        "quant_type": asked.quant_type,
+        "blocksize": parameter.blocksize,
+        "code": functional.get_4bit_type(parameter.quant_type, device=whole.device),
+        "quant_type": parameter.quant_type,
     }
-    if not asked.compress_statistics:
+    if not parameter.compress_statistics:
         return functional.QuantState(absmax=whole, **given)
     offset = whole.mean()
     nested, state = functional.quantize_blockwise(whole - offset, blocksize=NESTED_BLOCK)
     return functional.QuantState(absmax=nested, offset=offset, state2=state, **given)
 
 
-def _gathered(scales: torch.Tensor, like: DTensor, asked: Any) -> torch.Tensor:
+def _gathered(scales: torch.Tensor, like: DTensor, parameter: Any) -> torch.Tensor:
     """The scales of all blocks, in order: each rank of the shard's group has those that begin in its rows."""
     axis = next(i for i, placement in enumerate(like.placements) if isinstance(placement, Shard))
     group, ranks = like.device_mesh.get_group(axis), like.device_mesh.size(axis)
-    each, rows = 2 * asked.quant_storage.itemsize, like.shape[0]
+    each, rows = 2 * parameter.quant_storage.itemsize, like.shape[0]
     chunk = -(-rows // ranks)  # as torch.chunk parts them, which FSDP takes
-    edges = [-(-min(rank * chunk, rows) * each // asked.blocksize) for rank in range(ranks + 1)]
+    edges = [-(-min(rank * chunk, rows) * each // parameter.blocksize) for rank in range(ranks + 1)]
     counts = [after - before for before, after in pairwise(edges)]
     padded = scales.new_zeros(max(counts))
     padded[: len(scales)] = scales

@@ -178,9 +178,9 @@ def checksum(model: Any) -> list[int]:
     sums = []
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        words = local.detach().contiguous().view(-1).view(torch.uint8)
-        whole = words[: words.numel() // 4 * 4].view(torch.int32)
-        sums.append(int(whole.sum(dtype=torch.int64)) + int(words[whole.numel() * 4 :].sum(dtype=torch.int64)))
+        elements = local.detach().contiguous().view(-1).view(torch.uint8)
+        whole = elements[: elements.numel() // 4 * 4].view(torch.int32)
+        sums.append(int(whole.sum(dtype=torch.int64)) + int(elements[whole.numel() * 4 :].sum(dtype=torch.int64)))
     return sums
 
 
@@ -192,9 +192,11 @@ def _replicas(model: Any, accelerator: Any, kind: str, gather: Any) -> str | Non
     if not twice or accelerator.num_processes == 1:
         return None
     # Ranks with the same place on every other axis hold the same part; without a mesh all do.
-    place = tuple(mesh.get_local_rank(name) for name in names if name != "dp_replicate") if kind == "FSDP" and mesh else ()
+    coordinates = (
+        tuple(mesh.get_local_rank(name) for name in names if name != "dp_replicate") if kind == "FSDP" and mesh else ()
+    )
     groups: dict[Any, set[Any]] = {}
-    for where, sums in gather((place, tuple(checksum(model)))):
+    for where, sums in gather((coordinates, tuple(checksum(model)))):
         groups.setdefault(where, set()).add(sums)
     return "equal" if all(len(found) == 1 for found in groups.values()) else "different"
 
@@ -247,10 +249,10 @@ def _mesh(accelerator: Any, kind: str) -> dict[str, int]:
     return {axis: int(found[axis]) for axis in acc.AXES if found.get(axis, 1) > 1}
 
 
-def check(found: Found, asked: Distribution) -> None:
+def check(found: Found, distribution: Distribution) -> None:
     """Raise UserError where the run is not what the recipe asked for."""
     problems = []
-    wanted, world_size = asked.type, asked.world_size
+    wanted, world_size = distribution.type, distribution.world_size
     if found.world_size != world_size:
         problems.append(
             Problem(
@@ -264,16 +266,16 @@ def check(found: Found, asked: Distribution) -> None:
     if found.replicas == "different":
         problems.append(Problem("ranks that should start from the same parameters hold different ones"))
     if wanted == "FSDP" and not problems and world_size > 1:
-        problems += _fsdp_problems(found, asked)
+        problems += _fsdp_problems(found, distribution)
     if problems:
         raise UserError(problems, ExitCode.FAILED)
 
 
-def _fsdp_problems(found: Found, asked: Distribution) -> list[Problem]:
-    version, problems, world_size = int(asked.kind.removeprefix("FSDP")), [], asked.world_size
+def _fsdp_problems(found: Found, distribution: Distribution) -> list[Problem]:
+    version, problems, world_size = int(distribution.kind.removeprefix("FSDP")), [], distribution.world_size
     if found.version != version:
         problems.append(Problem(f"FSDP{found.version}, the file asks for FSDP{version}", key=acc.key_of("version")))
-    mesh = asked.mesh
+    mesh = distribution.mesh
     if mesh and found.mesh != mesh:
         wanted, is_now = (" x ".join(f"{axis} {size}" for axis, size in sizes.items()) for sizes in (mesh, found.mesh))
         problems.append(Problem(f"the mesh is {is_now}, the file asks for {wanted}", key=acc.MESH))
@@ -286,7 +288,7 @@ def _fsdp_problems(found: Found, asked: Distribution) -> list[Problem]:
         problems.append(
             Problem(f"this rank holds {found.sharded_share:.0%} of the parameters, a shard of {shards} is {1 / shards:.0%}")
         )
-    offload = asked.offload_params == "cpu"
+    offload = distribution.offload_params == "cpu"
     if found.placements and offload != (found.offloaded > 0.99) and (offload or found.offloaded > 0):
         text = f"{found.offloaded:.0%} of the parameters are kept in the CPU's memory"
         problems.append(Problem(text, key=acc.key_of("offload_params")))

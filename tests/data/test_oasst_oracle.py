@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustertune.data import oasst
-from clustertune.data.rejects import Place, Rejects
+from clustertune.data.rejects import Rejects, RowLocation
 
 Row = dict[str, Any]
 
@@ -92,7 +92,7 @@ def forests(draw: st.DrawFn) -> list[Row]:
 def walk(rows: list[Row]) -> dict[str, list[tuple[str, str]]]:
     trees = oasst.Trees(Rejects(io.StringIO()), "en")
     back = {chat: role for role, chat in oasst.ROLES.items()}
-    found = list(trees.conversations((Place("f", n), row) for n, row in enumerate(rows, 1)))
+    found = list(trees.conversations((RowLocation("f", n), row) for n, row in enumerate(rows, 1)))
     result = {c.key: [(back[m["role"]], m["content"]) for m in c.example["messages"]] for c in found}
     assert len(result) == len(found)
     return result
@@ -110,7 +110,7 @@ def test_every_row_is_used_or_accounted_for(rows):
     """Nothing vanishes: each row is alive in its tree, rejected, filtered, or below one that is."""
     rejects = Rejects(io.StringIO())
     trees = oasst.Trees(rejects, None)
-    kept = list(trees.conversations((Place("f", n), row) for n, row in enumerate(rows, 1)))
+    kept = list(trees.conversations((RowLocation("f", n), row) for n, row in enumerate(rows, 1)))
     reached = sum(1 for tree in trees.trees.values() for _ in _alive_from_root(tree))
     out = rejects.total_faults + sum(trees.dropped[reason] for reason in ("deleted", "review", "below"))
     assert reached + out == len(rows)

@@ -27,7 +27,7 @@ _SIZE = 256 * 1024
 
 
 def state(root: Path, path: str) -> dict[str, Any]:
-    """What statvfs and the folder itself tell, as fields of ``look.Place``. Raises OSError: ESTALE, ENOTCONN, EIO."""
+    """What statvfs and the folder itself tell, as fields of ``look.MountState``. Raises OSError: ESTALE, ENOTCONN, EIO."""
     target = inside(root, path)
     found = os.statvfs(target)
     with os.scandir(target) as entries:
