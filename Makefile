@@ -114,7 +114,7 @@ bench-merge: setup ## measure the merge against cp and PEFT and write docs/resul
 doctor: setup ## what stops or slows a training: make doctor [RECIPE=NAME] [CLUSTER=NAME]
 	@$(BIN)/clustertune doctor $(if $(filter-out file,$(origin RECIPE)),'$(value RECIPE)') $(if $(value CLUSTER),--cluster '$(value CLUSTER)')
 
-nccl-check: setup ## what the links carry, judged: make nccl-check [CLUSTER=NAME] [SUBMIT=1 [NODES=n]]: as a job, until its verdict is there
+nccl-check: setup ## what the links carry, judged: [CLUSTER=NAME] [SUBMIT=1 [NODES=n]] as a job, with its verdict
 	@$(BIN)/clustertune nccl-check $(if $(value CLUSTER),--cluster '$(value CLUSTER)') $(if $(value SUBMIT),--submit --wait) \
 		$(if $(value NODES),--nodes '$(value NODES)')
 

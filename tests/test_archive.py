@@ -63,7 +63,7 @@ def test_an_object_store_and_what_is_added_later(ended: Path, tmp_path: Path) ->
     (ended / "report.html").write_text("another")
     code, text = call(ended, address)
     assert code and "report.html has changed" in text
-    other = archive.Place(address)
+    other = archive.Destination(address)
     with other.open("adapter/adapter_config.json", "wb") as out:
         out.write(b"{}")
     code, text = call("--restore", address, tmp_path / "more")
@@ -95,8 +95,8 @@ def test_killed_again_and_again(ended: Path, tmp_path: Path, restoring: bool) ->
 SLOW = """
 import sys, time
 from clustertune.commands import archive
-record = archive.Place.record
-archive.Place.record = lambda *words: (time.sleep(0.02), record(*words))[1]
+record = archive.Destination.record
+archive.Destination.record = lambda *words: (time.sleep(0.02), record(*words))[1]
 from clustertune.cli import main
 sys.exit(main())
 """

@@ -12,7 +12,6 @@ from typing import IO, Annotated
 import typer
 
 from clustertune.arguments import AsJson, existing_folder, path_argument
-from clustertune.config.schema import check_input
 from clustertune.console import emit_json, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import (
@@ -91,6 +90,8 @@ class Destination:
             return
         try:
             import fsspec
+
+            from clustertune.config.schema import check_input
 
             self._fs, self._path = fsspec.core.url_to_fs(check_input(given))
         except (ImportError, ValueError) as error:

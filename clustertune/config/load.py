@@ -87,7 +87,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     known = list(choices)
     lowered = {name.lower(): name for name in known}
     begun = [name for name in lowered if len(word) > 2 and name.startswith(word.lower())]
-    found = sorted(begun, key=len)[:1] or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    same_letters = [name for name in lowered if sorted(name) == sorted(word.lower())]
+    found = sorted(begun, key=len)[:1] or same_letters[:1] or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
 

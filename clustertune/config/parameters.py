@@ -109,7 +109,7 @@ def lora_parameter_count(architecture: Mapping[str, Any], lora: Mapping[str, Any
         rest = lora_parameter_count(architecture, {**lora, "target_parameters": None}) if target else 0
         found = adapted_experts(architecture, {"target_parameters": chosen})
         each = [linear.copies * (linear.inputs + linear.outputs) for _, linear in found]
-        return None if rest is None or not each else rest + int(lora.get("r", 8)) * sum(each)
+        return None if rest is None or not (each or target) else rest + int(lora.get("r", 8)) * sum(each)
     if not target:
         return None
     kind, rank = str(architecture["model_type"]), int(lora.get("r", 8))

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from clustertune import manifest
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
+from clustertune.config.load import RECIPES
 from clustertune.config.resolved import Resolved
 from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, recipe_training
 from clustertune.doctor.recipe_findings import recipe_rules
@@ -225,6 +227,13 @@ def parcel_of(**model: str) -> Spoil:
     return spoil
 
 
+def of_its_own(case: Case) -> None:
+    """The recipe without a base, and nothing said of whose tokens count."""
+    base = yaml.safe_load((RECIPES / "_base" / f"{case.recipe.pop('base')}.yaml").read_text())
+    case.recipe |= {"lora": base["lora"], "train": base["train"] | case.recipe["train"]}
+    del case.recipe["train"]["assistant_only_loss"]
+
+
 REGIONAL = "accelerate.dynamo_config.dynamo_use_regional_compilation=true"
 """Without it the recipe is also doubtful: compiled as a whole."""
 CASES: list[tuple[str, str, Spoil]] = [
@@ -238,7 +247,7 @@ CASES: list[tuple[str, str, Spoil]] = [
     ("learning-rate", WARN, both(full, section("train", learning_rate=1e-3), cluster(storage__write_gb_s=1000))),
     ("long-warmup", WARN, override("train.warmup_steps=100")),
     ("long-warmup", WARN, override("train.warmup_steps=0.6")),
-    ("loss-on-all-tokens", WARN, lambda c: c.recipe["train"].pop("assistant_only_loss")),
+    ("loss-on-all-tokens", WARN, of_its_own),
     (
         "compile-shapes",
         WARN,
