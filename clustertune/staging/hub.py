@@ -94,7 +94,7 @@ def fetch_punkt(out: Path) -> bool:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(ANSWER_SECONDS)
     try:
-        output = io.StringIO()  # in words of its own; what it means is told by the caller
+        output = io.StringIO()  # takes the text of its errors; the caller says what failed
         return bool(nltk.download("punkt_tab", download_dir=str(out), quiet=True, print_error_to=output))
     except (OSError, ValueError):
         return False
