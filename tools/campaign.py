@@ -3,15 +3,16 @@
     python -m tools.campaign [--only FAULT] [--count N] [--hours H]
 
 Each case has a seed, and a fault is a function of it: the same seed is the same case. Results are appended to
-``build/campaign/results.jsonl`` under the digest of the product (``clustertune/``, ``launch/`` and the recipes), so a campaign
-that was stopped goes on where it was; ``docs/results/faults.md`` is written from them. Cases run in forked processes
-(:mod:`tools.forking`) with a time limit. Power cuts and full disks need root, node losses the throw-away Slurm.
+``docs/results/faults.jsonl`` under the digest of the product (``clustertune/``, ``launch/`` and the recipes), so a campaign
+that was stopped goes on where it was, on another machine too; ``docs/results/faults.md`` is written from them. Cases run in
+forked processes (:mod:`tools.forking`) with a time limit. Power cuts and full disks need root, node losses the throw-away Slurm.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import hashlib
 import importlib
 import itertools
@@ -46,6 +47,7 @@ SETTINGS = [
 PATIENCE = 240
 """Seconds after a fault within which the command must have ended: more is a hang. Machines are shared."""
 BUILD = REPO / "build" / "campaign"
+RESULTS = REPO / "docs/results/faults.jsonl"
 STAGES = ("export", "merge", "eval", "report")
 TREE = ("clustertune", "launch", "recipes/_base", RECIPE)
 
@@ -68,12 +70,14 @@ class Place:
     number: int = field(default_factory=os.getpid)
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
-        """A folder that ``make`` has filled, read only."""
-        folder = self.root / name
-        if not (made := self.root / f"{name}.made").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            make(folder)
-            made.touch()
+        """A folder that ``make`` has filled, read only. Two campaigns may want it at the same time."""
+        folder, made = self.root / name, self.root / f"{name}.made"
+        with (self.root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                make(folder)
+                made.touch()
         return folder
 
     def until(self, stage: str) -> Path:
@@ -625,7 +629,7 @@ def one(name: str, seed: int, place: Place) -> dict[str, Any]:
 def results(tree: str) -> list[dict[str, Any]]:
     """What was found on a tree; the last word of each seed counts."""
     try:
-        lines = (BUILD / "results.jsonl").read_text().splitlines()
+        lines = RESULTS.read_text().splitlines()
     except FileNotFoundError:
         return []
     found = {(line["fault"], line["seed"]): line for line in map(json.loads, lines) if line["tree"] == tree}
@@ -701,7 +705,7 @@ def main() -> int:
         if time.monotonic() > deadline:
             break
         found = one(name, seed, place)
-        with (BUILD / "results.jsonl").open("a") as out:
+        with RESULTS.open("a") as out:
             out.write(json.dumps({"tree": tree, **found}) + "\n")
         sys.stderr.write(
             f"{name} seed {seed}: {'FAILED ' + found['failed'] if 'failed' in found else 'held'}, {found['seconds']} s\n"

@@ -59,7 +59,7 @@ def test_damage_is_damage(tmp_path: Path) -> None:
 
 def test_seeds_repeat_and_results_are_kept_by_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spoil.hostile_name(random.Random(5), REPO) == spoil.hostile_name(random.Random(5), REPO)
-    monkeypatch.setattr(campaign, "BUILD", tmp_path)
+    monkeypatch.setattr(campaign, "RESULTS", tmp_path / "results.jsonl")
     rows = [{"tree": "a", "fault": "kills", "seed": 0, "count": 4}, {"tree": "b", "fault": "kills", "seed": 0, "failed": "x"}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "| 4 of 4 | none |" in campaign.page("a") and "| 0 of 1 | seed 0 |" in campaign.page("b")
