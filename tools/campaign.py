@@ -5,12 +5,14 @@
 Each case has a seed, and a fault is a function of it: the same seed is the same case. Results are appended to
 ``docs/results/faults.jsonl`` under the digest of the product (``clustertune/``, ``launch/`` and the recipes), so a campaign
 that was stopped goes on where it was, on another machine too; ``docs/results/faults.md`` is written from them. Cases run in
-forked processes (:mod:`tools.forking`) with a time limit. Power cuts and full disks need root, node losses the throw-away Slurm.
+forked processes (:mod:`tools.forking`), each with a time limit. Power cuts and full disks need root, node losses the throw-away
+Slurm.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import fcntl
 import hashlib
@@ -53,13 +55,26 @@ TREE = ("clustertune", "launch", "recipes/_base", RECIPE)
 
 
 def tree_digest() -> str:
-    """What the results belong to: every file of the product that they depend on."""
+    """What the results belong to: every file of the product that they depend on. Another comment or docstring is the same."""
     found = hashlib.sha256()
     for folder in TREE:
         for path in sorted((REPO / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
-                found.update(f"{path.relative_to(REPO)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+                content = code_of(path.read_text()) if path.suffix == ".py" else path.read_bytes()
+                found.update(f"{path.relative_to(REPO)} {hashlib.sha256(content).hexdigest()}\n".encode())
     return found.hexdigest()[:12]
+
+
+def code_of(text: str) -> bytes:
+    """A module without its comments, its layout and the strings that stand alone."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+            ]
+    return ast.dump(tree).encode()
 
 
 @dataclass

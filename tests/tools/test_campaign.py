@@ -63,3 +63,9 @@ def test_seeds_repeat_and_results_are_kept_by_tree(tmp_path: Path, monkeypatch: 
     rows = [{"tree": "a", "fault": "kills", "seed": 0, "count": 4}, {"tree": "b", "fault": "kills", "seed": 0, "failed": "x"}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "| 4 of 4 | none |" in campaign.page("a") and "| 0 of 1 | seed 0 |" in campaign.page("b")
+
+
+def test_another_comment_is_the_same_product_and_another_value_is_not() -> None:
+    before = 'A = 1\n"""Of A."""\n\ndef f():\n    """One."""\n    return A  # here\n'
+    after = 'A = 1\n\n\ndef f():\n    """Two lines,\n    now."""\n    return A\n'
+    assert campaign.code_of(before) == campaign.code_of(after) != campaign.code_of(after.replace("= 1", "= 2"))
