@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.checkpoint.store import require_own
 from clustertune.config import quantization
+from clustertune.config.distribution import mixed_precision
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
+from clustertune.lock import held
 from clustertune.manifest import (
     MANIFEST,
     Manifest,
@@ -21,6 +24,7 @@ from clustertune.manifest import (
     find_problems,
     fsync_path,
     hash_file,
+    list_files,
     read_manifest,
     seal,
 )
@@ -29,29 +33,30 @@ if TYPE_CHECKING:
     import torch
 
     from clustertune.adapter.expected import Expected
-    from clustertune.adapter.shards import FileSource, ShardedSource, Stored
-    from clustertune.adapter.zero import ZeroSource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-
-from clustertune.lock import held
-from clustertune.manifest import list_files
+    from clustertune.adapter.shards import Stored
+    from clustertune.adapter.sources import Source
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 KIND = "adapter"
 
 
+_COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+
+
 @dataclass(frozen=True)
-class TrainedModel:
-    """What the checkpoint's ``recipe.json`` says about the adapter."""
+class Trained:
+    """What the checkpoint's ``recipe.json`` says about the adapter or the model."""
 
     recipe: str
     model_name: str
     revision: str | None
     architecture: dict[str, Any]
-    lora: dict[str, Any]
+    lora: dict[str, Any] | None
+    """None: all parameters were trained."""
     base_quantization: str
     """How the base was stored while it was trained: ``bitsandbytes nf4``, ..., or ``none``."""
+    dtype: str
+    """Type of a model's published weights where no base says it: the architecture's own, else what was computed in."""
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         if published is not None:
             say(f"already exported: {out}")
             return _summary(out, published, started, reused=True)
-        trained = read_trained_model(checkpoint)
+        trained = read_trained(checkpoint)
         tensors, expected, warnings = collect(checkpoint, manifest, trained)
     except OSError as error:
         raise storage_error(error, "reading the checkpoint", checkpoint) from error
@@ -105,7 +110,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     return _summary(out, published, started, reused=False)
 
 
-def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
+def collect(checkpoint: Path, manifest: Manifest, trained: Trained) -> tuple[dict[str, torch.Tensor], Expected, list[str]]:
     """The checked adapter tensors under PEFT's names, sorted; what was expected; and warnings.
 
     Raises UserError naming every tensor that is missing, extra, of another shape, not floating point or not finite, and
@@ -114,19 +119,15 @@ def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tupl
     from clustertune.adapter.expected import build_expected
     from clustertune.adapter.sources import open_source
 
+    if trained.lora is None:
+        text = "the run trained all parameters: there is no adapter to export"
+        raise UserError(Problem(text, file=str(checkpoint / "recipe.json"), key="recipe.lora"))
     expected = build_expected(trained.architecture, trained.lora, trained.model_name, trained.revision)
     source = open_source(checkpoint, manifest)
     wanted, problems, warnings = _match(source, expected, checkpoint)
     files, misplaced = source.files_of(stored.key for stored in wanted.values())
     problems += misplaced
-    with byte_progress() as bar:
-        task = bar.add_task("verify shards", total=sum(manifest.files[name].size for name in files))
-        for name in files:
-            if problem := find_problem(checkpoint / name, manifest.files[name]):
-                problems.append(problem)
-            bar.advance(task, manifest.files[name].size)
-    if problems:
-        raise UserError(problems)
+    verify_files(checkpoint, manifest, files, problems)
     tensors = source.read(wanted)
     bad = [
         Problem(f"{name} has {count_bad(tensor)} of {tensor.numel()} values that are NaN or infinite", file=str(checkpoint))
@@ -138,9 +139,20 @@ def collect(checkpoint: Path, manifest: Manifest, trained: TrainedModel) -> tupl
     return {name: tensors[name].contiguous() for name in sorted(tensors)}, expected, warnings
 
 
-def _match(
-    source: ShardedSource | FileSource | ZeroSource, expected: Expected, checkpoint: Path
-) -> tuple[dict[str, Stored], list[Problem], list[str]]:
+def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], problems: list[Problem]) -> None:
+    """Hash the files that are about to be read. Raises UserError with ``problems`` and all that differ from the manifest."""
+    records = {name: manifest.files[name] for name in files}
+    with byte_progress() as bar:
+        task = bar.add_task("verify shards", total=sum(record.size for record in records.values()))
+        for name, record in records.items():
+            if problem := find_problem(checkpoint / name, record):
+                problems = [*problems, problem]
+            bar.advance(task, record.size)
+    if problems:
+        raise UserError(problems)
+
+
+def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[str, Stored], list[Problem], list[str]]:
     """Lay what is stored over what is expected."""
     from clustertune.adapter.expected import normalise
 
@@ -171,21 +183,24 @@ def _match(
     return found, problems, warnings
 
 
-def read_trained_model(checkpoint: Path) -> TrainedModel:
-    """Read ``recipe.json``. Raises UserError where it lacks what an adapter needs, or says that no LoRA was trained."""
+def read_trained(checkpoint: Path) -> Trained:
+    """Read ``recipe.json``. Raises UserError where it is no resolved recipe."""
     path = checkpoint / "recipe.json"
     try:
         resolved = json.loads(path.read_bytes())
-        recipe = resolved["recipe"]
+        recipe, architecture = resolved["recipe"], dict(resolved["architecture"])
         lora, model = recipe["lora"], recipe["model"]
-        architecture = dict(resolved["architecture"])
-        if lora is None:
-            raise UserError(
-                Problem("the run trained all parameters: there is no adapter to export", file=str(path), key="recipe.lora")
-            )
         requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
-        stored = quantization.label(requested) if requested else "none"
-        return TrainedModel(str(resolved["name"]), str(model["name"]), model.get("revision"), architecture, dict(lora), stored)
+        stated = architecture.get("dtype") or architecture.get("torch_dtype")
+        return Trained(
+            recipe=str(resolved["name"]),
+            model_name=str(model["name"]),
+            revision=model.get("revision"),
+            architecture=architecture,
+            lora=None if lora is None else dict(lora),
+            base_quantization=quantization.label(requested) if requested else "none",
+            dtype=str(stated or _COMPUTED_IN[mixed_precision(recipe.get("train", {}))]),
+        )
     except OSError as error:
         raise UserError(Problem(f"unreadable: {error.strerror or error}", file=str(path))) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

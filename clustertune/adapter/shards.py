@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from clustertune.checkpoint import restricted
 from clustertune.errors import Problem, UserError
-from clustertune.manifest import Manifest, find_problem
+from clustertune.manifest import Manifest
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 """Where accelerate's ``save_fsdp_model`` puts the model's shards."""
@@ -112,45 +111,16 @@ class ShardedSource:
 
 
 class FileSource:
-    """The tensors of an ``adapter_model.safetensors``, which a run without sharding saves."""
-
-    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
-        self.path = checkpoint / ADAPTER_FILE
-        if problem := find_problem(self.path, manifest.files[ADAPTER_FILE]):
-            raise UserError(problem)
-        self.stored = []
-        try:
-            with safe_open(self.path, framework="pt") as src:
-                for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    part = src.get_slice(key)
-                    dtype = part.get_dtype()
-                    self.stored.append(Stored(key, tuple(part.get_shape()), dtype, dtype in _FLOATING))
-        except SafetensorError as error:
-            raise UserError(Problem(f"no safetensors file: {error}", file=str(self.path))) from None
-
-    def files_of(self, _keys: Iterable[str]) -> tuple[list[str], list[Problem]]:
-        """Nothing further to verify: the one file was hashed when it was opened."""
-        return [], []
-
-    def read(self, wanted: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-        """Read the chosen tensors."""
-        with safe_open(self.path, framework="pt") as src:
-            return {name: src.get_tensor(stored.key) for name, stored in wanted.items()}
-
-
-class ModelFiles:
-    """The tensors of the ``model*.safetensors`` of a run without sharding, as ``save_pretrained`` writes them."""
+    """The tensors of safetensors files: a run without sharding saves an adapter's, or a model's as ``save_pretrained`` does."""
 
     published = True
-    """Names are those of the Hub, which transformers may join and rename as it loads them."""
+    """Names of a model are those of the Hub, which transformers may join and rename as it loads them."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+    def __init__(self, checkpoint: Path, names: Iterable[str]) -> None:
         self.checkpoint = checkpoint
         self._file: dict[str, str] = {}
         self.stored = []
-        for name in sorted(manifest.files):
-            if not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name):
-                continue
+        for name in names:
             try:
                 with safe_open(checkpoint / name, framework="pt") as src:
                     for key in src.keys():  # noqa: SIM118  (safe_open is no mapping)

@@ -12,14 +12,22 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertune.adapter.export import count_bad, export, find_published, staged, staging, verify
+from clustertune.adapter.export import (
+    Trained,
+    count_bad,
+    export,
+    find_published,
+    read_trained,
+    staged,
+    staging,
+    verify,
+    verify_files,
+)
 from clustertune.checkpoint.store import find_checkpoint
-from clustertune.config.distribution import mixed_precision
 from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, Manifest, agree, file_mode, find_problem, find_records, fsync_path, hash_file, seal
@@ -37,22 +45,11 @@ SHARD_BYTES = 5_000_000_000
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
           "generation_config.json", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
 """Files of the base that go with the weights."""
-_COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 _STORED_IN = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' names of the types that are published, by torch's."""
 _OWN = re.compile(r"(model.*\.safetensors(\.index\.json)?|config\.json)$")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What the checkpoint's ``recipe.json`` says about the model."""
-
-    recipe: str
-    architecture: dict[str, Any]
-    dtype: str
-    """Type of the published weights where no base says it: the architecture's own, else what the training computed in."""
 
 
 def export_either(source: Path, out: Path | None = None, base: Path | None = None) -> dict[str, Any]:
@@ -70,8 +67,8 @@ def export_either(source: Path, out: Path | None = None, base: Path | None = Non
 def trains_all(checkpoint: Path) -> bool:
     """Whether a checkpoint's recipe trains all parameters. False where it has no readable recipe: the export says why."""
     try:
-        return json.loads((checkpoint / "recipe.json").read_bytes())["recipe"].get("lora") is None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return read_trained(checkpoint).lora is None
+    except UserError:
         return False
 
 
@@ -87,18 +84,6 @@ def find_base(run_folder: Path) -> Path | None:
         return Path(snapshot_download(model["name"], revision=model.get("revision"), local_files_only=True))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def read_trained(checkpoint: Path) -> Trained:
-    """Read ``recipe.json``. Raises UserError where it is no resolved recipe."""
-    path = checkpoint / "recipe.json"
-    try:
-        resolved = json.loads(path.read_bytes())
-        architecture, train = dict(resolved["architecture"]), resolved["recipe"].get("train", {})
-        stated = architecture.get("dtype") or architecture.get("torch_dtype")
-        return Trained(str(resolved["name"]), architecture, str(stated or _COMPUTED_IN[mixed_precision(train)]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(Problem(f"not a resolved recipe: {type(error).__name__} {error}", file=str(path))) from None
 
 
 def export_model(checkpoint: Path, out: Path, base: Path | None) -> dict[str, Any]:
@@ -146,7 +131,7 @@ class _Export:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from clustertune.adapter.sources import open_model
+        from clustertune.adapter.sources import open_source
 
         self.checkpoint, self.trained, self.warnings = checkpoint, trained, list[str]()
         self.config = AutoConfig.for_model(**trained.architecture)
@@ -156,17 +141,10 @@ class _Export:
         self.dtype: torch.dtype = getattr(torch, dtype or trained.dtype)
         self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in by_name.items()}
         """The types of the base's tensors, by their published names; of any other tensor it is :attr:`dtype`."""
-        self.source = open_model(checkpoint, manifest)
+        self.source = open_source(checkpoint, manifest, whole=True)
         self.wanted = self._match()
         files, problems = self.source.files_of(stored.key for stored in self.wanted.values())
-        with byte_progress() as bar:
-            task = bar.add_task("verify shards", total=sum(manifest.files[name].size for name in files))
-            for name in files:
-                if problem := find_problem(checkpoint / name, manifest.files[name]):
-                    problems.append(problem)
-                bar.advance(task, manifest.files[name].size)
-        if problems:
-            raise UserError(problems)
+        verify_files(checkpoint, manifest, files, problems)
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes as the source has them, without those of tied parameters."""
