@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -57,6 +58,21 @@ class UserError(Exception):
     def as_dict(self) -> dict[str, object]:
         """The ``--json`` form."""
         return {"exit_code": int(self.code), "problems": [asdict(p) for p in self.problems]}
+
+
+def raise_if(problems: Iterable[Problem], code: ExitCode = ExitCode.CONFIG) -> None:
+    """Raise UserError with all problems at once; nothing where there are none."""
+    if found := list(problems):
+        raise UserError(found, code)
+
+
+@contextmanager
+def gathered(problems: list[Problem]) -> Iterator[None]:
+    """Within: a UserError ends the block, and what it says comes to ``problems``; the rest is still looked at."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems
 
 
 _NO_SUCH_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)

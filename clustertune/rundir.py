@@ -202,9 +202,9 @@ class RunDir:
     @property
     def accelerate_file(self) -> Path:
         """The accelerate configuration that this run's ranks read (:meth:`write_own_files`)."""
-        from clustertune.config import beside
+        from clustertune.config import accelerate_file as acc
 
-        return self.path / beside.ACCELERATE
+        return self.path / acc.ACCELERATE
 
     def write_own_files(self, resolved: Resolved) -> None:
         """Write the distribution as it was resolved, in the ecosystem's own files: what the run's ranks read.
@@ -216,12 +216,12 @@ class RunDir:
             return  # Megatron-Bridge reads neither
         import yaml
 
-        from clustertune.config import beside
+        from clustertune.config import accelerate_file as acc
 
-        deepspeed = self.path / beside.DEEPSPEED if resolved.deepspeed is not None else None
+        deepspeed = self.path / acc.DEEPSPEED if resolved.deepspeed is not None else None
         if deepspeed is not None:
             _write_if_other(deepspeed, json.dumps(resolved.deepspeed, indent=1) + "\n")
-        body = beside.written(resolved.accelerate, Path(resolved.folder), deepspeed and deepspeed.absolute())
+        body = acc.written(resolved.accelerate, Path(resolved.folder), deepspeed and deepspeed.absolute())
         _write_if_other(self.accelerate_file, yaml.safe_dump(body, sort_keys=False))
 
     def update(self, **values: Any) -> None:

@@ -14,7 +14,7 @@ from clustertune.checkpoint.store import require_own
 from clustertune.config import quantization
 from clustertune.config.distribution import mixed_precision
 from clustertune.console import byte_progress, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.lock import held
 from clustertune.manifest import (
     MANIFEST,
@@ -134,8 +134,7 @@ def collect(checkpoint: Path, manifest: Manifest, trained: Trained) -> tuple[dic
         for name, tensor in sorted(tensors.items())
         if count_bad(tensor)
     ]
-    if bad:
-        raise UserError(bad)
+    raise_if(bad)
     return {name: tensors[name].contiguous() for name in sorted(tensors)}, expected, warnings
 
 
@@ -148,8 +147,7 @@ def verify_files(checkpoint: Path, manifest: Manifest, files: Iterable[str], pro
             if problem := find_problem(checkpoint / name, record):
                 problems = [*problems, problem]
             bar.advance(task, record.size)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 def _match(source: Source, expected: Expected, checkpoint: Path) -> tuple[dict[str, Stored], list[Problem], list[str]]:
@@ -213,8 +211,7 @@ def verify(checkpoint: Path) -> Manifest:
     Raises UserError, also where others can write to the checkpoint.
     """
     problems = find_problems(checkpoint, "checkpoint", hashes=False)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     require_own(checkpoint)
     manifest = read_manifest(checkpoint, "checkpoint")
     recipe = checkpoint / "recipe.json"
@@ -224,8 +221,7 @@ def verify(checkpoint: Path) -> Manifest:
         problems.append(problem)
     if not isinstance(manifest.meta.get("step"), int):
         problems.append(Problem("the manifest names no step", file=str(checkpoint / MANIFEST), key="meta.step"))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return manifest
 
 

@@ -29,7 +29,7 @@ from clustertune.adapter.export import (
 )
 from clustertune.checkpoint.store import find_checkpoint
 from clustertune.console import byte_progress, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.manifest import MANIFEST, Manifest, agree, file_mode, find_problem, find_records, fsync_path, hash_file, seal
 from clustertune.tensorfile import read_header
 
@@ -172,8 +172,7 @@ class _Export:
                 problems.append(Problem(f"{name} {list(shape)} is missing", file=where))
             elif found[name].shape != shape:
                 problems.append(Problem(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}", file=where))
-        if problems:
-            raise UserError(problems)
+        raise_if(problems)
         return {name: found[name] for name in expected}
 
     def write(self, stage: Path) -> dict[str, Any]:
@@ -195,8 +194,7 @@ class _Export:
                 save_file(tensors, stage / file, metadata={"format": "pt"})
                 del tensors
                 bar.advance(task, sum(self._size(name) for name in names))
-        if problems:
-            raise UserError(problems)
+        raise_if(problems)
         if len(groups) > 1:
             body = {"metadata": {"total_size": size}, "weight_map": index}
             (stage / "model.safetensors.index.json").write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")

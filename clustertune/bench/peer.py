@@ -131,7 +131,7 @@ def run_node(order: Path, node: int) -> int:
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread is running here
         )  # fmt: skip
         try:
-            return _await(child, MOST_SECONDS)
+            return await_round(child, MOST_SECONDS)
         finally:
             if turns is not None:  # however it ended: the other program waits no more
                 Path(turns, str(THEIRS)).write_text(str(GONE))
@@ -144,10 +144,6 @@ def start_round(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 def await_round(child: subprocess.Popen[bytes], seconds: float = MOST_SECONDS + 60) -> int:
     """Wait for a round's end, for so many seconds, then end it. Returns its exit code."""
-    return _await(child, seconds)
-
-
-def _await(child: subprocess.Popen[bytes], seconds: float) -> int:
     try:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:

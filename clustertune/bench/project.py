@@ -10,10 +10,10 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import peak_flops, price, recognise
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
+from clustertune.plan import schedule
 from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import GIB, Plan, Work, make_plan
-from clustertune.plan.schedule import times
 
 
 def utilisation(work: Work | None, measured: Mapping[str, Any], device: str | None) -> dict[str, Any]:
@@ -40,18 +40,10 @@ def utilisation(work: Work | None, measured: Mapping[str, Any], device: str | No
 
 def steps_of(resolved: Resolved, rows: int | None, plan: Plan | None) -> tuple[int | None, str]:
     """Optimizer steps of the whole recipe, and how they are known. ``rows``: sequences of its own data, where that was read."""
-    args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
-    most = int(args.get("max_steps") or -1)
-    if most > 0:
-        return most, f"train.max_steps {most}"
-    if rows:
-        epochs = float(args.get("num_train_epochs") or 3)
-        return max(1, math.ceil(epochs * math.ceil(rows / batch))), f"{rows:,} sequences / {batch} x {epochs:g} epochs"
-    if plan is not None and plan.schedule.steps is not None:
-        return plan.schedule.steps, plan.schedule.steps_why
-    if resolved.recipe.expect.steps is not None:
-        return resolved.recipe.expect.steps, "expect.steps of the recipe"
-    return None, "how many steps the recipe has is not known here: its data was not read, and data.expect does not say"
+    if rows or plan is None:
+        unknown = "how many steps the recipe has is not known here: its data was not read, and data.expect does not say"
+        return schedule.steps_of(resolved, schedule.Rows(rows or None, None, f"{rows:,} sequences" if rows else unknown))
+    return plan.schedule.steps, plan.schedule.steps_why
 
 
 def whole(
@@ -67,8 +59,8 @@ def whole(
     if steps is None:
         return {"steps": None, "why": why, "hours": None, "gpu_hours": None, "cost": None}
     args = resolved.train_args
-    evaluations = (times(args, "eval", steps) or 0) + bool(args.get("eval_on_start"))
-    saves = times(args, "save", steps) or 0
+    evaluations = (schedule.times(args, "eval", steps) or 0) + bool(args.get("eval_on_start"))
+    saves = schedule.times(args, "save", steps) or 0
     parts = {
         "start": measured["start_s"] or 0.0,
         "steps": steps * measured["step_s"]["median"],

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -21,13 +21,14 @@ from clustertune.bench.drive import Found, Peer
 from clustertune.bench.preparation import Bench, BenchRequest
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.distribution import mixed_precision
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, raise_if
 from clustertune.events import read_events
 from clustertune.manifest import write_durably
 from clustertune.plan.predict import work_of
 from clustertune.tree import ROOT
 
 SCHEMA = "clustertune.bench/2"
+Body = TypeVar("Body")
 CPU_NOTE = "no GPU: ranks are processes on CPUs, so that figures show the program at work, not what a GPU does"
 PEER_NOTE = "{word} was distributed as {theirs}, this project as {ours}"
 TOKENS_NOTE = "tokens are those of conversations, padding left out; with it they are called computed"
@@ -64,7 +65,10 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "versions": {**(run.get("versions") or {}), "torch": found.ours[0][0].get("torch")},
         "image": run.get("container"),
         "commit": run.get("git"),
-        "resolved": {"sha256": recipe_sum(bench), "fingerprint": bench.measured.fingerprint()},
+        "resolved": {
+            "sha256": hashlib.sha256(recipe_text(bench).encode()).hexdigest(),
+            "fingerprint": bench.measured.fingerprint(),
+        },
         "course": {
             "warmup": schedule.warmup,
             "steps": schedule.steps,
@@ -80,42 +84,34 @@ def document(bench: Bench, found: Found, cluster: Cluster) -> dict[str, Any]:
         "peers": [_against(bench, found, one) for one in found.peers],
     }
     body["notes"] = list(_notes(bench, found, body))
-    fields: dict[str, Any] = relative(body)
-    return fields
+    return relative(body)
 
 
 def changed(request: BenchRequest) -> list[str]:
     """What the recipe was changed by, with paths as seen from here."""
-    found: list[str] = relative(changes(request.overrides))
-    return found
-
-
-def resolved_recipe(bench: Bench) -> dict[str, Any]:
-    """What the ranks trained, with paths as seen from here."""
-    found: dict[str, Any] = relative(bench.measured.as_dict())
-    return found
-
-
-def recipe_sum(bench: Bench) -> str:
-    """SHA-256 (hex) of :func:`recipe_text`."""
-    return hashlib.sha256(recipe_text(bench).encode()).hexdigest()
+    return relative(changes(request.overrides))
 
 
 def recipe_text(bench: Bench) -> str:
-    """The resolved recipe as its file holds it."""
-    return json.dumps(resolved_recipe(bench), indent=1) + "\n"
+    """What the ranks trained as its file holds it, with paths as seen from here."""
+    return json.dumps(relative(bench.measured.as_dict()), indent=1) + "\n"
 
 
-def relative(value: Any) -> Any:
+def relative(value: Body) -> Body:
     """A document without this machine's places: paths from the checkout and from the working folder."""
-    if isinstance(value, Mapping):
-        return {key: relative(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [relative(inner) for inner in value]
-    if isinstance(value, str):
-        for folder in (str(ROOT), str(Path.cwd())):
-            value = value.replace(folder + os.sep, "")
-    return value
+
+    def changed(inner: Any) -> Any:
+        if isinstance(inner, Mapping):
+            return {key: changed(deeper) for key, deeper in inner.items()}
+        if isinstance(inner, list | tuple):
+            return [changed(deeper) for deeper in inner]
+        if isinstance(inner, str):
+            for folder in (str(ROOT), str(Path.cwd())):
+                inner = inner.replace(folder + os.sep, "")
+        return inner
+
+    found: Body = changed(value)
+    return found
 
 
 def _hardware(found: Found) -> dict[str, Any]:
@@ -261,8 +257,7 @@ def check(records: Records, wanted: int, shown: str) -> None:
             problems.append(Problem(f"rank {rank}: a step without seconds or tokens above 0", file=shown, key="steps"))
     if not records:
         problems.append(Problem("no rank left its figures", file=shown))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 def _positive(value: Any) -> bool:

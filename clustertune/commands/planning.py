@@ -272,10 +272,7 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
                 "deviation": found.deviation,
                 "not_identified": found.left,
                 "unexplained": calibration.unexplained(found),
-                "runs": [
-                    {"name": n, "measured_s": m, "before_s": b, "after_s": a}
-                    for (n, m, b), a in zip(found.before, found.after, strict=True)
-                ],
+                "runs": [run.model_dump() for run in found.runs],
             }
         )
         return

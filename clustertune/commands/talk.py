@@ -126,7 +126,7 @@ def serve(
 def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], dict[str, str]]:
     """The server's command and what it needs in its environment. Raises UserError where there is no server."""
     from clustertune.evaluate import servers
-    from clustertune.evaluate.weights import check_tensors
+    from clustertune.evaluate.model import check_tensors
 
     facts = _facts(folder, 1)
     if problems := check_tensors(folder):
@@ -163,7 +163,7 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
 
     from clustertune.config.cluster import argument, load_cluster
     from clustertune.config.schema import parse_minutes
-    from clustertune.evaluate.servers import weight_bytes
+    from clustertune.evaluate.model import weight_bytes
     from clustertune.launch import batch, places, step
     from clustertune.launch.serving import ModelSize, serving
     from clustertune.launch.shape import Shape, place_of, usable_gpu_bytes

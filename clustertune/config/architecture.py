@@ -21,7 +21,7 @@ from clustertune.config.values import (
     modeling_classes,
 )
 from clustertune.config.yamlfile import parse_json, read_text
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 
 INTEGERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What planning, tiny runs and adapter checks cannot do without."""
@@ -74,8 +74,7 @@ def read_architecture(path: Path, shown: str) -> dict[str, Any]:
     if not isinstance(body, dict) or not body:
         raise UserError(Problem("must hold the model's config.json keys", file=shown, fix='write {"model_type": "llama", ...}'))
     problems = find_problems(body, shown)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return common_names(body)
 
 

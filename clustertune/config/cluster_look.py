@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from clustertune.config.cluster_schema import HOST, Cluster, Compute, Host, Network, SlurmFacts, same_host
 from clustertune.config.hardware import recognise
@@ -185,21 +186,20 @@ def _slurm(seen: Seen, notes: list[str]) -> Cluster | None:
         notes.append(f"the nodes have GPUs of several types ({', '.join(shape.types)}): none is asked for by name")
         gres = None
     here = _here(seen, [node["NodeName"] for node in workers], shape.gpus)
-    gpu = (recognise(gres) if gres else None) or here.gpu
-    if shape.gpus and gpu is None:
+    if gres and (named := recognise(gres)):
+        here["gpu"] = named
+    if shape.gpus and here.get("gpu") is None:
         notes.append(f"which GPU the nodes have ({gres or 'no type'}) is not known: whether a model fits is not checked")
     return Cluster(
         name="local",
         nodes=tuple(hosts),
         compute=Compute(
             gpus=shape.gpus,
-            gpu=gpu,
             sockets=shape.sockets,
             cores=shape.cores,
             threads=shape.threads,
             memory_gb=max(1, shape.memory_mib // 1024),
-            numa_gpus=here.numa_gpus,
-            numa_cpus=here.numa_cpus,
+            **here,
         ),
         network=Network(kind="unknown" if len(workers) > 1 else "none"),
         slurm=_facts(seen.config, partition, gres),
@@ -263,25 +263,13 @@ def _add_role(roles: dict[str, list[str]], addresses: dict[str, str], name: str,
         addresses.setdefault(known, address)
 
 
-@dataclass(frozen=True)
-class _Here:
-    """What only a compute node can tell."""
-
-    gpu: str | None = None
-    numa_gpus: tuple[tuple[int, ...], ...] = ()
-    numa_cpus: tuple[str, ...] = ()
-
-
-def _here(seen: Seen, workers: list[str], gpus: int) -> _Here:
-    """The GPU's model and the NUMA map, where this machine is one of the nodes."""
+def _here(seen: Seen, workers: list[str], gpus: int) -> dict[str, Any]:
+    """What only a compute node can tell, where this machine is one: the GPU's model and the NUMA map."""
     if same_host(seen.hostname, workers) is None:
-        return _Here()
+        return {}
     groups = _groups(seen, gpus)
-    return _Here(
-        _model(parse_csv(seen.gpus, _QUERY)),
-        groups,
-        tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else (),
-    )
+    cpus = tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else ()
+    return {"gpu": _model(parse_csv(seen.gpus, _QUERY)), "numa_gpus": groups, "numa_cpus": cpus}
 
 
 def _groups(seen: Seen, gpus: int) -> tuple[tuple[int, ...], ...]:
@@ -310,7 +298,6 @@ def _machine(seen: Seen, notes: list[str]) -> Cluster:
     rows = parse_csv(seen.gpus, _QUERY)
     cores = len(set(seen.topology.values())) or 1
     sockets = len({package for package, _ in seen.topology.values()}) or 1
-    groups = _groups(seen, len(rows))
     name = seen.hostname if re.fullmatch(HOST, seen.hostname) else "localhost"
     if rows and _model(rows) is None:
         notes.append(f"ops/hardware.yaml does not know {rows[0].name}: whether a model fits is not checked")
@@ -319,13 +306,11 @@ def _machine(seen: Seen, notes: list[str]) -> Cluster:
         nodes=(Host(name=name, address="127.0.0.1", roles=("login", "compute")),),
         compute=Compute(
             gpus=len(rows),
-            gpu=_model(rows),
             sockets=sockets,
             cores=cores,
             threads=max(len(seen.topology), cores),
             memory_gb=max(1, seen.memory_kb // 2**20),
-            numa_gpus=groups,
-            numa_cpus=tuple(seen.numa_cpus[node] for node in sorted(seen.numa_cpus)) if groups else (),
+            **_here(seen, [seen.hostname], len(rows)),
         ),
         network=Network(kind="none"),
         source=f"this machine ({name})",

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config.beside import SHARD_SIZE
 from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.findings import Found
 from clustertune.config.native_rules import show_value, usable
@@ -45,7 +44,7 @@ def shard_size(accelerate: Mapping[str, Any], world: int) -> tuple[Derived | Non
     """
     sizes, section = acc.parallel_sizes(accelerate), acc.section(accelerate, "parallelism_config")
     others = math.prod(sizes.get(axis, 1) for axis in ("dp_replicate", "tp", "cp", "sp"))
-    if accelerate.get("distributed_type") != "FSDP" or not section or section.get(SHARD_SIZE) is not None or world == 1:
+    if accelerate.get("distributed_type") != "FSDP" or not section or section.get(acc.SHARD_SIZE) is not None or world == 1:
         return None, []
     if world % others:
         if world % (others // sizes.get("dp_replicate", 1)):
@@ -58,7 +57,7 @@ def shard_size(accelerate: Mapping[str, Any], world: int) -> tuple[Derived | Non
         return None, [(_MESH, text, "use smaller sizes or more ranks")]
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     reason = f"{world} ranks" + (f" / ({shown})" if shown else "")
-    return Derived(f"accelerate.parallelism_config.{SHARD_SIZE}", left, reason), []
+    return Derived(f"accelerate.parallelism_config.{acc.SHARD_SIZE}", left, reason), []
 
 
 def megatron_parallel(m: Megatron, world: int) -> tuple[int, Derived]:
@@ -73,7 +72,7 @@ def data_parallel(accelerate: Mapping[str, Any], world: int) -> tuple[int, Deriv
     sizes = acc.parallel_sizes(accelerate)
     shared = sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("sp", 1)
     fsdp = accelerate.get("distributed_type") == "FSDP"
-    stated = fsdp and acc.section(accelerate, "parallelism_config").get(SHARD_SIZE) is not None
+    stated = fsdp and acc.section(accelerate, "parallelism_config").get(acc.SHARD_SIZE) is not None
     replicas = 1 if fsdp and not stated else sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     found: list[Found] = []
     if world % shared:
@@ -81,12 +80,12 @@ def data_parallel(accelerate: Mapping[str, Any], world: int) -> tuple[int, Deriv
         found.append((_MESH, text, f"use a multiple of {shared} ranks"))
     elif (replicas > 1 or stated) and replicas * shared != world:
         text = f"its sizes make {replicas * shared} ranks; there are {world}"
-        fix = f"let dp_replicate x dp_shard x tp x cp x sp be the number of ranks, or leave {SHARD_SIZE} out: it is derived"
+        fix = f"let dp_replicate x dp_shard x tp x cp x sp be the number of ranks, or leave {acc.SHARD_SIZE} out: it is derived"
         found.append((_MESH, text, fix))
     elif stated and world > 1 and "dp_shard" not in sizes and ("cp" not in sizes or "dp_replicate" in sizes):
         # accelerate 1.15, parallelism_config.py:325 and 381: a KeyError or a ValueError of every rank.
-        text = f"{SHARD_SIZE} is 1: FSDP has no ranks to shard over"
-        found.append((_MESH, text, f"use smaller sizes, and leave {SHARD_SIZE} out"))
+        text = f"{acc.SHARD_SIZE} is 1: FSDP has no ranks to shard over"
+        found.append((_MESH, text, f"use smaller sizes, and leave {acc.SHARD_SIZE} out"))
     size = max(1, world // shared)
     reason = f"{world} ranks" + (f" / {shared} (tp x cp x sp)" if shared > 1 else "")
     return size, Derived("data_parallel_size", size, reason), found
@@ -193,19 +192,6 @@ def read(given: Any) -> ActivationCheckpointing | None:
         return ActivationCheckpointing.model_validate(given) if given is not None else None
     except ValidationError:
         return None
-
-
-def settings(train: Mapping[str, Any]) -> dict[str, Any]:
-    """``train.activation_checkpointing_kwargs``, by either name."""
-    given = next((found for key in ALIASES if (found := train.get(f"{key}_kwargs"))), None)
-    return given if isinstance(given, dict) else {}
-
-
-def saved(section: ActivationCheckpointing | None, train: Mapping[str, Any]) -> tuple[str, ...]:
-    """What recomputed layers keep beside their input: the section's ``save``, or TRL's ``selective``, which is attention."""
-    if section is not None and section.save:
-        return tuple(section.save)
-    return ("attention",) if settings(train).get("selective") else ()
 
 
 def reason(section: ActivationCheckpointing, layers: int) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from clustertune.config.load import did_you_mean, nearest
 from clustertune.config.native_rules import names_secret, show_value
 from clustertune.config.yamlfile import Document, KeyPath
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 
 Found = tuple[KeyPath, str, str | None]
 """A key path, what is wrong with it, and what to do."""
@@ -67,8 +67,7 @@ def read_model(model: type[Part], document: Document, check: Callable[[Part], It
         found = model.model_validate(document.data)
     except ValidationError as error:
         raise UserError(as_problems(schema_findings(model, error), document)) from None
-    if wrong := as_problems(check(found), document):
-        raise UserError(wrong)
+    raise_if(as_problems(check(found), document))
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -238,11 +238,10 @@ PRICES = ROOT / "ops" / "prices.yaml"
 
 
 def _date(text: str) -> str:
-    try:
-        datetime.date.fromisoformat(text)
-    except ValueError:
-        raise ValueError("is no date: write it as 2026-04-29") from None
-    return text
+    with contextlib.suppress(ValueError):
+        if datetime.date.fromisoformat(text).isoformat() == text:
+            return text
+    raise ValueError("is no date: write it as 2026-04-29")
 
 
 Money = Annotated[Number, Field(ge=0, le=100_000)]
@@ -270,17 +269,18 @@ class PriceFile(Section):
     gpus: dict[Plain, Entry]
 
 
-@dataclass(frozen=True)
-class Price:
+class Price(Entry):
     """What a GPU-hour costs."""
 
-    on_demand: float | None
-    spot: float | None
     currency: str
     date: str
-    source: str
-    warning: str | None = None
-    """What looks wrong without being impossible."""
+
+    @property
+    def warning(self) -> str | None:
+        """What looks wrong without being impossible."""
+        if self.on_demand is not None and self.spot is not None and self.spot > self.on_demand:
+            return f"spot {self.spot:g} is above on-demand {self.on_demand:g}: are they swapped?"
+        return None
 
 
 def price(gpu: str, path: Path = PRICES) -> Price | None:
@@ -296,16 +296,8 @@ def load_prices(path: Path = PRICES) -> Mapping[str, Price]:
     """The prices by GPU. Raises UserError with every problem of the file."""
     document = read_yaml(path, "ops/prices.yaml" if path == PRICES else str(path))
     prices = read_model(PriceFile, document, _doubts_of_prices)
-    return {
-        name: Price(entry.on_demand, entry.spot, prices.currency, entry.date or prices.date, entry.source, _warning(entry))
-        for name, entry in prices.gpus.items()
-    }
-
-
-def _warning(entry: Entry) -> str | None:
-    if entry.on_demand is not None and entry.spot is not None and entry.spot > entry.on_demand:
-        return f"spot {entry.spot:g} is above on-demand {entry.on_demand:g}: are they swapped?"
-    return None
+    common = {"currency": prices.currency, "date": prices.date}
+    return {name: Price(**common | entry.model_dump(exclude_none=True)) for name, entry in prices.gpus.items()}
 
 
 def _doubts_of_prices(prices: PriceFile) -> Iterator[Found]:

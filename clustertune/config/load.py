@@ -12,7 +12,7 @@ from typing import Any
 
 from clustertune.config.schema import NAME, named_bases, without_old_keys
 from clustertune.config.yamlfile import Document, KeyPath, parse_value, read_yaml
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, gathered
 from clustertune.tree import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -157,10 +157,8 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
         del asking.data["base"]  # said once: the schema would say it again
         bases = []
     for base in bases:
-        try:
+        with gathered(problems):
             layers.layers.append(_read_base(base, asking, folder, shown))
-        except UserError as error:
-            problems += error.problems
     layers.layers.append(Layer("recipe", recipe))
     if command_line.data:
         layers.layers.append(Layer("override", command_line))

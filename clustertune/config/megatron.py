@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Megatron
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, raise_if
 
 NOT_STARTED = "is for Megatron-Bridge in its own container, which clustertune submit starts"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -104,5 +104,4 @@ def refusals(resolved: Resolved) -> list[Problem]:
 
 def require_startable(resolved: Resolved) -> None:
     """Raises UserError for a recipe that only ``submit`` starts."""
-    if problems := refusals(resolved):
-        raise UserError(problems)
+    raise_if(refusals(resolved))

@@ -18,7 +18,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME, HubCommit, HubName, Positive, Section
 from clustertune.config.values import Values, config_fields, modeling_classes
 from clustertune.config.yamlfile import parse_json, read_text, read_yaml
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.tree import ROOT
 
 MODELS = ROOT / "ops" / "models.yaml"
@@ -133,8 +133,7 @@ def find_obstacles(resolved: Resolved) -> list[Problem]:
 
 def _of_recipe(recipe: str | Path) -> Model:
     layers, problems = read_layers(*find_folder(recipe), [])
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     values = layers.merged()[0]
     model = values.get("model") or {}
     folder = layers.folder if (layers.folder / DESCRIPTION).is_file() else same_model(layers.folder, model)
@@ -166,8 +165,7 @@ def _of_config(file: Path, name: str | None = None) -> Model:
     if not isinstance(body, dict) or not body:
         raise UserError(Problem("holds no keys of a model", file=str(file), fix="give the config.json of a model"))
     lifted, notes = lift(body)
-    if problems := arch.find_problems(lifted, str(file)):
-        raise UserError(problems)
+    raise_if(arch.find_problems(lifted, str(file)))
     if name is not None:
         return Model({"name": name, "revision": file.parent.name}, lifted, notes=tuple(notes))
     notes.append(f"the weights lie beside {file}; of the Hub write model.name and model.revision: hf models info OWNER/NAME")

@@ -186,7 +186,7 @@ MODEL_INIT: dict[str, tuple[str, ...]] = {
 }
 """What ``train.model_init_kwargs`` may say; name, revision and code of the model have their own place."""
 
-LORA_UNSUPPORTED = {
+LORA_VARIANTS = {
     "use_dora": "DoRA's magnitudes",
     "use_qalora": "QALoRA's pooled inputs",
     "use_bdlora": "block-diagonal LoRA",
@@ -198,12 +198,12 @@ LORA_UNSUPPORTED = {
     "layer_replication": "replicated layers",
     "lora_bias": "biases of LoRA",
     "megatron_config": "Megatron's layers",
-    "loftq_config": "weights changed before training",
-    "eva_config": "weights changed before training",
-    "corda_config": "weights changed before training",
-    "lora_ga_config": "weights changed before training",
 }
-"""Variants that cannot be exported from shards and merged into the published weights: better known before the queue."""
+"""Variants whose update of a weight is not B A."""
+LORA_UNSUPPORTED = LORA_VARIANTS | dict.fromkeys(
+    ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), "weights changed before training"
+)
+"""What cannot be exported from shards and merged into the published weights: better known before the queue."""
 LORA_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 """Initializations that leave the base weights as they are (PiSSA, OLoRA, CorDA, LoftQ and others change them)."""
 

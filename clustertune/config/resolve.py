@@ -11,7 +11,7 @@ from typing import Any
 
 from clustertune.config import accelerate_file as acc
 from clustertune.config import architecture as arch
-from clustertune.config import beside, checks, deepspeed, derive, kernels, megatron, quantization, strategy
+from clustertune.config import checks, deepspeed, derive, kernels, megatron, quantization, strategy
 from clustertune.config import distribution as distributions
 from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.findings import Found
@@ -21,7 +21,7 @@ from clustertune.config.resolved import Derived, Resolved, is_there
 from clustertune.config.schema import NAME, Megatron, Recipe
 from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
 from clustertune.config.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, gathered
 
 MAX_RANKS = 10**6
 _SAVING = ("save_strategy", "save_steps")
@@ -106,23 +106,19 @@ class _Work:
         folder, shown = self.layers.folder, self.layers.shown
         self.megatron = megatron.read(self.values)
         self._read_distribution(folder, shown)
-        try:
+        with gathered(self.problems):
             own = (folder / DESCRIPTION).is_file()
             origin = None if own else same_model(folder, self.values.get("model"))
             file = (f"{shown}/{DESCRIPTION}", folder) if origin is None else (f"{origin.name}/{DESCRIPTION}", origin)
             self.architecture = arch.read_architecture(file[1] / DESCRIPTION, file[0])
-        except UserError as error:
-            self.problems += error.problems
         model = self.values.get("model")
         template = model.get("chat_template") if isinstance(model, dict) else None
         if isinstance(template, str) and _is_file_name(template):
-            try:
+            with gathered(self.problems):
                 shared = base_folder(folder) / template
                 own = (folder / template).is_file() or not shared.is_file()
                 origin = folder / template if own else shared
                 self.chat_template = read_text(origin, f"{shown}/{template}" if own else str(origin))
-            except UserError as error:
-                self.problems += error.problems
 
     def _read_distribution(self, folder: Path, shown: str) -> None:
         """The accelerate file and DeepSpeed's, with what the command line lays over them."""
@@ -136,18 +132,15 @@ class _Work:
             self.problems += [
                 Problem(f"a Megatron recipe reads no {part} file", COMMAND_LINE, f"{part}.{key}", "use megatron.KEY=VALUE")
                 for part, document in given.items()
-                for key in beside.flat(document)
+                for key in acc.flat(document)
             ]
             return
-        try:
+        with gathered(self.problems):
             document = read_yaml(folder / named, f"{shown}/{named}", core=False)
-        except UserError as error:
-            self.problems += error.problems
-            return
-        self.accelerate = beside.lay_over(document, given.get("accelerate"))
-        self.deepspeed_overrides = beside.flat(given.get("deepspeed"))
-        self.deepspeed, problems = beside.read_deepspeed(self.accelerate.data, folder, shown, given.get("deepspeed"))
-        self.problems += problems
+            self.accelerate = acc.lay_over(document, given.get("accelerate"))
+            self.deepspeed_overrides = acc.flat(given.get("deepspeed"))
+            self.deepspeed, problems = acc.read_deepspeed(self.accelerate.data, folder, shown, given.get("deepspeed"))
+            self.problems += problems
 
     def check(self) -> None:
         """Everything that can be said without a machine, each part as far as the others allow."""
@@ -169,14 +162,14 @@ class _Work:
 
     def _scale_distribution(self, accelerate: Document) -> dict[str, Any]:
         """The files beside the recipe for a tiny run; what the command line says of them is left alone."""
-        if "parallelism_config" not in beside.top(self.layers.beside.get("accelerate")):
+        if "parallelism_config" not in acc.top(self.layers.beside.get("accelerate")):
             self.accelerate, scaled = scale_mesh(accelerate, self.world)
             self.derived += scaled
         if self.deepspeed is not None:
             small = Document("--tiny", scale_deepspeed(self.deepspeed.data))
             given = self.layers.beside.get("deepspeed")
-            self.deepspeed = beside.lay_over(beside.lay_over(self.deepspeed, small), given)
-            self.deepspeed_overrides = beside.flat(small) | self.deepspeed_overrides
+            self.deepspeed = acc.lay_over(acc.lay_over(self.deepspeed, small), given)
+            self.deepspeed_overrides = acc.flat(small) | self.deepspeed_overrides
         return self.accelerate.data if self.accelerate else {}
 
     def _spread(self, distribution: dict[str, Any]) -> None:
@@ -192,7 +185,7 @@ class _Work:
         if shards is not None and self.accelerate is not None:
             self.derived.append(shards)
             # The mapping may be the file's own: what is derived from the ranks goes into a copy.
-            section = {**distribution["parallelism_config"], beside.SHARD_SIZE: shards.value}
+            section = {**distribution["parallelism_config"], acc.SHARD_SIZE: shards.value}
             self.accelerate = replace(self.accelerate, data={**distribution, "parallelism_config": section})
 
     def _check_beneath_tiny(self) -> None:
@@ -354,7 +347,7 @@ class _Work:
             accelerate_file=self.accelerate_file,
             tiny=self.tiny,
             chat_template=self.chat_template,
-            accelerate_overrides=beside.flat(self.layers.beside.get("accelerate")),
+            accelerate_overrides=acc.flat(self.layers.beside.get("accelerate")),
             deepspeed=self.deepspeed.data if self.deepspeed else None,
             deepspeed_overrides=self.deepspeed_overrides,
             derived=self.derived,

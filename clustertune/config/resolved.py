@@ -105,11 +105,6 @@ class Resolved:
         return self.recipe.reduce_dtype or next(derived, None)
 
     @property
-    def accelerate_path(self) -> Path:
-        """The recipe's accelerate configuration file, as it stands in its folder."""
-        return Path(self.folder, self.accelerate_file)
-
-    @property
     def inputs(self) -> dict[str, Path]:
         """Files and folders of the data by their keys: as they stand where absolute, below the recipe folder where they exist
         there, else from here. What comes from the Hub or an object store is not among them.

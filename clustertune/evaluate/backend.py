@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from clustertune.config.schema import Eval
-from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.evaluate.model import ROOM, ModelFacts
-
-SERVERS = "clustertune.evaluate.servers"
-"""The module of the ``vllm`` backend. It has ``describe(model, adapter) -> Backend`` and a context manager
-``model_for(backend, model, settings, *, adapter, device)`` that yields lm-eval's ``LM`` and ends the servers."""
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.evaluate import servers
+from clustertune.evaluate.model import ROOM, Backend, ModelFacts, weight_bytes
 
 _NAMED = 5
 """How many tensors an error names."""
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What answered; two evaluations by different ones are never mixed in one result."""
-
-    name: str
-    """``hf``: one process of transformers; ``vllm``: servers."""
-    version: str
-    """Of transformers or of vLLM."""
-    dtype: str
-    """Type of the weights, without ``torch.``; ``auto``: the model's configuration does not say."""
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    servers: int = 0
 
 
 def describe(name: str, model: ModelFacts, adapter: Path | None = None) -> Backend:
     """The backend called ``name`` (``hf`` or ``vllm``) for a model, before it is loaded. Raises UserError."""
     if name == "hf":
         return Backend("hf", version("transformers"), model.dtype)
-    found: Backend = _servers().describe(model, adapter)
-    return found
+    return servers.describe(model, adapter)
 
 
 def choose(requested: str, model: ModelFacts, device: str | None) -> tuple[str, str]:
@@ -53,16 +31,16 @@ def choose(requested: str, model: ModelFacts, device: str | None) -> tuple[str, 
 
     if requested != "auto":
         return requested, "asked for"
-    if os.environ.get(_servers().GIVEN):
+    if os.environ.get(servers.GIVEN):
         return "vllm", "vllm: the job has started its servers"
     if device == "cpu" or not torch.cuda.is_available():
         return "hf", "hf: no GPU is used"
-    weights = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    weights = weight_bytes(model.folder)
     memory = torch.cuda.get_device_properties(0).total_memory
     sizes = f"{weights / 2**30:.1f} GiB of weights, {memory / 2**30:.0f} GiB of memory a GPU"
     if ROOM * weights < memory:
         return "hf", f"hf: one GPU holds the model ({sizes})"
-    if not _servers().find_program():
+    if not servers.find_program():
         return "hf", f"hf: vLLM is not here, the model is spread over all GPUs ({sizes})"
     return "vllm", f"vllm: one GPU does not hold the model ({sizes})"
 
@@ -79,14 +57,8 @@ def model_for(
     if backend.name == "hf":
         yield load_lm(model.folder, device, settings.batch_size, adapter, model.tokenizer_folder)
         return
-    with _servers().model_for(backend, model, settings, adapter=adapter, device=device) as lm:
+    with servers.model_for(model, settings, adapter=adapter) as lm:
         yield lm
-
-
-def _servers() -> Any:
-    if importlib.util.find_spec(SERVERS) is None:
-        raise UserError(Problem("this release has no vllm servers", key="--backend", fix="--backend hf"))
-    return importlib.import_module(SERVERS)
 
 
 def load_lm(folder: Path, device: str, batch_size: int, adapter: Path | None = None, tokenizer: Path | None = None) -> Any:
@@ -129,8 +101,7 @@ def _judge(folder: Path, reports: list[Any]) -> None:
                         fix="copy or merge the model again",
                     )
                 )
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 @contextlib.contextmanager

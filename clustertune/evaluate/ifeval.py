@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from clustertune import manifest
+from clustertune.config.findings import read_model
 from clustertune.config.schema import METRICS, Eval, Section
 from clustertune.config.schema import NAME as FORM
+from clustertune.config.yamlfile import read_yaml
 from clustertune.errors import Problem, UserError
 from clustertune.evaluate import punkt as punkts
 from clustertune.evaluate.prompts import Prompts, find_difference, read_prompts
@@ -84,17 +86,7 @@ class Source:
 
 def read_task_file(path: Path = FOLDER / "task.yaml") -> TaskFile:
     """Read ``task.yaml``. Raises UserError with everything that is wrong in it, and for another version than lm-eval's."""
-    try:
-        document = yaml.safe_load(path.read_bytes())
-        task = TaskFile.model_validate(document)
-    except OSError as error:
-        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path))) from None
-    except yaml.YAMLError as error:
-        raise UserError(Problem(f"not YAML: {error}", file=str(path))) from None
-    except ValidationError as error:
-        raise UserError(
-            Problem(item["msg"], file=str(path), key=".".join(map(str, item["loc"]))) for item in error.errors()
-        ) from None
+    task = read_model(TaskFile, read_yaml(path, str(path)))
     installed = float(_read_upstream()["metadata"]["version"])
     if installed != task.version:
         raise UserError(

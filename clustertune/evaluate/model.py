@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from clustertune import manifest
 from clustertune.config import quantization
 from clustertune.console import say
 from clustertune.data.tokenizer import render_turn
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, gathered
+from clustertune.merge.base import find_shards, read_base, read_weights
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEADER = 100 << 20
-"""safetensors' own limit for a header, bytes."""
+SHOWN = 5
+"""Tensors that the errors name."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What answered; two evaluations by different ones are never mixed in one result."""
+
+    name: str
+    """``hf``: one process of transformers; ``vllm``: servers."""
+    version: str
+    """Of transformers or of vLLM."""
+    dtype: str
+    """Type of the weights, without ``torch.``; ``auto``: the model's configuration does not say."""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    servers: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,10 +77,8 @@ def check_model(
     if not folder.is_dir():
         return None, [Problem("no such folder", file=str(folder), fix="give the folder of a model in Hugging Face's layout")]
     problems = _check_config(folder) + check_weights(folder)
-    try:
+    with gathered(problems):
         problems += manifest.Comparison(folder).problems  # the weights are compared while they are loaded
-    except UserError as error:
-        problems += error.problems
     tokenizer, found = _load_tokenizer(tokenizer_path, chat)
     problems += found
     if problems:
@@ -103,7 +116,6 @@ def trained_on(model: Path, adapter: Path | None) -> str | None:
 
 def check_adapter(model: Path, adapter: Path) -> list[Problem]:
     """Whether a LoRA adapter fits a model: its names, its shapes, and the revision that it was trained on."""
-    from clustertune.merge.base import read_base
     from clustertune.merge.lora import read_adapter
 
     try:
@@ -141,38 +153,51 @@ def _check_config(folder: Path) -> list[Problem]:
 
 def check_weights(folder: Path) -> list[Problem]:
     """Missing and truncated safetensors files, by their index and headers; the tensors are not read."""
-    index = folder / INDEX
-    if not index.exists():
-        if (folder / WEIGHTS).exists():
-            return _check_shard(folder / WEIGHTS)
-        fix = "give a model with safetensors weights"
-        return [Problem(f"neither {WEIGHTS} nor {INDEX}", file=str(folder), fix=fix)]
     try:
-        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [Problem(f"unreadable index: {error!r}", file=str(index))]
-    if not names:
-        return [Problem("names no shard", file=str(index), key="weight_map")]
-    return [problem for name in names for problem in _check_shard(folder / name)]
-
-
-def _check_shard(path: Path) -> list[Problem]:
-    """The header of a safetensors file says how many bytes must follow (8-byte length, JSON, data)."""
-    try:
-        with path.open("rb") as shard:
-            (length,) = struct.unpack("<Q", shard.read(8))
-            if length > _MAX_HEADER:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(shard.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected, size = 8 + length + max(ends, default=0), path.stat().st_size
-    except FileNotFoundError:
-        return [Problem("missing", file=str(path), fix="copy or merge the model again")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        return [Problem(f"no safetensors file: {error}", file=str(path), fix="copy or merge the model again")]
-    if size != expected:
-        return [Problem(f"{size} bytes, its header says {expected}", file=str(path), fix="copy or merge the model again")]
+        read_weights(folder)
+    except UserError as error:
+        return error.problems
     return []
+
+
+def check_tensors(folder: Path) -> list[Problem]:
+    """Every tensor that the architecture of ``config.json`` has and no file holds, or holds in another shape: vLLM 0.30.0
+    serves a model without a layer's ``q_proj`` or an untied ``lm_head``, and answers differently.
+
+    The names of the files go through transformers' own renaming; the model is made on the ``meta`` device. What is quantised
+    is not looked at. Raises UserError for files that are not whole.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from clustertune.training.loading_files import survey
+    from clustertune.training.loading_sources import Unfollowed, find
+
+    try:
+        config: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    # An architecture that the installed transformers does not know, or values that its class refuses.
+    except Exception as error:
+        return [Problem(f"transformers does not accept it: {error}", file=str(folder / "config.json"))]
+    if getattr(config, "quantization_config", None):
+        return []
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    files, named, _ = find_shards(folder)
+    rules = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model), dtype_plan=None)
+    try:
+        find(model, survey(files, named or None), rules, model.state_dict())
+    except UserError as error:
+        more = len(error.problems) - SHOWN
+        return error.problems[:SHOWN] + ([Problem(f"{more} more tensors", file=str(folder))] if more > 0 else [])
+    except Unfollowed:
+        pass  # transformers' own loading, or vLLM's, says what is wrong
+    return []
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights' files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _load_tokenizer(folder: Path, chat: bool) -> tuple[Any, list[Problem]]:
@@ -263,8 +288,7 @@ def pick_device(requested: str | None, folder: Path) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < 2:
         return "cuda" if gpus else "cpu"
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return "cuda" if requested is None and ROOM * weights < torch.cuda.mem_get_info(0)[0] else "auto"
+    return "cuda" if requested is None and ROOM * weight_bytes(folder) < torch.cuda.mem_get_info(0)[0] else "auto"
 
 
 def check_device(device: str | None) -> list[Problem]:
@@ -277,9 +301,3 @@ def check_device(device: str | None) -> list[Problem]:
     if device is None or device in known:
         return []
     return [Problem(f"no device {device!r} here", key="--device", fix=f"one of {', '.join(sorted(known))}")]
-
-
-def raise_if(problems: list[Problem]) -> None:
-    """All problems at once, or nothing."""
-    if problems:
-        raise UserError(problems)

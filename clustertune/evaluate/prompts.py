@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import require_whole
 
 BENCHMARK_PROMPTS, BENCHMARK_INSTRUCTIONS, KINDS = 541, 834, 25
@@ -110,8 +110,7 @@ def read_prompts(path: Path) -> Prompts:
         problems += found
     if not rows and not problems:
         problems.append(Problem("holds no prompts", file=str(path)))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return Prompts(path, hashlib.sha256(content).hexdigest(), rows, recognise_benchmark(rows), drawn)
 
 

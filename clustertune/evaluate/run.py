@@ -15,11 +15,19 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.config.schema import Eval
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, gathered, raise_if, storage_error
 from clustertune.evaluate import backend as backends
 from clustertune.evaluate import ifeval, paired, tasks
 from clustertune.evaluate.answers import AnswerLog, RecordedLM, hold
-from clustertune.evaluate.model import ModelFacts, check_adapter, check_device, check_model, pick_device, raise_if, trained_on
+from clustertune.evaluate.model import (
+    Backend,
+    ModelFacts,
+    check_adapter,
+    check_device,
+    check_model,
+    pick_device,
+    trained_on,
+)
 from clustertune.evaluate.quiet import progress, quiet
 from clustertune.evaluate.scores import RESULT, clustered_stderr, judge, read_result
 
@@ -111,7 +119,7 @@ def _prepared(
         if adapter is not None:
             problems += check_adapter(model, adapter)
         rows, own = None, {}
-        try:
+        with gathered(problems):
             if ifeval.NAME in settings.tasks:
                 rows = stack.enter_context(ifeval.inputs(data, benchmark, scratch))
                 own = rows.write_task(settings, scratch / TASK, scratch)
@@ -121,8 +129,6 @@ def _prepared(
             problems += _check_marks(loaded, settings)
             if rows is not None:
                 problems += rows.find_difference(loaded["tasks"][ifeval.NAME])
-        except UserError as error:
-            problems += error.problems
         raise_if(problems)
         assert facts is not None
         name, why = backends.choose(settings.backend, facts, device)
@@ -160,7 +166,7 @@ class _Run:
     settings: Eval
     facts: ModelFacts
     adapter: Path | None
-    backend: backends.Backend
+    backend: Backend
     loaded: dict[str, Any]
     """lm-eval's tasks and groups."""
     places: dict[str, str]

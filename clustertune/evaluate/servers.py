@@ -18,16 +18,16 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clustertune.config.schema import Eval
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.evaluate.backend import Backend
-from clustertune.evaluate.model import ModelFacts
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
+from clustertune.evaluate.model import Backend, ModelFacts, check_tensors, weight_bytes
+from clustertune.host.network import by_socket
 from clustertune.launch.rendezvous import first_port, free_port
 from clustertune.launch.serving import ModelSize, Serving, serving, start_seconds
 from clustertune.manifest import write_durably
@@ -170,14 +170,8 @@ def own_address(job: Job) -> str | None:
     """
     if len(job.nodes) < 2:
         return None
-    if job.interface:
-        import fcntl
-        import struct
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            # SIOCGIFADDR of linux/sockios.h; the address is bytes 20 to 23 of struct ifreq.
-            found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", job.interface.encode()[:15]))
-            return socket.inet_ntoa(found[20:24])
+    if job.interface and (found := by_socket(job.interface)):
+        return found[0].partition("/")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((job.nodes[0], job.port))  # UDP: nothing is sent
@@ -186,9 +180,9 @@ def own_address(job: Job) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def find_program(environ: Mapping[str, str] = os.environ) -> str | None:
+def find_program() -> str | None:
     """vLLM's program; None where there is none."""
-    return shutil.which(environ.get(PROGRAM) or "vllm")
+    return shutil.which(os.environ.get(PROGRAM) or "vllm")
 
 
 def require_program() -> str:
@@ -394,20 +388,15 @@ def describe(model: ModelFacts, adapter: Path | None = None) -> Backend:
 
 
 @contextlib.contextmanager
-def model_for(
-    _backend: Backend, model: ModelFacts, settings: Eval, *, adapter: Path | None = None, device: str = ""
-) -> Iterator[Any]:
-    """lm-eval's ``LM`` over servers, which are ended with the context. ``device`` is vLLM's own matter.
+def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None) -> Iterator[Any]:
+    """lm-eval's ``LM`` over servers, which are ended with the context.
 
     Raises UserError where a tensor is missing, before a server starts; where one does not start; and where no server gives an
     answer within ``settings.stall_seconds``, with the last words of each log.
     """
     from clustertune.evaluate.client import ServersLM
-    from clustertune.evaluate.weights import check_tensors
 
-    del device
-    if problems := check_tensors(model.folder):
-        raise UserError(problems)
+    raise_if(check_tensors(model.folder))
     with contextlib.ExitStack() as stack:
         if named := os.environ.get(GIVEN):
             job = _ask_for(Path(named), model, adapter)
@@ -491,11 +480,6 @@ def job_here(model: ModelFacts, adapter: Path | None = None) -> Job:
     port = free_port(first_port(os.getpid(), 0))
     start = 2 * start_seconds(shape, size) if gpus else START_SECONDS
     return _of(Job("", shape, "", "", port, "", gpus=tuple(map(str, range(gpus))), start_seconds=start), model, adapter)
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the weights' files."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def dtype_of(folder: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from clustertune.config.load import did_you_mean
 from clustertune.config.schema import Eval
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import ifeval
 
 KINDS = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
@@ -34,8 +34,7 @@ def manager(names: Sequence[str]) -> Any:
     found = _manager(whole=True)  # the index of its 14,683 names takes 6 s
     unknown = [name for name in names if name not in found.task_index]
     problems = [Problem(f"lm-eval has no task {name!r}", key=KEY, fix=did_you_mean(name, found.all_tasks)) for name in unknown]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return found
 
 
@@ -130,8 +129,7 @@ def load(names: Sequence[str], own: Mapping[str, Path], settings: Eval) -> tuple
         task.set_config(key="num_fewshot", value=shots)
         if settings.max_gen_toks is not None and task.OUTPUT_TYPE == "generate_until":
             task.set_config(key="generation_kwargs", value={"max_gen_toks": settings.max_gen_toks}, update=True)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return loaded, places
 
 

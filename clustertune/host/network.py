@@ -36,7 +36,7 @@ def parse_addresses(text: str) -> dict[str, list[str]]:
     return {name: [*four.get(name, []), *six.get(name, [])] for name in {**four, **six}}
 
 
-def _by_socket(name: str) -> list[str]:
+def by_socket(name: str) -> list[str]:
     """The first IPv4 address of an interface, where there is no ``ip``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         request = struct.pack("256s", name.encode()[:15])
@@ -57,7 +57,7 @@ def interfaces(sight: Sight) -> dict[str, Any]:
         if addresses is not None:
             nic.addresses = addresses.get(name, [])
         elif sight.live:
-            nic.addresses = _by_socket(name)
+            nic.addresses = by_socket(name)
         found.append(nic)
     for nic in found:
         if nic.bond_mode and not nic.mbit:

@@ -185,11 +185,7 @@ class _Training:
         self.attempt.heartbeat("model")
         began = time.monotonic()
         self.store.tell(f"converting {self.attempt.source[0]} for Megatron, once")
-        fault = None
-        if self.group.rank == 0:
-            fault = _empty(out)
-        if fault := self.group.broadcast(fault):
-            raise UserError(Problem(f"cannot be written: {fault}", file=str(out)), ExitCode.STORAGE)
+        self._begin_anew(out)
         self.bridge.convert(self.attempt.source, self.attempt.resolved, out, self.attempt.heartbeat)
         self.group.barrier()
         if self.group.rank == 0:
@@ -197,6 +193,12 @@ class _Training:
             manifest.seal(out, BASE_KIND, {"source": identity, "seconds": round(time.monotonic() - began, 1)})
         self.group.barrier()
         self.store.tell(f"converted in {time.monotonic() - began:.0f} s")
+
+    def _begin_anew(self, folder: Path) -> None:
+        """Make a folder empty, for all ranks. Raises UserError (exit 73) on all of them where it cannot be written."""
+        fault = _empty(folder) if self.group.rank == 0 else None
+        if fault := self.group.broadcast(fault):
+            raise UserError(Problem(f"cannot be written: {fault}", file=str(folder)), ExitCode.STORAGE)
 
     def _configure(self, latest: tuple[Path, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
         """The sections, complete: the steps are known once rank 0 has packed the data. Each attempt keeps what it ran."""
@@ -280,9 +282,7 @@ class _Training:
         self.attempt.heartbeat("save", self.step)
         self.store.tell("exporting to the form of Hugging Face")
         out = inputs.exported(self.attempt.run.path)
-        fault = _empty(out) if self.group.rank == 0 else None
-        if fault := self.group.broadcast(fault):
-            raise UserError(Problem(f"cannot be written: {fault}", file=str(out)), ExitCode.STORAGE)
+        self._begin_anew(out)
         export(out)
         self.group.barrier()
         self.attempt.fence()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, gathered, raise_if
 from clustertune.manifest import Comparison
 from clustertune.tensorfile import Header, Tensor, read_header
 
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return body
 
 
-def _find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any]]:
+def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any]]:
     """The weight files, the index's weight map and its metadata; transformers prefers the single file as well."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE], {}, {}
@@ -84,7 +84,9 @@ def _find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, An
     return [folder / name for name in names], weights, metadata if isinstance(metadata, dict) else {}
 
 
-def _read_shards(folder: Path, shards: list[Path], weights: dict[str, str]) -> tuple[dict[str, Tensor], dict[Path, Header]]:
+def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[Path, Header], dict[str, Any]]:
+    """The tensors by name, each file's header, and the index's metadata. Raises UserError for files that are not whole."""
+    shards, weights, metadata = find_shards(folder)
     problems: list[Problem] = []
     tensors: dict[str, Tensor] = {}
     headers: dict[Path, Header] = {}
@@ -92,10 +94,10 @@ def _read_shards(folder: Path, shards: list[Path], weights: dict[str, str]) -> t
         try:
             header = read_header(path)
         except FileNotFoundError:
-            problems.append(Problem(f"missing, although {INDEX} names it", file=str(path), fix="download the base again"))
+            problems.append(Problem(f"missing, although {INDEX} names it", file=str(path), fix="copy or download it again"))
             continue
         except (OSError, ValueError) as error:
-            problems.append(Problem(str(error), file=str(path), fix="download the base again"))
+            problems.append(Problem(str(error), file=str(path), fix="copy or download it again"))
             continue
         headers[path] = header
         if (kind := header.metadata.get("format", "pt")) != "pt":
@@ -113,9 +115,8 @@ def _read_shards(folder: Path, shards: list[Path], weights: dict[str, str]) -> t
         )
     if not problems and not tensors:
         problems.append(Problem("holds no tensors", file=str(folder)))
-    if problems:
-        raise UserError(problems)
-    return tensors, headers
+    raise_if(problems)
+    return tensors, headers, metadata
 
 
 def _config_problems(config: dict[str, Any], path: Path) -> list[Problem]:
@@ -146,17 +147,13 @@ def read_base(folder: Path) -> Base:
         raise UserError(Problem("no such folder", file=str(folder)))
     problems: list[Problem] = []
     config: dict[str, Any] = {}
-    try:
+    with gathered(problems):
         config = read_json(folder / "config.json")
         problems += _config_problems(config, folder / "config.json")
-    except UserError as error:
-        problems += error.problems
     try:
         problems += Comparison(folder).problems
-        shards, weights, metadata = _find_shards(folder)
-        tensors, headers = _read_shards(folder, shards, weights)
+        tensors, headers, metadata = read_weights(folder)
     except UserError as error:
         problems += [p for p in error.problems if p not in problems]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return Base(folder, config, tensors, headers, metadata)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, gathered
 from clustertune.manifest import Manifest, hash_file
 from clustertune.merge.base import Base, read_base
 from clustertune.merge.lora import Adapter, read_adapter
@@ -97,18 +97,12 @@ def prepare(base: Path, adapter: Path, out: Path, shard_size: str | int) -> Job:
     fitted: Adapter | None = None
     limit = 0
     problems += place_problems(base, adapter, out)
-    try:
+    with gathered(problems):
         limit = parse_size(shard_size)
-    except UserError as error:
-        problems += error.problems
-    try:
+    with gathered(problems):
         model = read_base(base)
-    except UserError as error:
-        problems += error.problems
-    try:
+    with gathered(problems):
         fitted = read_adapter(adapter, model)
-    except UserError as error:
-        problems += error.problems
     if problems or model is None or fitted is None:
         raise UserError(problems)
     return _plan(model, fitted, out, limit)

@@ -8,9 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from clustertune.errors import Problem, UserError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from clustertune.config.findings import Found, as_problems, schema_findings
+from clustertune.config.native_rules import LORA_VARIANTS
+from clustertune.config.schema import Number, Positive
+from clustertune.config.yamlfile import Document
+from clustertune.errors import Problem, UserError, gathered, raise_if
 from clustertune.manifest import MANIFEST, find_problems, hash_file
 from clustertune.merge.base import EMBEDDINGS, Base, read_json
 from clustertune.merge.streams import CHUNK, read_exactly
@@ -147,7 +153,7 @@ def _coverage_problems(
         lacking = [module for module in linear if settings.selects(module) and module not in factors]
         if lacking:
             problems.append(Problem(f"no tensors for {_shown(lacking)}, which target_modules selects", file=file))
-    if isinstance(settings.target_modules, tuple):
+    if isinstance(settings.target_modules, list):
         modules = [n.rpartition(".")[0] for n in base.tensors]
         for target in settings.target_modules:
             if not any(m == target or m.endswith(f".{target}") for m in modules):
@@ -226,10 +232,8 @@ def _read_files(folder: Path) -> tuple[LoraSettings, list[Tensor]]:
         raise UserError(Problem("no such folder", file=str(folder)))
     problems: list[Problem] = []
     settings, tensors = None, list[Tensor]()
-    try:
+    with gathered(problems):
         settings = read_settings(read_json(folder / CONFIG), folder / CONFIG)
-    except UserError as error:
-        problems += error.problems
     weights = folder / WEIGHTS
     try:
         tensors = read_header(weights).tensors
@@ -278,8 +282,7 @@ def read_adapter(folder: Path, base: Base | None) -> Adapter:
                 f"several patterns with different values match {_shown(ambiguous)}; the first in the file counts, as in PEFT"
             )
             warnings.append(f"{folder / CONFIG}: {message}")
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     digests = {name: hash_file(folder / name).sha256 for name in (CONFIG, WEIGHTS)}
     return Adapter(folder, settings, updates, whole, digests, warnings)
 
@@ -384,20 +387,10 @@ _NEUTRAL = {
 """Read here, or without influence on merged weights: a dropout, what only initialised A and B, provenance."""
 
 _PLAIN_ONLY = {
-    "alora_invocation_tokens": "an activated LoRA acts on a part of the sequence only and cannot be merged",
-    "arrow_config": "Arrow routes between adapters and cannot be merged",
-    "bias": "trained biases are not merged",
-    "ensure_weight_tying": "tied adapters are not merged",
-    "fan_in_fan_out": "transposed (Conv1D) layers are not merged",
-    "layer_replication": "replicated layers cannot be merged into one copy",
-    "lora_bias": "a bias in B is not merged",
-    "megatron_config": "Megatron's parallel layers are not merged",
-    "monteclora_config": "MonteCLoRA is not merged",
-    "trainable_token_indices": "trained token embeddings are not merged",
-    "use_bdlora": "block-diagonal LoRA is not merged",
-    "use_dora": "DoRA rescales the whole weight and is not merged",
-    "use_qalora": "QALoRA pools its input and is not merged",
-    "velora_config": "VeLoRA is not merged",
+    **LORA_VARIANTS,
+    "bias": "trained biases",
+    "ensure_weight_tying": "tied adapters",
+    "fan_in_fan_out": "transposed (Conv1D) layers",
 }
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 """The initialisations that touch A and B only. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base's weights too,
@@ -406,23 +399,51 @@ _ABSENT: tuple[Any, ...] = (None, False, "none", [], {})
 _MERGE_WITH_PEFT = "merge it with PEFT's merge_and_unload"
 
 
-@dataclass(frozen=True)
-class LoraSettings:
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return text
+
+
+def _names(value: object) -> object:
+    """A list of names, or a pattern; PEFT's word for all linear modules becomes one."""
+    if isinstance(value, str):
+        return r".*" if value.lower() == "all-linear" else _regex(value)
+    if value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        return value
+    raise ValueError("is neither a list of names nor a regular expression")
+
+
+def _listed(value: object) -> object:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+_Pattern = Annotated[str, AfterValidator(_regex)]
+_Empty = BeforeValidator(lambda value: value or {})
+_Names = Annotated[str | list[str] | None, BeforeValidator(_names)]
+_Listed = BeforeValidator(_listed)
+
+
+class LoraSettings(BaseModel):
     """The part of ``adapter_config.json`` that decides which weight becomes what."""
 
-    r: int
-    alpha: float
-    rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    target_modules: str | tuple[str, ...]
-    exclude_modules: str | tuple[str, ...] | None
-    modules_to_save: tuple[str, ...]
-    layers: tuple[int, ...] | None
-    layers_pattern: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    base_name: str | None
-    revision: str | None
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    r: Positive = 8
+    alpha: Number = Field(8.0, alias="lora_alpha")
+    rslora: bool | None = Field(False, alias="use_rslora")
+    rank_pattern: Annotated[dict[_Pattern, Positive], _Empty] = {}
+    alpha_pattern: Annotated[dict[_Pattern, Number], _Empty] = {}
+    target_modules: _Names = None
+    exclude_modules: _Names = None
+    modules_to_save: Annotated[list[str], _Listed] = []
+    layers: Annotated[list[int], _Listed] = Field([], alias="layers_to_transform")
+    layers_pattern: Annotated[list[_Pattern], _Listed] = []
+    target_parameters: Annotated[list[str], _Listed] = []
+    base_name: str | None = Field(None, alias="base_model_name_or_path")
+    revision: str | None = None
 
     def rank(self, module: str) -> int:
         """Rank of one module; as in PEFT the first pattern that matches the end of its name wins."""
@@ -461,9 +482,9 @@ class LoraSettings:
             return False
         if not _named(self.target_modules, module):
             return False
-        if isinstance(self.target_modules, str) or module in self.target_modules or not self.layers:
+        if isinstance(self.target_modules, str) or module in (self.target_modules or ()) or not self.layers:
             return True
-        patterns = self.layers_pattern or (r"[^.]*",)
+        patterns = self.layers_pattern or [r"[^.]*"]
         found = next((m for p in patterns if (m := re.match(rf".*?\.{p}\.(\d+)\.", module))), None)
         return found is not None and int(found[1]) in self.layers
 
@@ -476,7 +497,7 @@ def _first_match(patterns: Mapping[str, Any], module: str) -> str:
     return next((p for p in patterns if _matches(p, module)), module)
 
 
-def _named(modules: str | tuple[str, ...] | None, module: str) -> bool:
+def _named(modules: str | list[str] | None, module: str) -> bool:
     if not modules:
         return False
     if isinstance(modules, str):
@@ -484,102 +505,33 @@ def _named(modules: str | tuple[str, ...] | None, module: str) -> bool:
     return module in modules or any(module.endswith(f".{name}") for name in modules)
 
 
-class _Reader:
-    """Takes typed values out of the document and gathers what is wrong with them."""
-
-    def __init__(self, body: dict[str, Any], file: Path) -> None:
-        self.body, self.file, self.problems = body, str(file), list[Problem]()
-
-    def wrong(self, key: str, message: str, fix: str | None = None) -> None:
-        self.problems.append(Problem(message, file=self.file, key=key, fix=fix))
-
-    def number(self, key: str, value: object, whole: bool) -> Any:
-        good = isinstance(value, (int,) if whole else (int, float)) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or (whole and value < 1):  # type: ignore[arg-type,operator]
-            self.wrong(key, f"{value!r} is no {'positive whole number' if whole else 'number'}")
-            return 1
-        return value
-
-    def pattern(self, key: str, whole: bool) -> dict[str, Any]:
-        value = self.body.get(key) or {}
-        if not isinstance(value, dict):
-            self.wrong(key, f"{value!r} is no map from patterns to numbers")
-            return {}
-        return {p: self.number(f"{key}.{p}", v, whole) for p, v in value.items() if self.regex(key, p)}
-
-    def regex(self, key: str, text: str) -> bool:
-        try:
-            re.compile(text)
-        except re.error as error:
-            self.wrong(key, f"{text!r} is no regular expression: {error}")
-            return False
-        return True
-
-    def names(self, key: str) -> str | tuple[str, ...] | None:
-        value = self.body.get(key)
-        if isinstance(value, str):
-            if value.lower() == "all-linear":
-                return r".*"
-            return value if self.regex(key, value) else None
-        if value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-            return tuple(value) if value is not None else None
-        self.wrong(key, f"{value!r} is neither a list of names nor a regular expression")
-        return None
-
-    def listed(self, key: str, kind: type) -> tuple[Any, ...]:
-        value = self.body.get(key)
-        values = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(v, kind) for v in values):
-            self.wrong(key, f"{value!r} is no list of {kind.__name__}")
-            return ()
-        return tuple(values)
-
-    def word(self, key: str) -> str | None:
-        value = self.body.get(key)
-        return value if isinstance(value, str) and value else None
-
-
-def _refuse_variants(read: _Reader) -> None:
-    body = read.body
+def _find_variants(body: Mapping[str, Any]) -> Iterator[Found]:
+    """What changes the arithmetic, or may."""
     if (kind := body.get("peft_type")) != "LORA":
-        read.wrong("peft_type", f"{kind!r}: only LORA can be merged here", _MERGE_WITH_PEFT)
+        yield ("peft_type",), f"{kind!r}: only LORA can be merged here", _MERGE_WITH_PEFT
         return
     for key, value in body.items():
         if key in _PLAIN_ONLY and value not in _ABSENT:
-            read.wrong(key, f"{value!r}: {_PLAIN_ONLY[key]}", _MERGE_WITH_PEFT)
+            yield (key,), f"{value!r}: {_PLAIN_ONLY[key]} cannot be merged", _MERGE_WITH_PEFT
         elif key not in _PLAIN_ONLY and key not in _NEUTRAL and value not in _ABSENT:
-            read.wrong(key, f"unknown setting with value {value!r}: it may change the arithmetic", _MERGE_WITH_PEFT)
-    if body.get("init_lora_weights", True) not in _PLAIN_INITS:
-        init = body["init_lora_weights"]
-        read.wrong(
-            "init_lora_weights", f"{init!r} changes the base's weights as well", "convert the adapter to a plain LoRA first"
+            yield (key,), f"unknown setting with value {value!r}: it may change the arithmetic", _MERGE_WITH_PEFT
+    if (init := body.get("init_lora_weights", True)) not in _PLAIN_INITS:
+        yield (
+            ("init_lora_weights",),
+            f"{init!r} changes the base's weights as well",
+            "convert the adapter to a plain LoRA first",
         )
+    if not body.get("target_modules") and not body.get("target_parameters"):
+        yield ("target_modules",), "names no module", None
 
 
 def read_settings(body: dict[str, Any], file: Path) -> LoraSettings:
     """Check ``adapter_config.json`` (already parsed; ``file`` only for messages). Raises UserError with every problem."""
-    read = _Reader(body, file)
-    _refuse_variants(read)
-    targets = read.names("target_modules")
-    if not targets and body.get("peft_type") == "LORA" and not body.get("target_parameters"):
-        read.wrong("target_modules", "names no module")
-    patterns = tuple(p for p in read.listed("layers_pattern", str) if read.regex("layers_pattern", p))
-    layers = read.listed("layers_to_transform", int)
-    settings = LoraSettings(
-        r=read.number("r", body.get("r", 8), whole=True),
-        alpha=read.number("lora_alpha", body.get("lora_alpha", 8), whole=False),
-        rslora=body.get("use_rslora", False) is True,
-        rank_pattern=read.pattern("rank_pattern", whole=True),
-        alpha_pattern=read.pattern("alpha_pattern", whole=False),
-        target_modules=targets or (),
-        exclude_modules=read.names("exclude_modules"),
-        modules_to_save=read.listed("modules_to_save", str),
-        layers=layers or None,
-        layers_pattern=patterns,
-        target_parameters=read.listed("target_parameters", str),
-        base_name=read.word("base_model_name_or_path"),
-        revision=read.word("revision"),
-    )
-    if read.problems:
-        raise UserError(read.problems)
+    found = list(_find_variants(body))
+    try:
+        settings = LoraSettings.model_validate(body)
+    except ValidationError as error:
+        found += schema_findings(LoraSettings, error)
+    if found:
+        raise UserError(as_problems(found, Document(str(file), body)))
     return settings

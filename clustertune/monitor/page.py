@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.monitor.status import Node, Status
-from clustertune.report.axis import time_axis
 from clustertune.report.content import UNKNOWN, duration, moment, number, percent, size
 from clustertune.report.cost import WARN_SHARE
-from clustertune.report.page import render, training_plots
+from clustertune.report.page import render, time_axis, training_plots
 
 _TEMPLATE = Path(__file__).with_name("live.html.jinja")
 FILE = "live.html"

@@ -2,26 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from clustertune.config import quantization
 from clustertune.config.cluster_schema import Cluster
-from clustertune.config.overrides import Source
-from clustertune.plan import memory
-from clustertune.plan.candidates import Candidate, Refused, candidates
+from clustertune.config.counted import Counted
+from clustertune.config.distribution import Recompute
+from clustertune.config.overrides import Layout, Source, distribution, share, sizes
+from clustertune.config.resolved import Resolved
+from clustertune.errors import UserError
 from clustertune.plan.constants import Constants
-from clustertune.plan.host import host_parts
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Machine
-from clustertune.plan.predict import make_plan, make_shape, read_strategy, real_length
+from clustertune.plan.predict import GIB, Footprint, held, make_plan, make_shape, read_strategy, real_length
 from clustertune.plan.shape import Shape
 from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import Strategy
-from clustertune.plan.term import total
+
+RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of recomputed layers."""
+MICRO = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy with the name of its family, and the recipe that has it."""
+
+    family: str
+    strategy: Strategy
+    resolved: Resolved
+    """With the candidate's distribution; micro batch and recomputation are the strategy's."""
+    layout: tuple[str, ...]
+    """The overrides of the distribution."""
+    ratio: float
+    """Share of recomputed layers as a recipe says it."""
+
+    def arguments(self, start: Resolved) -> list[str]:
+        """The overrides that make it of the recipe ``start``."""
+        return [*self.layout, *sizes(start, self.strategy.micro_batch, self.ratio, self.strategy.kind)]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A family that the recipe cannot have here."""
+
+    family: str
+    why: str
+
+
+def candidates(source: Source, counted: Counted, machine: Machine, nodes: list[int]) -> Iterator[Candidate | Refused]:
+    """All combinations that divide: distribution, sizes, micro batch and recomputation, on each of ``nodes``.
+
+    The global batch stays; of LoRA the base may be quantised.
+    """
+    start = source.resolved
+    for count in nodes:
+        for base in _bases(start):
+            for family, layout in _layouts(start, counted, machine, count, base):
+                name = f"{family} {base}" if base and layout.kind != "Megatron" else family
+                arguments = distribution(start, layout)
+                try:
+                    changed = source.changed([*arguments, *sizes(start, 1, 1.0, layout.kind)])
+                    used = read_strategy(changed)
+                except UserError as error:
+                    yield Refused(name, error.problems[0].message)
+                    continue
+                yield from _sizes(Candidate(name, used, changed, tuple(arguments), 1.0))
+
+
+def _bases(start: Resolved) -> tuple[str, ...]:
+    """How the base may be loaded: as it is where all of it is trained."""
+    if start.recipe.lora is None:
+        return ("",)
+    own = quantization.of(start.train_args)
+    return ("bf16", "nf4") if own is None or own.get("load_in_4bit") else ("bf16", "")
+
+
+def _sizes(found: Candidate) -> Iterator[Candidate]:
+    """Micro batches and shares of recomputation of one distribution, of which micro batch 1 with all layers is given."""
+    used = found.strategy
+    for micro in (size for size in MICRO if used.accumulation % size == 0):
+        accumulation = used.accumulation // micro
+        if used.virtual > 1 and accumulation % used.pp:
+            continue  # the interleaved schedule takes whole rounds of micro batches
+        for ratio in RATIOS:
+            if ratio not in (0.0, 1.0) and used.kind not in ("FSDP1", "FSDP2"):
+                continue
+            recomputed = share(found.resolved, ratio, used.kind)
+            by = used.recompute.by if ratio == 1 else "model"  # FSDP's own takes all layers
+            recompute = replace(used.recompute, share=recomputed, by=by) if recomputed else Recompute()
+            changed = replace(used, micro_batch=micro, accumulation=accumulation, recompute=recompute)
+            yield replace(found, strategy=changed, ratio=ratio)
+
+
+def _layouts(start: Resolved, counted: Counted, machine: Machine, nodes: int, base: str) -> Iterator[tuple[str, Layout]]:
+    """Families and distributions of one number of nodes."""
+    each = start.recipe.slurm.gpus_per_node
+    world, inner = nodes * each, min(machine.domain, each)
+    plain = Layout("FSDP2", nodes, base=base)
+    offloaded = replace(plain, offload_params="cpu", offload_optimizer="cpu")
+    if world == 1:
+        yield "one GPU", Layout("NO", nodes, base=base)
+        yield "one GPU with CPU offload", offloaded
+        return
+    yield "DDP", Layout("DDP", nodes, base=base)
+    yield "FSDP2", plain
+    yield "FSDP2 without resharding", replace(plain, reshard=False)
+    yield "FSDP2 with CPU offload", offloaded
+    for shards in sorted({inner, inner // 2, 2 * inner} - {0, 1}):
+        if world % shards == 0 and world > shards:
+            yield f"HSDP {shards} x {world // shards}", replace(plain, replicas=world // shards)
+    if base == "nf4":
+        return
+    for stage in (1, 2):
+        yield f"ZeRO-{stage}", Layout(f"ZeRO-{stage}", nodes, base=base)
+    yield "ZeRO-3 with CPU optimizer", Layout("ZeRO-3", nodes, base=base, offload_optimizer="cpu")
+    nvme = Layout("ZeRO-3", nodes, base=base, offload_params="nvme", offload_optimizer="nvme")
+    yield "ZeRO-3 on NVMe", nvme
+    for size in (2, 4, 8):
+        if size <= inner and world > size and world % size == 0:
+            if _splits_heads(counted, size):
+                yield f"TP {size} x FSDP2 {world // size}", replace(plain, tp=size)
+            yield f"CP {size} x FSDP2 {world // size}", replace(plain, cp=size)
+    yield from _megatron(counted, nodes, world, inner, base)
+
+
+def _splits_heads(counted: Counted, size: int) -> bool:
+    return all(kind.attention.kv_heads % size == 0 and kind.attention.heads % size == 0 for kind in counted.layers)
+
+
+def _megatron(counted: Counted, nodes: int, world: int, inner: int, base: str) -> Iterator[tuple[str, Layout]]:
+    """Megatron-Core: tensor, pipeline (plain and interleaved) and expert parallelism with the distributed optimizer."""
+    layers = counted.num_layers
+    experts = max((linear.copies for kind in counted.layers for linear in kind.linears), default=1)
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4, 8, 16):
+            shared, ends = tp * pp, layers % pp > 0
+            pieces = layers + 2 * ends  # 126 layers of Llama 405B, embedding and loss are 128
+            if tp > inner or not _splits_heads(counted, tp) or world % shared or pieces % pp or world < shared:
+                continue
+            layout = Layout("Megatron", nodes, base=base, tp=tp, pp=pp, ends=ends)
+            if shared > 1:
+                yield f"TP {tp} x PP {pp}", layout
+            for virtual in (2, 4):
+                if pp > 1 and pieces % (pp * virtual) == 0:
+                    yield f"TP {tp} x PP {pp} interleaved", replace(layout, virtual=virtual)
+            for ep in (2, 4, 8):
+                if experts > 1 and experts % ep == 0 and world // shared % ep == 0:
+                    yield f"TP {tp} x PP {pp} x EP {ep}", replace(layout, ep=ep)
+
+
+# --- the search -----------------------------------------------------------------------------------------------------
 
 Goal = Literal["time", "cost", "memory"]
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -119,10 +254,9 @@ class _Search:
     def judge(self, candidate: Candidate, known: Option | None) -> Option | None:
         """The candidate's option where it is better than the known one of its family, else None."""
         here = replace(self.shape, strategy=real_length(candidate.strategy, self.lengths)[0])
-        peak = max(memory.moments(here, self.constants), key=lambda moment: moment.bytes)
-        needed = peak.bytes + total(memory.reserved(peak.bytes, self.constants))
-        refusal = self._too_large(candidate, here, peak, needed)
-        if refusal is not None:
+        room = held(candidate.resolved, here, self.constants)
+        needed = room.needed
+        if (refusal := self._too_large(room)) is not None:
             if known is not None and (known.fits or known.needed <= needed):
                 return None
             return Option(candidate, float("inf"), needed, False, refusal)
@@ -142,15 +276,14 @@ class _Search:
         places = (here.strategy.offload_params, here.strategy.offload_optimizer)
         return int(here.quantised and not self.shape.quantised) + int(places != ("none", "none"))
 
-    def _too_large(self, candidate: Candidate, here: Shape, peak: memory.Moment, needed: float) -> str | None:
+    def _too_large(self, room: Footprint) -> str | None:
         """Which memory does not hold it, and what fills it."""
-        if needed > self.machine.usable_bytes:
-            largest = max(peak.parts, key=lambda term: term.value)
-            room = f"{needed / GIB:.0f} GiB of {self.machine.usable_bytes / GIB:.0f}"
-            return f"needs {room}; {largest.name} {largest.value / GIB:.0f} GiB"
-        host = total(host_parts(candidate.resolved, here))
-        if host > self.machine.host_bytes:
-            return f"needs {host / GIB:,.0f} GiB of a node's RAM, which is {self.machine.host_bytes / GIB:,.0f}"
+        usable, host = self.machine.usable_bytes, self.machine.host_bytes
+        if room.needed > usable:
+            largest = max(room.peak.parts, key=lambda term: term.value)
+            return f"needs {room.needed / GIB:.0f} GiB of {usable / GIB:.0f}; {largest.name} {largest.value / GIB:.0f} GiB"
+        if room.host_bytes > host:
+            return f"needs {room.host_bytes / GIB:,.0f} GiB of a node's RAM, which is {host / GIB:,.0f}"
         return None
 
 

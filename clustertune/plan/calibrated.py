@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.config.cluster import CLUSTERS
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.errors import UserError
@@ -14,7 +13,7 @@ from clustertune.plan import calibration
 from clustertune.plan.constants import Constants
 from clustertune.plan.document import as_json
 from clustertune.plan.machine import Machine, machine
-from clustertune.plan.measured import Measured, find_measured, read_measured
+from clustertune.plan.measured import Measured, beside, find_measured, read_measured
 from clustertune.plan.predict import make_plan
 
 CALIBRATION = ".calibration.json"
@@ -38,18 +37,9 @@ class CalibratedCluster:
 def find_calibrated(cluster: Cluster, nccl_check: Path | None = None) -> CalibratedCluster:
     """The cluster with the files beside its own. Raises UserError where one of them is wrong."""
     measured = read_measured(nccl_check) if nccl_check else find_measured(cluster)
-    kept = _beside(cluster)
+    kept = beside(cluster, CALIBRATION)
     constants = calibration.read(kept, cluster=cluster.name) if kept is not None and kept.is_file() else Constants()
     return CalibratedCluster(cluster, measured, kept, constants)
-
-
-def _beside(cluster: Cluster) -> Path | None:
-    file = Path(cluster.source)
-    if file.suffix not in (".yaml", ".yml"):
-        return None
-    # The project's own files are named from its root, others as they were given.
-    path = CLUSTERS / file.name if cluster.source == f"ops/clusters/{file.name}" else file
-    return path.with_name(path.stem + CALIBRATION) if path.is_file() else None
 
 
 def forecast(resolved: Resolved, cluster: Cluster) -> dict[str, Any]:

@@ -47,6 +47,15 @@ class Observation:
     """Step seconds and peak bytes."""
 
 
+class CalibratedRun(Section):
+    """One run of a calibration: measured seconds of a step, and those that were predicted before and after it."""
+
+    name: str
+    measured_s: Number
+    before_s: Number
+    after_s: Number
+
+
 @dataclass(frozen=True)
 class Fit:
     """The constants that a set of runs gave."""
@@ -56,9 +65,7 @@ class Fit:
     """Standard deviation of each identified factor, as a share."""
     left: dict[str, float]
     """Factors that the runs do not identify, with the share of the prior that is left."""
-    before: list[tuple[str, float, float]]
-    """For each run its name, measured seconds and predicted seconds before."""
-    after: list[float]
+    runs: tuple[CalibratedRun, ...]
 
 
 def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
@@ -77,14 +84,15 @@ def fit(runs: Sequence[Observation], start: Constants | None = None) -> Fit:
         fix = "give runs of this cluster, or fix its file"
         raise UserError(Problem(text, file=", ".join(run.name for run in runs), key="--calibrate", fix=fix))
     fitted = base.with_values(values)
-    before = [(run.name, run.step_s, run.predict(base)[0]) for run in runs]
     left = {name: deviation[name] / PRIOR[name] for name in names if name not in known}
-    return Fit(values, sure, left, before, [run.predict(fitted)[0] for run in runs])
+    steps = [{"before_s": run.predict(base)[0], "after_s": run.predict(fitted)[0]} for run in runs]
+    told = (CalibratedRun(name=run.name, measured_s=run.step_s, **found) for run, found in zip(runs, steps, strict=True))
+    return Fit(values, sure, left, tuple(told))
 
 
 def unexplained(found: Fit) -> dict[str, float]:
     """Runs that the factors leave far from what was measured, with the error: they contradict each other, or the model."""
-    errors = {name: after / measured - 1 for (name, measured, _), after in zip(found.before, found.after, strict=True)}
+    errors = {run.name: run.after_s / run.measured_s - 1 for run in found.runs}
     return {name: error for name, error in errors.items() if abs(error) > FAR}
 
 
@@ -134,15 +142,6 @@ def solve(
     return values, {n: float(d) for n, d in zip(names, deviation, strict=True)}
 
 
-class CalibratedRun(Section):
-    """One run of a stored calibration."""
-
-    name: str
-    measured_s: Number
-    before_s: Number
-    after_s: Number
-
-
 class CalibrationFile(Section):
     """What is stored beside the cluster file."""
 
@@ -156,12 +155,8 @@ class CalibrationFile(Section):
 
 def store(path: Path, cluster: str, date: str, found: Fit) -> None:
     """Write the calibration; the whole file or nothing. Raises UserError (exit 73)."""
-    runs = tuple(
-        CalibratedRun(name=name, measured_s=measured, before_s=before, after_s=after)
-        for (name, measured, before), after in zip(found.before, found.after, strict=True)
-    )
     factors = {"constants": found.values, "deviation": found.deviation}
-    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=runs)
+    body = CalibrationFile(format=SCHEMA, cluster=cluster, date=date, **factors, runs=found.runs)
     beside = path.with_name(path.name + ".new")
     try:
         beside.write_text(body.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.kept import Kept
+from clustertune.plan.kept import Kept, Policy
 from clustertune.plan.machine import Machine
-from clustertune.plan.policy import Policy
 from clustertune.plan.shape import Shape
 from clustertune.plan.strategy import Strategy
 from clustertune.plan.term import SECONDS, Term, total

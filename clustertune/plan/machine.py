@@ -15,7 +15,7 @@ from clustertune.config.cluster_checks import ABOVE
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.hardware import HARDWARE, Gpu, LinkFacts, read_hardware
 from clustertune.config.load import did_you_mean
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, raise_if
 from clustertune.plan.measured import Measured
 
 GB = 1e9
@@ -105,8 +105,7 @@ def machine(cluster: Cluster, *, measured: Measured | None = None, nodes: int | 
     Raises UserError with everything that is missing or contradicts.
     """
     problems = list(_problems(cluster, measured, nodes or len(cluster.compute_nodes)))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     compute, hardware = cluster.compute, read_hardware()
     gpu = hardware.gpus[compute.gpu or ""]
     host = hardware.host_links[gpu.host_link]

@@ -17,18 +17,18 @@ split into, enters and leaves each node once, so that all but one n-th of the ga
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from clustertune.config.cluster import CLUSTERS
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.findings import Found, read_model
+from clustertune.config.hardware import IsoDate
 from clustertune.config.schema import Number, Positive, Section
 from clustertune.config.yamlfile import Document, parse_json, read_text
 from clustertune.errors import Problem, UserError
@@ -41,16 +41,10 @@ ROUNDED = 1.02
 """nccl-tests prints two decimals, so that a small ``busbw`` may exceed ``algbw`` by its rounding."""
 
 
-def _date(text: str) -> str:
-    datetime.date.fromisoformat(text)
-    return text
-
-
 Bandwidth = Annotated[Number, Field(ge=0, le=100_000)]
 Seconds = Annotated[Number, Field(ge=0)]
 Text = Annotated[str, Field(max_length=1000)]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p"]
-IsoDate = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_date)]
 
 
 class Strict(Section):
@@ -173,11 +167,12 @@ def find_measured(cluster: Cluster) -> Measured | None:
     return read_measured(path) if path is not None and path.is_file() else None
 
 
-def beside(cluster: Cluster) -> Path | None:
+def beside(cluster: Cluster, suffix: str = SUFFIX) -> Path | None:
     """Where the result of a cluster lies, whether there is one or not; None where the cluster was found by looking."""
     file = Path(cluster.source)
+    # The project's own files are named from its root, others as they were given.
     folder = CLUSTERS if cluster.source == f"ops/clusters/{file.name}" else file.parent
-    return folder / f"{file.stem}{SUFFIX}" if file.suffix in (".yaml", ".yml") else None
+    return folder / f"{file.stem}{suffix}" if file.suffix in (".yaml", ".yml") else None
 
 
 def _bandwidth(results: Sequence[Result], scopes: Sequence[str]) -> float | None:

@@ -12,8 +12,7 @@ from functools import cached_property
 
 from clustertune.config.counted import LayerKind
 from clustertune.plan.constants import Constants
-from clustertune.plan.kept import FULL, HALF, Kept
-from clustertune.plan.policy import Policy
+from clustertune.plan.kept import FULL, HALF, Kept, Policy
 from clustertune.plan.shape import Shape
 from clustertune.plan.term import BYTES, Term, total
 

@@ -9,7 +9,7 @@ from typing import Any
 from clustertune.config.distribution import Distribution
 from clustertune.config.parameters import KNOWN, adapted_experts, count, lora_parameter_count
 from clustertune.config.resolved import Resolved
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.plan import memory
 from clustertune.plan.compute import flops
 from clustertune.plan.constants import Constants
@@ -137,22 +137,22 @@ def make_plan(
     lengths = lengths or known_lengths(resolved)
     used = chosen or read_strategy(resolved)
     check_room(resolved, used, machine)
-    held, more = footprint(resolved, constants, lengths=lengths, chosen=used, cudnn=machine.has_cudnn_attention)
-    used, shape = held.strategy, held.shape
+    room, more = footprint(resolved, constants, lengths=lengths, chosen=used, cudnn=machine.has_cudnn_attention)
+    used, shape = room.strategy, room.shape
     one = step(shape, machine, constants)
     around = schedule(resolved, shape, machine, constants, lengths)
     low, high = step_range(shape, machine, constants, one) if sure else (1.0, 1.0)
     notes = [*used.notes, *more, *([one.offload.note] if one.offload.note else [])]
     copy = save_copy(shape)
     if copy is not None:
-        if copy.value <= COPY_SHARE * (machine.host_bytes - held.host_bytes):
-            held = replace(held, host=[*held.host, copy])
+        if copy.value <= COPY_SHARE * (machine.host_bytes - room.host_bytes):
+            room = replace(room, host=[*room.host, copy])
         else:
             notes.append(f"training waits for each save: a copy takes {copy.value / GIB:,.0f} GiB of a node's RAM more")
             copy = None
     around = with_saves(around, resolved, machine, one.seconds, copy)
     return Plan(
-        **vars(held), machine=machine, constants=constants, step=one, schedule=around, lengths=lengths, low=low, high=high,
+        **vars(room), machine=machine, constants=constants, step=one, schedule=around, lengths=lengths, low=low, high=high,
         notes=notes,
     )  # fmt: skip
 
@@ -167,10 +167,14 @@ def footprint(
     that cannot be counted, or what the libraries would refuse on the ranks.
     """
     used, notes = real_length(chosen or read_strategy(resolved, distribution), lengths or known_lengths(resolved))
-    shape = make_shape(resolved, used, cudnn=cudnn)
+    return held(resolved, make_shape(resolved, used, cudnn=cudnn), constants), notes
+
+
+def held(resolved: Resolved, shape: Shape, constants: Constants) -> Footprint:
+    """The memory of a counted and divided model."""
     found = memory.moments(shape, constants)
     beside = memory.reserved(max(moment.bytes for moment in found), constants)
-    return Footprint(resolved, shape, found, beside, host_parts(resolved, shape)), notes
+    return Footprint(resolved, shape, found, beside, host_parts(resolved, shape))
 
 
 @dataclass(frozen=True)
@@ -302,8 +306,7 @@ def check_room(resolved: Resolved, used: Strategy, machine: Machine) -> None:
     if used.world_size > machine.domain and machine.inter.bytes_per_s <= 0:
         text = f"{used.nodes} nodes, and {machine.name} says nothing of a network between nodes"
         problems.append(Problem(text, file=machine.name, key="network", fix="write network: {kind: ..., gbit: ...}"))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 SPREAD = {

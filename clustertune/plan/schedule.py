@@ -90,12 +90,12 @@ def rows(resolved: Resolved, lengths: Lengths | None) -> Rows:
     return Rows(sequences, _packed(held, lengths, longest) if packs_eval else float(held), why)
 
 
-def tokens_to_prepare(resolved: Resolved, lengths: Lengths | None = None) -> float | None:
+def tokens_to_prepare(resolved: Resolved) -> float | None:
     """Tokens of both splits, none of them cut; None where it is not known how many conversations there are.
 
     Without lengths a conversation has ``max_length`` tokens, which is more than the mean of most data.
     """
-    found, lengths = resolved.recipe.data.expect, lengths or known_lengths(resolved)
+    found, lengths = resolved.recipe.data.expect, known_lengths(resolved)
     if found is None or found.train is None or resolved.recipe.megatron is not None:
         return None
     longest = int(resolved.train_args.get("max_length") or DEFAULT_MAX_LENGTH)
@@ -110,7 +110,7 @@ def _packed(count: float, lengths: Lengths | None, longest: int) -> float:
 def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Constants, lengths: Lengths | None) -> Schedule:
     """Everything around the steps."""
     found = rows(resolved, lengths)
-    steps, why = _steps(resolved, found)
+    steps, why = steps_of(resolved, found)
     args = resolved.train_args
     size = _checkpoint_bytes(shape)
     saves = times(args, "save", steps)
@@ -134,7 +134,7 @@ def schedule(resolved: Resolved, shape: Shape, machine: Machine, constants: Cons
 
 def late_warmup(resolved: Resolved) -> list[str]:
     """A warm-up that is longer than the training, where the number of steps is known before the data are read."""
-    steps, why = _steps(resolved, rows(resolved, known_lengths(resolved)))
+    steps, why = steps_of(resolved, rows(resolved, known_lengths(resolved)))
     warm = float(resolved.train_args.get("warmup_steps") or 0)
     if resolved.tiny or steps is None or warm <= steps:
         return []
@@ -142,7 +142,8 @@ def late_warmup(resolved: Resolved) -> list[str]:
     return [f"{text}; write a share of all steps, such as 0.03"]
 
 
-def _steps(resolved: Resolved, found: Rows) -> tuple[int | None, str]:
+def steps_of(resolved: Resolved, found: Rows) -> tuple[int | None, str]:
+    """Optimizer steps of a training, and how they are known."""
     args, batch = resolved.train_args, int(resolved.recipe.train["global_batch_size"])
     most = int(args.get("max_steps") or -1)
     if most > 0:

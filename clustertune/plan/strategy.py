@@ -11,13 +11,200 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clustertune.config import accelerate_file as acc
-from clustertune.config import kernels
+from clustertune.config import kernels, quantization
 from clustertune.config.derive import DEFAULT_MICRO_BATCH
 from clustertune.config.distribution import Distribution
+from clustertune.config.quantization import Quantized
 from clustertune.config.resolved import Resolved
-from clustertune.errors import Problem, UserError
-from clustertune.plan import strategy_bytes
-from clustertune.plan.strategy_bytes import Sizes
+from clustertune.errors import Problem, raise_if
+
+HALF, FULL = 2.0, 4.0
+_SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DEFAULT_DTYPE = "float32"
+"""TRL loads a model in float32 where nothing is said (trl/trainer/utils.py:1332)."""
+_DEFAULT_OPTIM = "adamw_torch_fused"
+
+_BLOCK = 256
+"""Numbers of an 8-bit optimizer state that share a float32 scale (bitsandbytes/optim/optimizer.py, block-wise; torchao's)."""
+_STATES = {
+    "adamw_torch": 2, "adamw_torch_fused": 2, "adamw_torch_xla": 2, "adamw_torch_npu_fused": 2, "stable_adamw": 2,
+    "grokadamw": 3, "schedule_free_adamw": 2, "schedule_free_radam": 2, "schedule_free_sgd": 1, "ademamix": 3, "sgd": 0,
+    "adagrad": 1, "rmsprop": 1, "adafactor": 0, "lomo": 0, "adalomo": 0,
+}  # fmt: skip
+"""Numbers of the parameter's own type that an optimizer keeps for it. Adafactor's rows and columns do not count."""
+_FULL_STATES = {
+    "adamw_anyprecision": 2, "paged_adamw_32bit": 2, "paged_ademamix_32bit": 3, "lion_32bit": 1, "paged_lion_32bit": 1,
+    "rmsprop_bnb": 1, "rmsprop_bnb_32bit": 1,
+}  # fmt: skip
+"""Numbers in float32 whatever the parameter's type (bitsandbytes' 32-bit states; transformers' defaults of AnyPrecision)."""
+_BYTE_STATES = {
+    "adamw_torch_8bit": 2, "adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "ademamix_8bit": 3,
+    "paged_ademamix_8bit": 3, "lion_8bit": 1, "paged_lion_8bit": 1, "rmsprop_bnb_8bit": 1,
+}  # fmt: skip
+
+_DEEPSPEED = {"lion": "lion_32bit", "sgd": "sgd", "adagrad": "adagrad"}
+"""Optimizers that a DeepSpeed file can name, beside Adam's kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes per parameter."""
+
+    weight_bytes: float
+    """A parameter of the base on the GPU between uses, block scales of a quantised one included (config/quantization.py)."""
+    gather_bytes: float
+    """A parameter in an all-gather."""
+    gradient_bytes: float
+    """The gradient of a trained parameter as it is held."""
+    reduce_bytes: float
+    """The gradient of a trained parameter in a reduce-scatter or all-reduce."""
+    state_bytes: float
+    """Optimizer state of a trained parameter, with a master copy where it is kept beside."""
+    trained_bytes: float = 4.0
+    """A trained parameter as it is stored: of LoRA the adapter's, else ``weight_bytes``."""
+    other_bytes: float = 2.0
+    """A parameter that a quantised base leaves as it is: embeddings, head, norms."""
+    whole_bytes: float = 0.0
+    """Of ``weight_bytes``, what stays whole on every rank where weights are split (bitsandbytes' block scales)."""
+    compute: str = "bf16"
+    """What matrix products are computed in: ``bf16``, ``fp16``, ``fp32`` or ``fp8``."""
+    notes: tuple[str, ...] = ()
+    """Assumptions made while reading."""
+
+
+def loaded_bytes(args: Mapping[str, Any]) -> float:
+    """Bytes of a parameter as it is loaded."""
+    return _SIZES.get(str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE)), FULL)
+
+
+def read_sizes(resolved: Resolved, split: Distribution) -> Sizes:
+    """The sizes of a resolved recipe under a distribution."""
+    args = resolved.train_args
+    dtype = str((args.get("model_init_kwargs") or {}).get("dtype", DEFAULT_DTYPE))
+    loaded, mixed = loaded_bytes(args), split.mixed_precision
+    config = quantization.of(args)
+    base = quantization.read(config, int(resolved.architecture["hidden_size"])) if config is not None else None
+    optim = str(args.get("optim", _DEFAULT_OPTIM))
+    compute = _NAMES.get(dtype, "fp32") if mixed == "no" else mixed
+    if (m := resolved.recipe.megatron) is not None:
+        return _megatron("fp8" if m.fp8 is not None else "fp32" if mixed == "no" else mixed)
+    if split.is_deepspeed:
+        found = _zero(split, loaded, mixed, optim, compute)
+    else:
+        found = _torch(split, loaded, optim, compute, base, lora=resolved.recipe.lora is not None)
+    found = replace(found, notes=(*found.notes, *_optim_notes(optim)))
+    return found if base is None else _quantized(found, base, split, config or {})
+
+
+def moments(optim: str, number: float) -> float:
+    """Bytes of optimizer state for one parameter of ``number`` bytes; transformers' names of optimizers.
+
+    8-bit states carry a float32 scale for 256 of them; what is not known counts as AdamW, GaLore's and APOLLO's low rank too.
+    """
+    if optim in _BYTE_STATES:
+        return _BYTE_STATES[optim] * (1 + 4 / _BLOCK)
+    if optim in _FULL_STATES:
+        return _FULL_STATES[optim] * FULL
+    if optim == "adamw_torch_4bit":  # torchao/optim/subclass_4bit.py: two states of 4 bits, a float32 scale for 128
+        return 2 * (0.5 + 4 / 128)
+    return _STATES.get(optim, 2) * number
+
+
+def _optim_notes(optim: str) -> list[str]:
+    notes = []
+    if optim.startswith("paged_"):
+        notes.append(f"{optim} counts as GPU memory: pages move to the host only where there is no room")
+    if optim.startswith(("galore", "apollo")):
+        notes.append(f"{optim} is counted as AdamW: its low rank is not")
+    return notes
+
+
+def _torch(split: Distribution, loaded: float, optim: str, compute: str, base: Quantized | None, *, lora: bool) -> Sizes:
+    """FSDP, DDP and one process alone. The frozen base stays as loaded, gradients end in the parameter's type.
+
+    FSDP under mixed precision: what is trained is held in float32 (accelerate/utils/fsdp_utils.py:816 for FSDP2,
+    accelerator.py:2037 for FSDP1), gathered in the 16-bit type and reduced in ``reduce_dtype`` (training/sharding.py).
+    Elsewhere autocast casts weights for the moment of use. DDP holds gradients twice, in their parameters and in its buckets
+    (gradient_as_bucket_view is off in accelerate/utils/dataclasses.py, DistributedDataParallelKwargs).
+    """
+    trained = _adapter(loaded, base) if lora else loaded
+    mixed = split.is_fsdp and split.mixed_precision != "no"
+    four = base is not None and base.method == "bitsandbytes" and base.packed == 0.5
+    if mixed and not (four and split.kind == "FSDP2"):  # fsdp_utils.py:815 leaves adapters on a 4-bit base as they are
+        trained = FULL
+    twice = split.kind == "DDP" and split.world_size > 1
+    reduced = _SIZES.get(split.reduce_dtype or "") if split.is_fsdp else None
+    return Sizes(
+        weight_bytes=loaded if lora else trained,
+        gather_bytes=HALF if mixed else loaded,
+        trained_bytes=trained,
+        gradient_bytes=trained * (2 if twice else 1),
+        reduce_bytes=reduced or trained,
+        state_bytes=moments(optim, trained),
+        compute=compute,
+        other_bytes=loaded,
+        notes=("DDP keeps gradients in its buckets as well",) if twice else (),
+    )
+
+
+def _adapter(loaded: float, base: Quantized | None) -> float:
+    """PEFT holds adapters in float32 (autocast_adapter_dtype, peft/tuners/tuners_utils.py:2258); TRL takes them back to
+    bfloat16 where bitsandbytes quantised the base (trl/trainer/sft_trainer.py:908)."""
+    if base is not None and base.method == "bitsandbytes":
+        return HALF
+    return max(FULL, loaded)
+
+
+def _zero(split: Distribution, loaded: float, mixed: str, optim: str, compute: str) -> Sizes:
+    """DeepSpeed casts all weights to the 16-bit type (runtime/engine.py, _configure_distributed_model), keeps a float32 master
+    of what is trained beside them (runtime/zero/stage_1_and_2.py and stage3.py), gradients in the 16-bit type unless
+    data_types.grad_accum_dtype says otherwise, and reduces in communication_data_type, by default the 16-bit type."""
+    if split.optimizer is not None:
+        kind = split.optimizer.lower()
+        optim = next((name for word, name in _DEEPSPEED.items() if word in kind), "adamw_torch")
+    if mixed == "no":
+        return _alike(loaded, state_bytes=moments(optim, loaded), compute=compute)
+    gradient, reduce = (
+        FULL if dtype_name in ("fp32", "float32") else HALF for dtype_name in (split.accumulate_dtype, split.communicate_dtype)
+    )
+    state = FULL + moments(optim, FULL)
+    return _alike(HALF, gradient_bytes=gradient, reduce_bytes=reduce, state_bytes=state, compute=compute)
+
+
+def _alike(size: float, **others: Any) -> Sizes:
+    """Weights, gradients and what is trained in one type, but for ``others``."""
+    names = ("weight_bytes", "gather_bytes", "trained_bytes", "gradient_bytes", "reduce_bytes", "other_bytes")
+    return Sizes(**dict.fromkeys(names, size) | others)
+
+
+def _quantized(found: Sizes, base: Quantized, split: Distribution, config: Mapping[str, Any]) -> Sizes:
+    """A quantised base: what is not a linear layer of a block stays as loaded."""
+    notes = [f"a quantised parameter takes {base.formula} = {base.bytes:.4f} B; embeddings, head and norms are not quantised"]
+    whole, gather = 0.0, base.packed
+    if split.is_fsdp and split.weight_shards > 1 and base.method == "bitsandbytes":
+        whole = base.scales
+        notes.append("bitsandbytes' block scales stay whole on every rank: they are no parameters")
+        if not base.splits:
+            # accelerate/utils/fsdp_utils.py:801 takes Params4bit in uint8 out of what FSDP2 splits.
+            whole, gather = base.bytes, 0.0
+            notes.append("FSDP2 does not split 4-bit weights stored as uint8: bnb_4bit_quant_storage: bfloat16 lets it")
+    if config.get("load_in_4bit") and config.get("bnb_4bit_compute_dtype", "float32") == "float32":
+        notes.append("bnb_4bit_compute_dtype is float32 by default: write bfloat16, or the products are slow")
+    if base.method in ("fp8", "fbgemm_fp8"):
+        notes.append("an 8-bit base is taken to be gathered in 8 bits")
+    return replace(found, weight_bytes=base.bytes, gather_bytes=gather, whole_bytes=whole, notes=(*found.notes, *notes))
+
+
+def _megatron(compute: str) -> Sizes:
+    """Megatron-Core: 16-bit weights, float32 main gradients, a float32 master and two moments in the optimizer
+    (docs/source/api-guide/dist_optimizer.md: 18 bytes, 6 + 12 / dp with the distributed one)."""
+    if compute == "fp32":
+        return _alike(FULL, state_bytes=2 * FULL, compute=compute)
+    return _alike(HALF, gradient_bytes=FULL, reduce_bytes=FULL, state_bytes=3 * FULL, compute=compute)
+
+
+# --- the strategy of a recipe ---------------------------------------------------------------------------------------
 
 DEFAULT_MAX_LENGTH = 1024
 """``SFTConfig``'s own ``max_length`` (trl/trainer/sft_config.py:202)."""
@@ -100,9 +287,8 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
     Raises UserError with everything that the libraries would refuse on the ranks.
     """
     split = distribution or resolved.distribution
-    if problems := _find_problems(resolved, split):
-        raise UserError(problems)
-    sizes = strategy_bytes.read(resolved, split)
+    raise_if(_find_problems(resolved, split))
+    sizes = read_sizes(resolved, split)
     args, trl = resolved.train_args, split.kind != "Megatron"
     # TRL computes a smoothed loss, and only that, from whole logits.
     smoothed = trl and bool(args.get("label_smoothing_factor")) and args.get("loss_type", "nll") == "nll"
@@ -129,7 +315,7 @@ def strategy(resolved: Resolved, distribution: Distribution | None = None) -> St
         liger=trl and bool(args.get("use_liger_kernel")),
         second_forward="reference" if resolved.is_dpo else "metrics" if smoothed else "",
         answers=2 if resolved.is_dpo else 1,
-        reference_bytes=strategy_bytes.loaded_bytes(args) if resolved.is_dpo and resolved.recipe.lora is None else 0.0,
+        reference_bytes=loaded_bytes(args) if resolved.is_dpo and resolved.recipe.lora is None else 0.0,
     )
     return replace(made, notes=tuple(dict.fromkeys(notes)))
 

@@ -216,9 +216,9 @@ def _worth(option: Option, plan: Plan, price: Price | None) -> str:
 def calibration(found: Fit, console: Console) -> None:
     """What runs taught: errors before and after, and what they say nothing of."""
     table = _table("run", "measured s", "before s", "error", "after s", "error")
-    for (name, measured, before), after in zip(found.before, found.after, strict=True):
-        figures = (f"{measured:.3g}", f"{before:.3g}", f"{before / measured - 1:+.1%}")
-        table.add_row(Text(name), *figures, f"{after:.3g}", f"{after / measured - 1:+.1%}")
+    for run in found.runs:
+        both = ((f"{at:.3g}", f"{at / run.measured_s - 1:+.1%}") for at in (run.before_s, run.after_s))
+        table.add_row(Text(run.name), f"{run.measured_s:.3g}", *(cell for pair in both for cell in pair))
     console.print(table)
     for name, value in found.values.items():
         console.print(Text(f"{name.replace('_', ' ')}: {value:.3f} (+- {found.deviation[name]:.0%})"))

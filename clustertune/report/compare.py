@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune.config import distribution as distributions
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, gathered, raise_if, storage_error
 from clustertune.report import cost, forms, plots, telemetry
 from clustertune.report.content import get
 from clustertune.report.metrics import Metrics, read_metrics
@@ -118,17 +118,14 @@ MUST_AGREE = ("recipe", "overrides", "model", "dataset", "gpu0", "torch", "bf16"
 
 def compare(paths: Sequence[Path]) -> Comparison:
     """Read all of them. Raises UserError for what is none of the kinds, and where no two have a figure."""
-    entries, problems = [], []
+    entries, problems = list[Entry](), list[Problem]()
     if len(paths) < 2:
         fix = "clustertune compare RUN RUN..."
         raise UserError(Problem(f"{len(paths)} given, two are the least", file="command line", key="RUN_OR_JSON", fix=fix))
     for path in paths:
-        try:
+        with gathered(problems):
             entries.append(read(path))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     _name_apart(entries)
     if sum(entry.has_figures for entry in entries) < 2:
         lacking = [e for e in entries if not e.has_figures]
@@ -239,8 +236,7 @@ def _run(path: Path) -> Entry:
     except (OSError, ValueError, RecursionError) as error:
         what = "is no run folder: it has no run.json" if isinstance(error, FileNotFoundError) else f"unreadable: {error}"
         raise UserError(Problem(what, file=str(path), fix=GIVE)) from None
-    if problems := forms.find_problems(run, forms.RUN, str(file), "leave it out: it is damaged, or no run of clustertune"):
-        raise UserError(problems)
+    raise_if(forms.find_problems(run, forms.RUN, str(file), "leave it out: it is damaged, or no run of clustertune"))
     try:
         metrics = read_metrics(path / "metrics.jsonl")
     except OSError as error:
@@ -316,8 +312,7 @@ def _overrides(given: Any) -> str | None:
 
 def _bench(path: Path, body: Mapping[str, Any]) -> Entry:
     """A result of ``clustertune bench``: its rates are steady by themselves."""
-    if problems := forms.find_problems(body, forms.BENCH, str(path), "leave it out, or measure again"):
-        raise UserError(problems)
+    raise_if(forms.find_problems(body, forms.BENCH, str(path), "leave it out, or measure again"))
     entry = Entry(_shown(path), "bench")
     ours = body.get("ours") or {}
     steps, warm = get(ours, "step_s", "n"), get(ours, "warmup_s") or []

@@ -126,7 +126,8 @@ class Rehearsal:
         folder = bundle.model_folder(self._folder)
         if folder is None:
             raise UserError(Problem("holds no model", file=str(self._folder), fix="stage the recipe again"))
-        from clustertune.evaluate.model import check_weights, raise_if
+        from clustertune.errors import raise_if
+        from clustertune.evaluate.model import check_weights
 
         self._model = folder
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)

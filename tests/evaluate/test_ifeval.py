@@ -55,7 +55,7 @@ class TestTaskFile:
             room.read_task_file(tmp_path / "task.yaml")
 
     def test_missing(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="cannot be read"):
+        with pytest.raises(UserError, match="does not exist"):
             room.read_task_file(tmp_path / "task.yaml")
 
 

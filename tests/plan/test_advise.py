@@ -17,8 +17,7 @@ from clustertune.config.cluster_schema import Container
 from clustertune.config.overrides import Source, share
 from clustertune.config.resolve import resolve
 from clustertune.plan import advise as advisor
-from clustertune.plan.advise import Advice, Goal, advise
-from clustertune.plan.candidates import Candidate, candidates
+from clustertune.plan.advise import Advice, Candidate, Goal, advise, candidates
 from clustertune.plan.constants import Constants
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.machine import Machine, machine
@@ -77,8 +76,8 @@ def where(tmp_path: Path) -> Callable[[int], Machine]:
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer micro batches and shares of recomputation: these tests are of the distributions."""
-    monkeypatch.setattr("clustertune.plan.candidates.MICRO", (1, 4))
-    monkeypatch.setattr("clustertune.plan.candidates.RATIOS", (0.0, 0.5, 1.0))
+    monkeypatch.setattr("clustertune.plan.advise.MICRO", (1, 4))
+    monkeypatch.setattr("clustertune.plan.advise.RATIOS", (0.0, 0.5, 1.0))
 
 
 def ask(source: Source, place: Machine, goal: Goal = "time", lengths: Lengths | None = None, nodes: Any = None) -> Advice:

@@ -15,7 +15,7 @@ import pytest
 from clustertune.config.counted import Counted
 from clustertune.errors import ExitCode, UserError
 from clustertune.plan import memory
-from clustertune.plan.calibration import IDENTIFIED, PRIOR, Fit, Observation, fit, read, store
+from clustertune.plan.calibration import IDENTIFIED, PRIOR, CalibratedRun, Fit, Observation, fit, read, store
 from clustertune.plan.constants import Constants
 from clustertune.plan.machine import Machine
 from clustertune.plan.shape import Shape
@@ -85,8 +85,8 @@ def test_twenty_noisy_steps_suffice() -> None:
     runs = [run(factors(inter_scale=0.5), WAITING, name=f"r{n}", noise=0.05) for n in range(3)]
     found = fit(runs)
     assert found.values["inter_scale"] == pytest.approx(0.5, rel=0.05)
-    errors = [abs(after / one.step_s - 1) for after, one in zip(found.after, runs, strict=True)]
-    before = [abs(predicted / measured - 1) for _, measured, predicted in found.before]
+    errors = [abs(one.after_s / one.measured_s - 1) for one in found.runs]
+    before = [abs(one.before_s / one.measured_s - 1) for one in found.runs]
     assert max(errors) < 0.05 < min(before)
 
 
@@ -128,7 +128,8 @@ def test_no_run_is_no_calibration() -> None:
         fit([])
 
 
-FOUND = Fit({"compute_scale": 1.1}, {"compute_scale": 0.03}, {"inter_scale": 0.9}, [("run", 2.0, 1.8)], [1.98])
+RUN = CalibratedRun(name="run", measured_s=2.0, before_s=1.8, after_s=1.98)
+FOUND = Fit({"compute_scale": 1.1}, {"compute_scale": 0.03}, {"inter_scale": 0.9}, (RUN,))
 
 
 def test_it_is_kept_beside_the_cluster_and_read_again(tmp_path: Path) -> None:

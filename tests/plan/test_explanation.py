@@ -86,7 +86,7 @@ def test_rates_money_and_time_belong_together(plan: Plan) -> None:
     assert body["cost"]["spot"] == pytest.approx(0.5 * body["gpu_hours"])
     assert 0 < body["mfu"] <= body["hfu"] < 1
     assert document.cost(plan, None) is None
-    assert document.as_json(plan, replace(PRICE, spot=None))["cost"]["spot"] is None
+    assert document.as_json(plan, PRICE.model_copy(update={"spot": None}))["cost"]["spot"] is None
 
 
 def test_without_lengths_there_is_no_price(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from clustertune.config.overrides import Source
 from clustertune.config.resolve import resolve
 from clustertune.plan import memory
 from clustertune.plan.compute import flops, micro_batch
-from clustertune.plan.kept import Kept
+from clustertune.plan.kept import Kept, Policy, products
 from clustertune.plan.machine import machine as read_machine
-from clustertune.plan.policy import Policy, products
 from clustertune.plan.predict import Plan, make_plan, read_strategy
 from clustertune.plan.remedy import remedies
 from clustertune.plan.shape import Shape

@@ -14,8 +14,7 @@ from clustertune.config.resolve import resolve
 from clustertune.errors import UserError
 from clustertune.plan.lengths import Lengths
 from clustertune.plan.predict import read_strategy, real_length
-from clustertune.plan.strategy import Strategy, strategy
-from clustertune.plan.strategy_bytes import moments
+from clustertune.plan.strategy import Strategy, moments, strategy
 from tests.command import REPO
 from tests.plan.world import RECOMPUTE
 

@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 from clustertune.config.schema import Eval
 from clustertune.errors import UserError
 from clustertune.evaluate import backend, servers
-from clustertune.evaluate.model import check_model
+from clustertune.evaluate.model import check_model, check_tensors
 from clustertune.evaluate.run import evaluate
 from clustertune.evaluate.servers import READY, Job, Servers, ask, commands, find_program, lora_rank
-from clustertune.evaluate.weights import check_tensors
 from clustertune.launch.serving import Serving
 from tests.command import run
 from tests.serving.conftest import FAKE, Start, job

@@ -17,7 +17,6 @@ from clustertune.plan.step import Step, step
 from clustertune.plan.strategy import Strategy
 from tools.planner_grade.data import DTYPE_BYTES, PublishedRun, published_clusters, published_models
 
-GIB = 2**30
 HALF_LAYER = 0.5
 """Share of a layer's forward pass that torchtitan's selective recomputation repeats: every second matrix product."""
 
