@@ -40,8 +40,8 @@ def many() -> draft.Where:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_known_model_shows_and_plans(name: str, many: draft.Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA on modules that it has, on the fewest nodes on which it fits, with hours; and two layers of it."""
-    monkeypatch.setattr("clustertune.plan.candidates.MICRO", (1,))
-    monkeypatch.setattr("clustertune.plan.candidates.RATIOS", (1.0,))
+    monkeypatch.setattr("clustertune.plan.advise.MICRO", (1,))
+    monkeypatch.setattr("clustertune.plan.advise.RATIOS", (1.0,))
     at = draft.Where(many.place, (1, 2, 8, 32), 8, many.words)
     with draft.drafted("some-recipe", find_model(name), "lora", None, at) as (made, folder):
         resolved = resolve(folder)
