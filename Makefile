@@ -33,7 +33,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 RECIPE ?= recipes/tiny-oasst2
 # --no-skip makes a skipped test a failure.
 PYTEST_FLAGS ?=
-# Tests that run at once: each takes a core and about 1 GB.
+# Tests that run at once: each takes a core and up to 2 GB.
 WORKERS ?= 2
 
 help: ## this list

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,22 +47,26 @@ class Done:
         return json.loads(self.out)
 
 
-def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO) -> Done:
+def run(*arguments: str | Path, network: bool = True, cwd: Path = REPO, stack: bool = False) -> Done:
     """Run ``clustertune`` to its end; with ``network=False`` in a network namespace that has nothing but loopback, where there
-    can be one."""
-    done = (
-        _forked([*map(str, arguments)], cwd) if network and _warm().fits() else _started([*map(str, arguments)], network, cwd)
-    )
+    can be one. ``stack``: the command needs torch, and is forked of a process that has it."""
+    words = [*map(str, arguments)]
+    done = _forked(words, cwd, stack) if network and warm(stack=stack).fits() else _started(words, network, cwd)
     assert "Traceback" not in done.err, done.err
     return done
 
 
-_warm = functools.cache(Warm)
+@functools.cache
+def warm(*, stack: bool = False) -> Warm:
+    """The process of this one that forks commands."""
+    return Warm(stack=stack)
 
 
-def _forked(arguments: list[str], cwd: Path) -> Done:
+def _forked(arguments: list[str], cwd: Path, stack: bool, wait: Callable[[socket.socket], None] = lambda _: None) -> Done:
+    words = ["clustertune", *arguments] if stack else arguments
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with _warm().start(arguments, cwd, out.fileno(), err.fileno()) as answer:
+        with warm(stack=stack).start(words, cwd, out.fileno(), err.fileno()) as answer:
+            wait(answer)
             answer.settimeout(SECONDS + 30)
             code = os.waitstatus_to_exitcode(int(answer.recv(64)))
         texts = [file.read().decode() for file in (out, err) if file.seek(0) == 0]
@@ -89,8 +95,19 @@ def _started(arguments: list[str], network: bool, cwd: Path) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def run_until(condition: Callable[[], bool], act: Callable[[int], None], *arguments: str | Path) -> Done:
-    """Start ``clustertune``, call ``act(pid)`` as soon as ``condition`` holds, and wait for the end."""
+def run_until(condition: Callable[[], bool], act: Callable[[int], None], *arguments: str | Path, stack: bool = False) -> Done:
+    """Start ``clustertune``, call ``act(pid)`` as soon as ``condition`` holds, and wait for the end. ``stack``: as of ``run``;
+    nobody knows the process then, and ``act`` is called with 0."""
+    if stack:
+
+        def wait(answer: socket.socket) -> None:
+            while not select.select([answer], [], [], 0.02)[0] and not condition():
+                pass
+            act(0)
+
+        done = _forked([*map(str, arguments)], REPO, True, wait)
+        assert "Traceback" not in done.err, done.err
+        return done
     with subprocess.Popen(
         [sys.executable, "-m", "clustertune", *map(str, arguments)],
         cwd=REPO,

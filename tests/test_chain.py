@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from clustertune.checkpoint import store
 from clustertune.evaluate.ifeval import SCORES as IFEVAL_SCORES
 from clustertune.report import source
 from clustertune.rundir import STAGES
-from tests.command import REPO, SHORT, Done, events, rank_pid, run, run_until
+from tests.command import SHORT, Done, events, rank_pid, run, run_until
 
 RECIPE = "recipes/tiny-oasst2"
 
@@ -206,9 +203,9 @@ def test_other_marks_and_settings_of_the_evaluation_need_no_training(finished: t
     """A mark that is missed fails the stage; other decoding is evaluated anew, beside what was there."""
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
-    missed = run("run", RECIPE, "--run-dir", folder, *SHORT, "eval.pass_mark.ifeval.prompt_level_strict_acc=0.99")
+    missed = run("run", RECIPE, "--run-dir", folder, *SHORT, "eval.pass_mark.ifeval.prompt_level_strict_acc=0.99", stack=True)
     assert missed.code == 1 and "pass mark is 0.99" in missed.err
-    other = run("run", RECIPE, "--run-dir", folder, "--json", *SHORT, "eval.max_gen_toks=4", "eval.limit=3")
+    other = run("run", RECIPE, "--run-dir", folder, "--json", *SHORT, "eval.max_gen_toks=4", "eval.limit=3", stack=True)
     assert other.code == 0, other.err
     assert [name for name, stage in other.json["stages"].items() if stage["status"] == "done"] == ["eval", "report"]
     assert json.loads((folder / "eval" / "results.json").read_text())["dataset"]["prompts"] == 3
@@ -218,8 +215,7 @@ def test_other_marks_and_settings_of_the_evaluation_need_no_training(finished: t
 def test_a_run_is_its_users_alone(tmp_path: Path) -> None:
     """Also where the shell's umask lets everybody read: what a run makes and the folder itself."""
     folder = tmp_path / "run"
-    program = 'umask 022; exec "$0" -m clustertune run recipes/tiny-oasst2 --to prepare --run-dir "$1"'
-    subprocess.run(["bash", "-c", program, sys.executable, str(folder)], check=True, cwd=REPO, capture_output=True)
+    assert run("run", RECIPE, "--to", "prepare", "--run-dir", folder, stack=True).code == 0
     made = [folder, *folder.rglob("*")]
     assert len(made) > 5
     assert [path for path in made if path.stat().st_mode & 0o077] == []
@@ -228,16 +224,13 @@ def test_a_run_is_its_users_alone(tmp_path: Path) -> None:
 def test_a_run_folder_that_is_deleted_is_named(tmp_path: Path) -> None:
     """And is not made anew by the save that follows, empty but for a checkpoint."""
     folder = tmp_path / "run"
-    program = [sys.executable, "-m", "clustertune", "run", "recipes/tiny-oasst2", *SHORT, "train.save_steps=1", "--to", "train"]
-    with subprocess.Popen([*program, "--run-dir", str(folder)], cwd=REPO, stderr=subprocess.PIPE, text=True) as running:
-        for _ in range(1200):
-            if running.poll() is not None or any(folder.glob("checkpoints/step-*")):
-                break
-            time.sleep(0.1)
+
+    def delete(_: object) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)  # what was written while it was removed
-        assert running.stderr is not None
-        said = running.stderr.read()
-    assert running.returncode == 73, said
-    assert "the run folder was deleted" in said and str(folder) in said
+
+    words = ["run", RECIPE, *SHORT, "train.save_steps=1", "--to", "train", "--run-dir", folder]
+    done = run_until(lambda: any(folder.glob("checkpoints/step-*")), delete, *words, stack=True)
+    assert done.code == 73, done.err
+    assert "the run folder was deleted" in done.err and str(folder) in done.err
     assert not folder.exists()

@@ -165,7 +165,7 @@ def test_the_commands_before_training(tmp_path: Path) -> None:
     for line in (line for line in COMMANDS if line.startswith("clustertune show ")):
         done = run(*shlex.split(line)[1:])
         assert done.code == 0 and (done.json if "--json" in line else "learning_rate" in done.err)
-    done = run(*told("prepare", {"/tmp/data": tmp_path / "data"}))
+    done = run(*told("prepare", {"/tmp/data": tmp_path / "data"}), stack=True)
     assert done.code == 0
     assert find_problems(tmp_path / "data", "dataset", allow_extra=True) == []  # tokens/ has a manifest of its own
     assert find_problems(tmp_path / "data" / "tokens", "tokens") == []
@@ -207,7 +207,7 @@ def test_the_commands_on_models(finished_copy: Path, tmp_path: Path) -> None:
             *("--out", str(tmp_path / "eval"), "--max-gen-toks", "4"),
         ],
     ):
-        done = run(*step)
+        done = run(*step, stack=True)
         assert done.code == 0, (step, done.err)
     assert find_problems(adapter, "adapter") == [] == find_problems(merged, "merged")
     assert (tmp_path / "eval" / "results.json").is_file()

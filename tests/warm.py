@@ -1,5 +1,8 @@
 """The command by fork, from a process that has imported it: the half second that Python takes for that is spent once.
 
+A second such process has imported the stack too (torch, transformers, lm-eval: 10 s), and forks what a command starts in its
+turn (:mod:`tools.forking`): launchers and ranks.
+
 A process forked of a forked one: what a command leaves behind (threads, handlers, a changed folder) ends with it, and what
 ``clustertune/__main__.py`` does at its end is done. Where a test has changed the environment, which libraries read when they
 are imported, and where a fork cannot do what is asked, :func:`tests.command.run` starts Python anew.
@@ -16,8 +19,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 SECONDS = 600
@@ -27,15 +31,15 @@ SET_BY_PYTEST = ("PYTEST_CURRENT_TEST",)
 
 
 class Warm:
-    """The process that forks, for as long as this one lives."""
+    """The process that forks, for as long as this one lives. ``stack``: it has imported torch and the libraries above it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stack: bool = False) -> None:
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = _comparable(os.environ)
         with theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *["stack"] * stack],
                 cwd=REPO,
                 env={**os.environ, "PYTHONPATH": str(REPO)},
                 stdin=subprocess.DEVNULL,
@@ -46,11 +50,16 @@ class Warm:
         """Whether a command started now would find the environment that the process was started with."""
         return self._child.poll() is None and _comparable(os.environ) == self.environment
 
-    def start(self, arguments: list[str], cwd: Path, out: int, err: int) -> socket.socket:
-        """Start the command with these as its stdout and stderr; what is returned gives its wait status once it has ended."""
+    def start(
+        self, arguments: Sequence[str], cwd: Path, out: int, err: int, env: Mapping[str, str] | None = None
+    ) -> socket.socket:
+        """Start the command with these as its stdout and stderr; what is returned gives its wait status once it has ended.
+
+        Of a process with the stack the arguments begin with the module, and ``env`` may be another environment.
+        """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
-            request = json.dumps({"arguments": arguments, "cwd": str(cwd)}).encode()
+            request = json.dumps({"arguments": [*arguments], "cwd": str(cwd), "env": env and dict(env)}).encode()
             socket.send_fds(self._ours, [request], [theirs.fileno(), out, err])
         return mine
 
@@ -59,8 +68,8 @@ def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if key not in SET_BY_PYTEST}
 
 
-def _serve(requests: socket.socket) -> None:
-    """Returns in each process that is to run a command, with everything set; ends when nobody is there to ask."""
+def _serve(requests: socket.socket) -> dict[str, Any]:
+    """Returns in each process that is to run a command what it is; ends when nobody is there to ask."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait for commands are waited for by nobody
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
@@ -87,10 +96,8 @@ def _serve(requests: socket.socket) -> None:
     for descriptor, number in ((out, 1), (err, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    asked = json.loads(request)
-    os.chdir(asked["cwd"])
-    sys.path[0] = asked["cwd"]  # as python -m does
-    sys.argv = ["clustertune", *asked["arguments"]]
+    asked: dict[str, Any] = json.loads(request)
+    return asked
 
 
 PRELOADED = ("cli", "chain", "job", "config.resolve", "plan.predict", "report.compare", "report.metrics")
@@ -99,9 +106,22 @@ PRELOADED = ("cli", "chain", "job", "config.resolve", "plan.predict", "report.co
 
 def main() -> None:
     """Import the command, then wait for what to run."""
+    if sys.argv[2:]:
+        from tools import forking
+
+        os.umask(0o022)  # a shell's: what a command makes is private all the same
+        given = dict(os.environ)
+        forking.warm()
+        os.environ.clear()
+        os.environ.update(given)
+        asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+        forking.become(asked["arguments"][0], asked["arguments"][1:], asked["env"], asked["cwd"])
     for name in (*(f"clustertune.{name}" for name in PRELOADED), "rich.console", "rich.table"):
         importlib.import_module(name)
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    os.chdir(asked["cwd"])
+    sys.path[0] = asked["cwd"]  # as python -m does
+    sys.argv = ["clustertune", *asked["arguments"]]
     runpy.run_module("clustertune", run_name="__main__", alter_sys=True)
 
 

@@ -170,13 +170,7 @@ def test_a_job_or_a_user_around_it_does_not_steer_it(
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "isolated"),
-    [
-        (1, 0, True),
-        (3, 2, True),
-        (("a-1", "b.x", "C_3-" + "9z" * 22), 8, True),
-        (2, 1, False),
-        (("gpu007", "a.b-c"), 0, False),
-    ],
+    [(1, 0, True), (3, 2, True), (("a-1", "b.x", "C_3-" + "9z" * 22), 8, True), (2, 1, False), (("gpu007", "a.b-c"), 0, False)],
 )
 def test_other_shapes(nodes: int | tuple[str, ...], gpus: int, isolated: bool, tmp_path: Path) -> None:
     """Any count of nodes and GPUs, hurtful names, and without namespaces: a job runs, and nothing stays of it."""

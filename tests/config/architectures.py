@@ -87,11 +87,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mistral", "MistralForCausalLM", (4096, 14336, 32, 32, 8, 32768, 32768), sliding_window=None
     ),
     "mistralai/Mixtral-8x7B-v0.1": _dense(
-        "mixtral",
-        "MixtralForCausalLM",
-        (4096, 14336, 32, 32, 8, 32000, 32768),
-        num_local_experts=8,
-        num_experts_per_tok=2,
+        "mixtral", "MixtralForCausalLM", (4096, 14336, 32, 32, 8, 32000, 32768), num_local_experts=8, num_experts_per_tok=2
     ),
     "Qwen/Qwen2.5-7B-Instruct": _qwen2(3584, 18944, 28, 28, 4, 152064, 32768),
     "Qwen/Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, 8, 152064, 131072),

@@ -59,11 +59,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
     found = {key.removeprefix("deepspeed."): item["value"] for key, item in values.items() if key.startswith("deepspeed.")}
     assert {
         key: found[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    } == {
-        "train_batch_size": 32,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-    }
+    } == {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     assert (found["gradient_clipping"], found["bf16.enabled"], found["zero_optimization.stage"]) == (1.0, True, 3)
     zero = "zero_optimization"
     assert found[f"{zero}.reduce_bucket_size"] == 16384**2 and found[f"{zero}.stage3_param_persistence_threshold"] == 163840

@@ -44,10 +44,7 @@ def test_what_the_stack_carries_resolves(given: list[str]) -> None:
         ([SP], "Ulysses, which is not carried here"),
         ([SP, DDP, WITHOUT], "Ulysses, which is not carried here"),
         ([SP, *ZERO], "Ulysses, which is not carried here"),
-        (
-            [TP, DDP, WITHOUT],
-            "only FSDP2 is combined with it here",
-        ),
+        ([TP, DDP, WITHOUT], "only FSDP2 is combined with it here"),
         ([TP, BASE_4BIT], "quantised weights are not split over tp"),
         ([BASE_4BIT], "FSDP2 would keep the whole base on every rank"),
         ([TP, "lora.modules_to_save=[norm]"], "whole modules are not trained beside an adapter"),

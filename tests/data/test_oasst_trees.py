@@ -14,10 +14,7 @@ OTHER = {"message_tree_id": "u"}
 def test_a_conversation_has_chat_roles_and_names_its_tree(run, row):
     got = run([row("p1", None, "Hi"), row("a1", "p1", " Hello\n")])
     assert got.conversations == [
-        {
-            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello\n"}],
-            "source": {"tree": "t"},
-        }
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello\n"}], "source": {"tree": "t"}}
     ]
     assert got.result["train"] == {"conversations": 1, "messages": 2}
     assert got.result["eval"] == {"conversations": 0, "messages": 0}

@@ -47,11 +47,7 @@ CASES: list[tuple[str, str, Patch, str]] = [
 
 def several(odd: Patch) -> list[Machine]:
     """Three nodes, the last of which is another."""
-    return [
-        machine({"hostname": "gpu01"}),
-        machine({"hostname": "gpu02"}),
-        machine({"hostname": "gpu03", **odd}),
-    ]
+    return [machine({"hostname": "gpu01"}), machine({"hostname": "gpu02"}), machine({"hostname": "gpu03", **odd})]
 
 
 def between(machines: list[Machine]) -> list[Finding]:

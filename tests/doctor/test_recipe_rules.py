@@ -85,8 +85,7 @@ def cached(case: Case) -> None:
 def no_revision(case: Case) -> None:
     cached(case)
     case.change = lambda resolved: replace(
-        resolved,
-        recipe=resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"input": None})}),
+        resolved, recipe=resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"input": None})})
     )
 
 

@@ -257,12 +257,7 @@ class TestOldKeys:
 
     @pytest.mark.parametrize(
         "wrong",
-        [
-            {"pass_difference": {"ifeval": {"prompt_level_strict_acc": 0.0}}},
-            {"tasks": []},
-            {"tasks": ["../up"]},
-            {"limit": 0},
-        ],
+        [{"pass_difference": {"ifeval": {"prompt_level_strict_acc": 0.0}}}, {"tasks": []}, {"tasks": ["../up"]}, {"limit": 0}],
     )
     def test_refused(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"."):

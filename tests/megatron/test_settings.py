@@ -45,8 +45,7 @@ def test_every_name_is_one_of_the_release(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "ranks"),
-    [("llama70b-megatron", (8, 4, 1, 2), 64), ("llama405b-megatron", (8, 8, 2, 2), 256)],
+    ("name", "sizes", "ranks"), [("llama70b-megatron", (8, 4, 1, 2), 64), ("llama405b-megatron", (8, 8, 2, 2), 256)]
 )
 def test_the_recipes_are_cut_as_the_sources_have_it(name: str, sizes: tuple[int, ...], ranks: int) -> None:
     """Tensor, pipeline, context and data parallelism."""

@@ -74,10 +74,7 @@ def test_only_the_ranks_run_in_nvidias_image() -> None:
 
 @pytest.mark.parametrize(
     ("container", "says"),
-    [
-        ("{runtime: apptainer, image: /s/train.sif}", "container.megatron: missing"),
-        (None, "has no container runtime"),
-    ],
+    [("{runtime: apptainer, image: /s/train.sif}", "container.megatron: missing"), (None, "has no container runtime")],
 )
 def test_a_cluster_without_the_image_is_told(submit: Submit, container: str | None, says: str) -> None:
     done = submit("llama70b-megatron", container=container)

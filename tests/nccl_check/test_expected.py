@@ -64,12 +64,7 @@ def test_the_rules_are_told_what_the_file_says() -> None:
     found = expected(changed("network", hca=("mlx5_0:1",)))
     assert found["network"]["kind"] == "ethernet" and found["network"]["interface"] == "bond0"
     assert found["network"]["hca"] == ["mlx5_0:1"] and found["network"]["subnet"] == "10.21.133.0/24"
-    assert found["compute"] == {
-        "gpus": 8,
-        "gpu": "rtx-pro-6000-blackwell-server",
-        "interconnect": "pcie5",
-        "nvlink_domain": 0,
-    }
+    assert found["compute"] == {"gpus": 8, "gpu": "rtx-pro-6000-blackwell-server", "interconnect": "pcie5", "nvlink_domain": 0}
     assert read_hardware().links["pcie5"].hint == found["intra"]["hint"]
 
 

@@ -159,12 +159,7 @@ IB: dict[str, tuple[str, str, str, Change]] = {
     "disabled though there": ("ib-disabled", FAIL, "NCCL_IB_DISABLE", does(put("1", "environment", "NCCL_IB_DISABLE"))),
     "no libibverbs": ("rdma-verbs", FAIL, "libibverbs.so.1 cannot be loaded", does(lambda d: facts(d, verbs=False))),
     "no provider": ("rdma-verbs", WARN, "no provider", does(lambda d: facts(d, verbs_providers=[]))),
-    "no device files": (
-        "rdma-verbs",
-        FAIL,
-        "/dev/infiniband/uverbs* cannot be",
-        does(lambda d: facts(d, rdma_devices=[])),
-    ),
+    "no device files": ("rdma-verbs", FAIL, "/dev/infiniband/uverbs* cannot be", does(lambda d: facts(d, rdma_devices=[]))),
     "port down": ("rdma-port", FAIL, "no port is active: mlx5_0:1 DOWN", does(lambda d: ports(d, active=False, state="DOWN"))),
     "named adapter down": (
         "rdma-port",
@@ -174,12 +169,7 @@ IB: dict[str, tuple[str, str, str, Change]] = {
             put(["mlx5_3"], "expected", "network", "hca"), lambda d: d["facts"][0]["rdma"][3].update(active=False, state="DOWN")
         ),
     ),
-    "named adapter missing": (
-        "rdma-port",
-        FAIL,
-        "mlx5_9:1 (not there)",
-        does(put(["mlx5_9:1"], "expected", "network", "hca")),
-    ),
+    "named adapter missing": ("rdma-port", FAIL, "mlx5_9:1 (not there)", does(put(["mlx5_9:1"], "expected", "network", "hca"))),
     "plugin missing": (
         "net-plugin",
         FAIL,
@@ -232,18 +222,8 @@ IB: dict[str, tuple[str, str, str, Change]] = {
         "built for CUDA 13, the driver serves 12.4",
         lambda d: text(INFINIBAND_JOB).replace("cudaDriverVersion 13000", "cudaDriverVersion 12040"),
     ),
-    "known fault": (
-        "nccl-fault",
-        WARN,
-        "NCCL 2.28.5",
-        job(replace(INFINIBAND_JOB, version="2.28.5")),
-    ),
-    "known fault on ARM": (
-        "nccl-fault",
-        WARN,
-        "hang on ARM",
-        does(lambda d: facts(d, kernel="6.8.0-1021-nvidia-64k.aarch64")),
-    ),
+    "known fault": ("nccl-fault", WARN, "NCCL 2.28.5", job(replace(INFINIBAND_JOB, version="2.28.5"))),
+    "known fault on ARM": ("nccl-fault", WARN, "hang on ARM", does(lambda d: facts(d, kernel="6.8.0-1021-nvidia-64k.aarch64"))),
     "tree": ("forced-algorithm", FAIL, "NCCL_ALGO=Tree", does(put("Tree", "environment", "NCCL_ALGO"))),
     "protocol": ("forced-algorithm", WARN, "NCCL_PROTO=LL is set", does(put("LL", "environment", "NCCL_PROTO"))),
     "debug": ("debug-left-on", WARN, "NCCL_DEBUG=INFO", does(put("INFO", "environment", "NCCL_DEBUG"))),
@@ -377,12 +357,7 @@ ETH: dict[str, tuple[str, str, str, Change]] = {
         "NCCL_SOCKET_IFNAME=bond0 means bond0, bond0.2093",
         does(put("bond0", "environment", "NCCL_SOCKET_IFNAME"), lambda d: d["facts"][0]["nics"].append({"name": "bond0.2093"})),
     ),
-    "a name that is not there": (
-        "interface",
-        FAIL,
-        "means none of",
-        does(put("=ens9", "environment", "NCCL_SOCKET_IFNAME")),
-    ),
+    "a name that is not there": ("interface", FAIL, "means none of", does(put("=ens9", "environment", "NCCL_SOCKET_IFNAME"))),
     "a prefix by the log": (
         "ifname-prefix",
         WARN,
@@ -424,10 +399,7 @@ ETH: dict[str, tuple[str, str, str, Change]] = {
         "p2p-disabled",
         WARN,
         "GPU0 and GPU1 share a PCIe switch",
-        job(
-            replace(ETHERNET_JOB, inside="SHM/direct/direct"),
-            lambda d: facts(d, topology=SWITCH),
-        ),
+        job(replace(ETHERNET_JOB, inside="SHM/direct/direct"), lambda d: facts(d, topology=SWITCH)),
     ),
     "ACS": ("pcie-p2p", WARN, "0000:00:03.1", does(lambda d: facts(d, acs_redirect=["0000:00:03.1"]))),
     "IOMMU and a hang": (
@@ -590,8 +562,7 @@ def test_gloo_is_held_to_what_a_cpu_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ways", "status"),
-    [((0.104, 0.110), PASS), ((0.104, 0.05), FAIL), ((0.104,), FAIL), ((0.08, 0.08), WARN)],
+    ("ways", "status"), [((0.104, 0.110), PASS), ((0.104, 0.05), FAIL), ((0.104,), FAIL), ((0.08, 0.08), WARN)]
 )
 def test_lines_that_carry_what_they_should_are_not_slow(ways: tuple[float, ...], status: str) -> None:
     """On a busy machine gloo's all-gather reaches a third of 1 Gbit/s; one way at a time shows the line where each is tried."""

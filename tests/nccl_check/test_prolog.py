@@ -71,11 +71,7 @@ def test_it_measures_and_judges_within_its_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        "echo 'srun: error: no such partition' >&2; exit 1",
-        "kill -9 $$",
-        pytest.param("exec sleep 600", marks=pytest.mark.jobs),
-    ],
+    ["echo 'srun: error: no such partition' >&2; exit 1", "kill -9 $$", pytest.param("exec sleep 600", marks=pytest.mark.jobs)],
 )
 def test_an_srun_that_breaks_is_bounded(tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun that fails, hangs or dies: over within the limit, told, and nothing that stops a job: no link was looked at."""

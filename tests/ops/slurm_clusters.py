@@ -89,10 +89,7 @@ ODD: dict[str, dict[str, Any]] = {
         ]
     },
     "four NUMA nodes": {
-        "compute": {
-            "numa_gpus": [[0], [1], [2], [3]],
-            "numa_cpus": ["0-7,32-39", "8-15,40-47", "16-23,48-55", "24-31,56-63"],
-        }
+        "compute": {"numa_gpus": [[0], [1], [2], [3]], "numa_cpus": ["0-7,32-39", "8-15,40-47", "16-23,48-55", "24-31,56-63"]}
     },
     "one GPU": {"compute": {"gpus": 1, "numa_gpus": [[0], []], "interconnect": "none"}},
     "other partition": {"slurm": {"partition": "big", "max_time": "2-00:00:00"}},

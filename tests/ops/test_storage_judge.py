@@ -115,12 +115,7 @@ FAULTS: list[tuple[Callable[[Facts], Any], str, str, str]] = [
     (brick(B, data=False), "brick-data", FAIL, "no /shared-b/data"),
     (brick(B, source="10.21.133.31:/data"), "brick-source", FAIL, "not 10.21.133.39:/data"),
     (brick(B, fstype="xfs"), "brick-source", FAIL, "not NFS"),
-    (
-        lambda facts: facts.disks["/data/shared"].__dict__.update(as_meant=False),
-        "brick-source",
-        FAIL,
-        "is mounted, not /dev",
-    ),
+    (lambda facts: facts.disks["/data/shared"].__dict__.update(as_meant=False), "brick-source", FAIL, "is mounted, not /dev"),
     (lambda facts: facts.disks["/data/shared"].__dict__.update(fstype=None), "brick-mounted", FAIL, "not exported"),
     (brick(B, options=["rw", "soft"]), "brick-options", FAIL, "soft"),
     (brick(B, options=["rw", "softerr"]), "brick-options", FAIL, "softerr"),

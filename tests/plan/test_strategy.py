@@ -84,13 +84,7 @@ def test_the_reference_recipe() -> None:
     ],
 )  # fmt: skip
 def test_bytes_of_full_fine_tuning(
-    overrides: list[str],
-    weight: float,
-    gather: float,
-    trained: float,
-    gradient: float,
-    reduce: float,
-    state: float,
+    overrides: list[str], weight: float, gather: float, trained: float, gradient: float, reduce: float, state: float
 ) -> None:
     """16 bytes a parameter are the rule and have exceptions, each of which decides whether a model fits."""
     found = read(*FULL, *overrides)

@@ -159,10 +159,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int, int, float]]]] 
     ),
     "ZeRO-1 sums its share of the gradients and gathers the updated weights": (
         {**WHOLE, "kind": "ZeRO-1", "state_shards": 16},
-        {
-            f"last: {SCATTER}": ("gather", 16, 1, TOTAL * 2),
-            f"after: {UPDATED}": ("gather", 16, 1, TOTAL * 2),
-        },
+        {f"last: {SCATTER}": ("gather", 16, 1, TOTAL * 2), f"after: {UPDATED}": ("gather", 16, 1, TOTAL * 2)},
     ),
     "ZeRO-2 scatters after each micro batch": (
         {**WHOLE, "kind": "ZeRO-2", "state_shards": 16, "gradient_shards": 16},

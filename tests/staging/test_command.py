@@ -186,18 +186,7 @@ def test_downloaded_and_compared_with_the_hubs_own_digests(
 
 def test_the_bench_measures_all_three_ways(tmp_path: Path) -> None:
     """The page's figures come from it: small here, the same code."""
-    words = [
-        sys.executable,
-        "-m",
-        "tools.staging_bench",
-        "--gb",
-        "0.02",
-        "--rounds",
-        "1",
-        "--place",
-        str(tmp_path),
-        "--json",
-    ]
+    words = [sys.executable, "-m", "tools.staging_bench", "--gb", "0.02", "--rounds", "1", "--place", str(tmp_path), "--json"]
     done = subprocess.run([*words, "--digests"], capture_output=True, text=True, check=True, timeout=300)
     body = json.loads(done.stdout)
     assert set(body["median"]) == {"cp", "stage", "verify"} and body["bytes"] > 10_000_000

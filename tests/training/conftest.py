@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import REPO, run
+from tests.command import REPO, run, warm
 from tests.conftest import once
 from tests.training.benches import ZeroBench
 from tests.training.forked import Forge
@@ -35,28 +34,26 @@ class Ranks:
         self.records.mkdir(parents=True, exist_ok=True)
         program = ["train", "--run-dir", str(folder), "--attempt", str(attempt)]
         module = ["-m" if launcher is TORCHRUN else "--module", "clustertune"]
-        self._child = subprocess.Popen(
-            [sys.executable, *launcher, str(count), *module, *program],
-            cwd=REPO,
-            env={**os.environ, "PYTHONPATH": str(REPO), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self._said = folder.with_name(f"{folder.name}-{attempt}.said")
+        environ = {**os.environ, "PYTHONPATH": str(REPO), **environment}
+        with self._said.open("wb") as said:
+            words = [*launcher[1:], str(count), *module, *program]
+            self._ended = warm(stack=True).start(words, REPO, said.fileno(), said.fileno(), environ)
 
     def until(self, condition: Callable[[], Any], seconds: float = 300) -> bool:
         """Wait for a condition; False where the ranks ended before."""
         deadline = time.monotonic() + seconds
-        while self._child.poll() is None and time.monotonic() < deadline:
+        while not select.select([self._ended], [], [], 0.02)[0] and time.monotonic() < deadline:
             if condition():
                 return True
-            time.sleep(0.02)
         return False
 
     def end(self) -> str:
         """Wait for all ranks; returns what the launcher and rank 0 said."""
-        return self._child.communicate(timeout=300)[0]
+        with self._ended as ended:
+            ended.settimeout(300)
+            assert ended.recv(64)
+        return self._said.read_text()
 
     def record(self, rank: int) -> Mapping[str, Any]:
         """What a rank left at its end."""
@@ -69,7 +66,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations and base model of a run; nothing is trained."""
 
     def make(folder: Path) -> None:
-        done = run("run", RECIPE, "--run-dir", folder / "run", "--to", "prepare", *SMALL, "train.max_steps=4")
+        done = run("run", RECIPE, "--run-dir", folder / "run", "--to", "prepare", *SMALL, "train.max_steps=4", stack=True)
         assert done.code == 0, done.err
 
     return once(tmp_path_factory, "prepared", make) / "run"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from clustertune.errors import UserError
 from clustertune.training import accelerate_env
+from tests.command import REPO, warm
 
 CHILD = "import json, os, sys; os.environ['RANK'] == '0' and json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 HSDP = """
@@ -31,10 +30,15 @@ def test_it_is_what_accelerate_launch_passes_on(given: str, repo: Path, tmp_path
     if "\n" in given:
         config.write_text(given)
     (tmp_path / "child.py").write_text(CHILD)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    launcher = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
     launcher += ["--num_machines", "1", "--machine_rank", "0", "--main_process_port", "0"]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(accelerate_env.PREFIXES)}
-    subprocess.run([*launcher, str(tmp_path / "child.py"), str(tmp_path / "out")], check=True, env=clean, capture_output=True)
+    words = [*launcher, str(tmp_path / "child.py"), str(tmp_path / "out")]
+    with (
+        (tmp_path / "said").open("wb") as said,
+        warm(stack=True).start(words, REPO, said.fileno(), said.fileno(), clean) as answer,
+    ):
+        assert answer.recv(64) == b"0", (tmp_path / "said").read_text()
     passed = json.loads((tmp_path / "out").read_text())
     wanted = {key: value for key, value in passed.items() if key.startswith(accelerate_env.PREFIXES)}
     assert accelerate_env.accelerate_environment(config, 2) == wanted

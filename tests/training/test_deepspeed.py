@@ -17,10 +17,7 @@ from clustertune.errors import UserError
 from tests.command import events
 from tests.training.benches import FULL, STAGES, ZeroBench, curve, said
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 BREAKS = "tests.training.deepspeed_breaks:"
 TOLERANCE = 2e-5
 """Of losses near 8.3 and norms near 1, in float32: the same sums in another order, over three steps of Adam."""

@@ -49,7 +49,7 @@ class Benches:
             model.write_text(json.dumps({**given, **changes}))
             file = recipe / "accelerate.yaml"
             file.write_text(file.read_text().replace("LlamaDecoderLayer", layer))
-            done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME, *more)
+            done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME, *more, stack=True)
             assert done.code == 0, done.err
             (folder / "runs").mkdir()
             self._made[name] = Bench(self._forge, recipe, folder / "prepared", folder / "runs")

@@ -18,10 +18,7 @@ from tests.training.test_loading import ATTENTION, BF16, Benches, benches, lossl
 from tests.training.test_strategies import FULL, Bench, said
 
 __all__ = ["benches"]
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 THREE = "train.global_batch_size=3"
 """On three ranks: parts of elements that end within a row, the last one padded."""
 OFFLOAD = {"offload_optimizer": CPU, "offload_param": CPU}

@@ -81,7 +81,7 @@ def base_of(path: Path) -> Path:
 @pytest.fixture(scope="session")
 def bench(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     def make(folder: Path) -> None:
-        done = run("run", "recipes/tiny-dpo", "--run-dir", folder / "run", "--to", "prepare", *SAME)
+        done = run("run", "recipes/tiny-dpo", "--run-dir", folder / "run", "--to", "prepare", *SAME, stack=True)
         assert done.code == 0, done.err
 
     prepared = once(tmp_path_factory, "preferences", make) / "run"

@@ -182,7 +182,7 @@ def make_bench(forge: Forge, folder: Path, architecture: Mapping[str, Any] | Non
         (recipe / "accelerate.yaml").write_text(json.dumps({"distributed_type": "MULTI_GPU"}))
         text = (recipe / "recipe.yaml").read_text()
         (recipe / "recipe.yaml").write_text(text.replace(f"{ATTENTION}, gate_proj, up_proj, down_proj", adapted))
-    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME)
+    done = run("run", recipe, "--run-dir", folder / "prepared", "--to", "prepare", *SAME, stack=True)
     assert done.code == 0, done.err
     (folder / "runs").mkdir()
     return Bench(forge, recipe, folder / "prepared", folder / "runs")
