@@ -65,11 +65,11 @@ def path_argument(value: str | Path) -> Path:
     elif len(text.encode()) > _MAX_PATH or any(len(part.encode()) > _MAX_NAME for part in Path(text).parts):
         problem = f"{text!r} is longer than a path can be"
     if problem:
-        raise UserError(Problem(problem, file="command line", fix=fix))
+        raise UserError(problem, file="command line", fix=fix)
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise UserError(Problem(f"{text!r}: there is no such user here", file="command line", fix="write ./~...")) from None
+        raise UserError(f"{text!r}: there is no such user here", file="command line", fix="write ./~...") from None
 
 
 def path_option(help_text: str, *names: str, metavar: str = "DIR") -> Any:
@@ -93,7 +93,7 @@ def existing_folder(path: Path, what: str) -> Path:
     if path.is_dir():
         return path
     message = "is a file, not a folder" if path.exists() else "no such folder"
-    raise UserError(Problem(message, file=str(path), fix=f"give the path of {what}"))
+    raise UserError(message, file=str(path), fix=f"give the path of {what}")
 
 
 def newest_merged(below: Path) -> Path:
@@ -103,7 +103,7 @@ def newest_merged(below: Path) -> Path:
     found = [path for path in below.glob(f"*/*/merged/{MANIFEST}") if path.is_file()]
     if not found:
         fix = "make demo first, or name a folder: make eval-ifeval MODEL=DIR, clustertune eval DIR"
-        raise UserError(Problem("no merged model in this folder of runs", file=str(below), fix=fix))
+        raise UserError("no merged model in this folder of runs", file=str(below), fix=fix)
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 

@@ -25,7 +25,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import local, stack
 from clustertune.launch.agent import Agent, measured
-from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.plan import Plan
 from clustertune.megatron import inputs
 from clustertune.monitor import live
@@ -70,7 +70,7 @@ def check_folder(resolved: Resolved, path: Path) -> None:
         if not run.is_of(resolved):
             raise UserError(_differences(run, resolved))
     elif path.is_dir() and any(not _is_ours(entry.name) for entry in path.iterdir()):
-        raise UserError(Problem("holds something else than a run", file=str(path), fix="give a new or empty --run-dir"))
+        raise UserError("holds something else than a run", file=str(path), fix="give a new or empty --run-dir")
 
 
 def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bool = True) -> RunDir:
@@ -90,8 +90,6 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         if not same or before.identities[1] != resolved.identities[1]:
             run.describe(resolved)
         return run
-    import json
-
     document = {
         "schema": SCHEMA,
         "description": 1,
@@ -198,9 +196,7 @@ class Chain:
         wanted = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
         missing = [stage for stage in STAGES[: STAGES.index(first)] if self.run.stage(stage) is None]
         if missing:
-            raise UserError(
-                Problem(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
-            )
+            raise UserError(f"not finished in this run: {', '.join(missing)}", key="--from", fix=f"--from {missing[0]}")
         ours = self.resolved.recipe.megatron is None and self.run.stage("train") is None and "train" in wanted
         if ours and (problems := stack.trackers(self.resolved.train_args)):
             raise UserError(problems)
@@ -364,10 +360,7 @@ class Chain:
         program = local.rank_program(self.run.path, plan.attempt, quiet=self.quiet)
         agent = Agent(self.run.path, plan, node=0)
         agent.run(local.accelerate_command(self.run, self.resolved, program), quiet=self.quiet)
-        outcome = judge(folder, plan)
-        with contextlib.suppress(OSError):  # a full disk is what it may have to tell
-            outcome.write(folder)
-        return outcome
+        return conclude(folder, plan)
 
     def _stopped(self) -> Problem:
         return Problem("stopped as asked, at a saved step", file=str(self.run.path), fix="run the same command again to go on")
@@ -378,10 +371,9 @@ class Chain:
 
         path = store.find_checkpoint(self.run.path)
         if (found := store.parse(path)) is None or not _is_final(found):
-            problem = Problem(
+            raise UserError(
                 "is not the final checkpoint, and no whole one is", file=str(path), fix="--from train makes it again"
             )
-            raise UserError(problem)
         if self.resolved.recipe.megatron is not None:
             path = inputs.exported(self.run.path)
         if self.resolved.recipe.lora is None:
@@ -398,12 +390,8 @@ class Chain:
     def base_folder(self) -> Path:
         """The base model's folder: made by the run, given by the recipe, or the Hub's local snapshot."""
         model = self.resolved.recipe.model
-        if model.weights == "random":
-            return self.run.local_model(model.name)
-        if (staged := bundle.staged_folder(self.resolved)) and (found := bundle.model_folder(staged)):
+        if (found := needs.local_model(self.resolved, self.run)) is not None:
             return found
-        if model.path:
-            return Path(model.path)
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model.name, revision=model.revision))

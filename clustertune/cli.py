@@ -108,9 +108,7 @@ def _resolve(recipe: str, overrides: list[str] | None, *, tiny: bool, ranks: int
         resolved = resolve(recipe, overrides or [], tiny=tiny, ranks=few)
     elif ranks is None and not small and resolved.world_size > gpus:
         fix = f"--tiny runs it here scaled down; {resolved.world_size} GPUs, or --ranks N, run it as it is"
-        raise UserError(
-            Problem(f"asks for {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
-        )
+        raise UserError(f"asks for {resolved.world_size} GPUs, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
     return resolved
 
 
@@ -201,7 +199,7 @@ def run(
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if not stages:
         fix = f"the order is {', '.join(STAGES)}"
-        raise UserError(Problem(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix))
+        raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
     resolved = _resolve(recipe, overrides, tiny=tiny, ranks=ranks, here=True)
     below = places.enter_here()
     path = run_dir or chain.default_run_dir(resolved, below)
@@ -223,7 +221,7 @@ def run(
 def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple[str, ...]) -> None:
     secrets.read_env(secrets.DEFAULT)
     if path.exists() and not path.is_dir():
-        raise UserError(Problem("is a file, a run needs a folder", file=str(path), fix="give another --run-dir"))
+        raise UserError("is a file, a run needs a folder", file=str(path), fix="give another --run-dir")
     from clustertune.staging import bundle
 
     if problems := bundle.find_problems(resolved):
@@ -439,7 +437,7 @@ def run_command(app: typer.Typer) -> int:
                 emit_json(known.as_dict())
         return int(known.code)
     if code == INTERRUPTED:  # typer takes the KeyboardInterrupt
-        known = UserError(Problem("interrupted", fix="the same command goes on where this one ended"), ExitCode.AGAIN)
+        known = UserError("interrupted", fix="the same command goes on where this one ended", code=ExitCode.AGAIN)
         show_error(known)
         if as_json:
             emit_json({**known.as_dict(), "exit_code": code})
@@ -461,12 +459,11 @@ def explain(error: BaseException) -> UserError:
     elif cause := storage_cause(error):
         known = storage_error(cause, "cannot be used", ".")
     elif isinstance(error, ModuleNotFoundError) and (extra := _extra(error.name or "")):
-        problem = Problem(f"the Python package {error.name} is not installed", fix=how_to_install(extra))
-        known = UserError(problem, ExitCode.CONFIG)
+        known = UserError(f"the Python package {error.name} is not installed", fix=how_to_install(extra), code=ExitCode.CONFIG)
     else:
         traceback.print_exception(error)
         text = (str(error).splitlines() or [""])[0]
-        known = UserError(Problem(f"{type(error).__name__}: {text}", fix="internal error; please report it"), ExitCode.FAILED)
+        known = UserError(f"{type(error).__name__}: {text}", fix="internal error; please report it", code=ExitCode.FAILED)
     show_error(known)
     return known
 
@@ -488,9 +485,9 @@ def _usage(error: typer.TyperException) -> UserError:
         text = "an argument is missing"
     if type(error).__name__ == "NoArgsIsHelpError":
         say(text)
-        return UserError(Problem(f"{command}: a command is missing"), ExitCode.CONFIG)
+        return UserError(f"{command}: a command is missing", code=ExitCode.CONFIG)
     usage = context.get_usage().removeprefix("Usage: ") if context else command
-    known = UserError(Problem(text, file="command line", fix=f"usage: {usage}; --help explains"), ExitCode.CONFIG)
+    known = UserError(text, file="command line", fix=f"usage: {usage}; --help explains", code=ExitCode.CONFIG)
     show_error(known)
     return known
 

@@ -194,7 +194,7 @@ def choose(made: Draft, folder: Path, calibrated: CalibratedCluster, method: str
         enough = fewest_nodes(source.resolved, calibrated.constants, machine.usable_bytes, cudnn=machine.has_cudnn_attention)
         fix = f"FSDP2 fits on {enough} such nodes" if enough and enough > nodes else "take larger GPUs"
         fix += {"full": ", or --method lora", "lora": ", or --method qlora", "qlora": ""}[method]
-        raise NothingFits(Problem(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix))
+        raise NothingFits(f"nothing fits on {machine.name}: {why}", file="command line", key="--gpus", fix=fix)
     arguments = found.candidate.arguments(source.resolved)
     document, _, _ = read_overrides(arguments)
     recipe = _over(made.recipe, document.data)

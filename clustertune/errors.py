@@ -48,9 +48,18 @@ class Problem:
 class UserError(Exception):
     """Everything that is wrong with what the user gave, at once. The command line prints it without a traceback."""
 
-    def __init__(self, problems: Problem | str | Iterable[Problem], code: ExitCode = ExitCode.CONFIG) -> None:
+    def __init__(
+        self,
+        problems: Problem | str | Iterable[Problem],
+        code: ExitCode = ExitCode.CONFIG,
+        *,
+        file: str | None = None,
+        key: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        """``problems``: one or more, or the message of a single one, to which ``file``, ``key`` and ``fix`` belong."""
         if isinstance(problems, str):
-            problems = Problem(problems)
+            problems = Problem(problems, file, key, fix)
         self.problems: list[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
         self.code = code
         super().__init__("\n".join(str(p) for p in self.problems))
@@ -95,4 +104,4 @@ def storage_error(error: OSError, doing: str, path: str | Path) -> UserError:
         fix = f"give another path, or change who may read and write it, {again}"
     else:
         fix = f"fix the storage, {again}"
-    return UserError(Problem(f"{doing}: {error.strerror or error}", file=str(path), fix=fix), code)
+    return UserError(f"{doing}: {error.strerror or error}", file=str(path), fix=fix, code=code)

@@ -22,13 +22,13 @@ from clustertune.config.resolved import Resolved
 from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, UserError
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, Job, note_end
 from clustertune.launch import container, image, megatron, progress, serving, slurm, stack, step
 from clustertune.launch.agent import asked_file
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.environment import Setting, environment
-from clustertune.launch.judge import Outcome, any_node_failed, judge
+from clustertune.launch.judge import Outcome, any_node_failed, conclude
 from clustertune.launch.plan import Node, Plan
 from clustertune.launch.rendezvous import first_port
 from clustertune.nccl_check import prolog
@@ -129,8 +129,7 @@ class JobChain(chain.Chain):
         record = self.run.stage(stage)
         if code or record is None:
             known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
-            fix = "the lines above say why"
-            raise UserError(Problem(f"{stage} failed in the container (exit code {code})", fix=fix), known)
+            raise UserError(f"{stage} failed in the container (exit code {code})", fix="the lines above say why", code=known)
         self.results[stage] = record
 
     @contextlib.contextmanager
@@ -143,7 +142,7 @@ class JobChain(chain.Chain):
         say(str(found))
         if len(self.allocation.nodes) < found.serving.nodes:
             text = f"{found.serving} in a job of {len(self.allocation.nodes)}"
-            raise UserError(Problem(text, key="eval", fix="clustertune submit gives each stage a job of its own size"))
+            raise UserError(text, key="eval", fix="clustertune submit gives each stage a job of its own size")
         job = f"{self.allocation.job_id}-{self.allocation.restart}"
         folder = self.run.path.resolve() / "servers" / job
         nodes = self.allocation.nodes[: found.serving.nodes]
@@ -213,9 +212,7 @@ class JobChain(chain.Chain):
         contained = self.cluster.container.runtime in container.RUNTIMES
         ask = asked_file(folder).touch if contained else None
         step.run_step(command, self.signals, self.still_mine, lambda: any_node_failed(folder, plan), ask)
-        self.outcome = judge(folder, plan, requested=bool(self.signals))
-        with contextlib.suppress(OSError):  # a full disk is what it may have to tell
-            self.outcome.write(folder)
+        self.outcome = conclude(folder, plan, requested=bool(self.signals))
         return self.outcome
 
 

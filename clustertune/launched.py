@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode
 from clustertune.launch import node, progress, torchrun
-from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.judge import Outcome, conclude
 from clustertune.launch.plan import Node, Plan
 from clustertune.rundir import RunDir
 
@@ -80,10 +79,7 @@ class TorchrunChain(Chain):
         self.server.tell(plan.attempt)
         take_part(self.run.path, plan.attempt, self.call, quiet=self.quiet)
         torchrun.await_nodes(self.run.path, plan)
-        outcome = judge(folder, plan)
-        with contextlib.suppress(OSError):  # a full disk is what it may have to tell
-            outcome.write(folder)
-        return outcome
+        return conclude(folder, plan)
 
 
 def take_part(run_path: Path, attempt: int, call: TorchrunCall, *, quiet: bool) -> int:

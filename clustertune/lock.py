@@ -7,14 +7,16 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, UserError
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """flock(2) on file systems mounted without locks (Lustre without ``flock``, some NFS servers): better unlocked than not at
 all; two writers at once are then the user's care."""
+POLL_SECONDS = 0.2
 
 
 @contextlib.contextmanager
@@ -25,7 +27,9 @@ def held(path: Path, doing: str, *, shown: Path, fix: str) -> Iterator[None]:
     Raises UserError (exit 75) where another process has it: ``shown: process 7 on node3 DOING -> fix``; with exit 2 where a
     link, or something else than a file, lies there. Raises OSError where the file cannot be made.
     """
-    fd = _take(path, doing, shown, fix)
+    fd = take(path)
+    if isinstance(fd, str):
+        raise UserError(f"{fd} {doing}", file=str(shown), fix=fix, code=ExitCode.AGAIN)
     try:
         yield
     finally:
@@ -62,11 +66,17 @@ def _open(path: Path) -> int:
     if fd < 0 or not stat.S_ISREG(os.fstat(fd).st_mode):
         if fd >= 0:
             os.close(fd)
-        raise UserError(Problem("is no plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}"))
+        raise UserError("is no plain file, so it cannot be a lock", file=str(path), fix=f"rm {path}")
     return fd
 
 
-def _take(path: Path, doing: str, shown: Path, fix: str) -> int:
+def take(path: Path, how: int = fcntl.LOCK_EX, wait: Callable[[str], None] | None = None) -> int | str:
+    """A descriptor of the file ``path`` with its lock (``LOCK_EX``, or ``LOCK_SH`` to share it), made where it is absent.
+
+    Where others have it: the words that name the holder, or with ``wait``, which gets them once, the descriptor later.
+    The file's times are those of before: to look is not to use. Raises OSError, and UserError as :func:`held`.
+    """
+    announced = False
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -74,18 +84,28 @@ def _take(path: Path, doing: str, shown: Path, fix: str) -> int:
         except FileNotFoundError:  # the holder before has just removed the folder
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(fd)
-            raise UserError(Problem(f"{holder} {doing}", file=str(shown), fix=fix), ExitCode.AGAIN) from None
+            if wait is None:
+                return holder
+            if not announced:
+                wait(holder)
+            announced = True
+            time.sleep(POLL_SECONDS)
+            continue
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
         if _is_at(path, fd):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+            if how == fcntl.LOCK_EX:
+                before = os.fstat(fd)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+                with contextlib.suppress(OSError):  # another user's file
+                    os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
             return fd
         os.close(fd)
 

@@ -72,12 +72,12 @@ class Hasher(Protocol):
         """The digest so far, in hex."""
 
 
-def new_hasher(algorithm: str) -> Hasher:
-    """An empty hash of ``sha256``, ``xxh3_128``, or ``git_sha1`` (without git's header)."""
+def new_hasher(algorithm: str, size: int = 0) -> Hasher:
+    """An empty hash of ``sha256``, ``xxh3_128``, or ``git_sha1``, whose header has the ``size`` of the content in bytes."""
     if algorithm == SHA256:
         return hashlib.sha256()
     if algorithm == GIT_SHA1:
-        return hashlib.sha1(usedforsecurity=False)
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     import xxhash
 
     assert algorithm == XXH3_128, algorithm
@@ -154,10 +154,8 @@ def write_durably(path: Path, data: bytes | str) -> None:
 
 def hash_file(path: Path, algorithm: str = SHA256, stop: threading.Event | None = None) -> FileRecord:
     """Size and digest of a file, read in chunks of 1 MiB. ``stop``, once set, ends it early with a digest of the part read."""
-    digest, size = new_hasher(algorithm), 0
+    digest, size = new_hasher(algorithm, path.stat().st_size), 0
     with path.open("rb") as src:
-        if algorithm == GIT_SHA1:
-            digest.update(b"blob %d\0" % os.fstat(src.fileno()).st_size)
         while (chunk := src.read(_CHUNK)) and not (stop and stop.is_set()):
             digest.update(chunk)
             size += len(chunk)
@@ -231,12 +229,12 @@ def read_manifest(folder: Path, kind: str | None = None) -> Manifest:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(Problem("no manifest: the folder was never finished", file=str(path))) from None
+        raise UserError("no manifest: the folder was never finished", file=str(path)) from None
     except OSError as error:
-        raise UserError(Problem(f"unreadable manifest: {error}", file=str(path))) from None
+        raise UserError(f"unreadable manifest: {error}", file=str(path)) from None
     found = parse(data, str(path))
     if kind is not None and found.kind != kind:
-        raise UserError(Problem(f"holds a {found.kind}, not a {kind}", file=str(folder)))
+        raise UserError(f"holds a {found.kind}, not a {kind}", file=str(folder))
     return found
 
 
@@ -255,7 +253,7 @@ def parse(data: bytes, shown: str) -> Manifest:
                 raise ValueError(f"a {body['kind']} takes SHA-256 only, {name} has {files[name].algorithm}")
         return Manifest(str(body["kind"]), files, dict(body["meta"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable manifest: {error}", file=shown)) from None
+        raise UserError(f"unreadable manifest: {error}", file=shown) from None
 
 
 def find_problems(folder: Path, kind: str | None = None, *, hashes: bool = True, allow_extra: bool = False) -> list[Problem]:

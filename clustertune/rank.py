@@ -139,14 +139,14 @@ def _explain(error: BaseException, log: Path) -> UserError:
     if isinstance(error, UserError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        return UserError(Problem("interrupted", fix="run the same command again to go on"), ExitCode.AGAIN)
+        return UserError("interrupted", fix="run the same command again to go on", code=ExitCode.AGAIN)
     if (cause := storage_cause(error)) is not None:
         return storage_error(cause, "training stopped", Path(cause.filename or log.parent))
     first = f"{type(error).__name__}: {error}".splitlines()[0]
     if is_full(log.parent):
         problem = Problem(f"no space left: {first}", file=str(log), fix="free space, then run the same command again")
         return UserError(problem, ExitCode.STORAGE)
-    return UserError(Problem(first, file=str(log)), ExitCode.FAILED)
+    return UserError(first, file=str(log), code=ExitCode.FAILED)
 
 
 def _redirect_output(log: Path, *, show: bool) -> TextIO:
@@ -178,22 +178,28 @@ class _Forgiving(io.TextIOWrapper):
 def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: TextIO) -> ExitCode:
     """Build the trainer, resume from the newest whole checkpoint, train, and say how it ended."""
     resolved = run.resolved()
-    if resolved.recipe.megatron is not None:
-        return _train_megatron(run, resolved, number, stop, heartbeat, out)
+    of_megatron = resolved.recipe.megatron is not None
     records = run.attempt(number)
-    plan = Plan.read(records) if (records / PLAN).exists() else None
+    plan = Plan.read(records) if of_megatron or (records / PLAN).exists() else None
     if plan is not None and _is_first():
         _limit(run, resolved, number, stop)
     keys = _take_secrets()
     near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
     source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
+
+    def fence() -> None:
+        check_fence(run.path, number)
+
+    if of_megatron:  # NVIDIA's loop, with this rank's signals, records and checkpoints
+        from clustertune.megatron import program
+
+        bundle.enter(resolved)
+        notes = _follow_plan(plan)
+        return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
     notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
 
     from clustertune.training import measure
     from clustertune.training.session import Attempt, Session
-
-    def fence() -> None:
-        check_fence(run.path, number)
 
     attempt: Attempt = Attempt(number, plan, stop, heartbeat, fence, out)
     session = Session.build(run.path, resolved, attempt, notes)
@@ -220,27 +226,6 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
     return session.run(trainer, latest)
-
-
-def _train_megatron(
-    run: RunDir, resolved: Resolved, number: int, stop: StopFlag, heartbeat: Heartbeat, out: TextIO
-) -> ExitCode:
-    """The same for a recipe whose ranks are Megatron's: NVIDIA's loop, with this rank's signals, records and checkpoints."""
-    from clustertune.megatron import program
-
-    records = run.attempt(number)
-    if _is_first():
-        _limit(run, resolved, number, stop)
-    keys = _take_secrets()
-    near = node.places(records, _node_of(int(os.environ.get("RANK", "0")), records))
-    source = (str(near["model"]), None) if "model" in near else needs.model_source(run, resolved)
-    bundle.enter(resolved)
-    notes = _follow_plan(Plan.read(records))
-
-    def fence() -> None:
-        check_fence(run.path, number)
-
-    return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
 
 
 def _between_ends(run: RunDir, plan: Plan | None) -> float:

@@ -34,7 +34,7 @@ from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, progress, rendezvous, torchrun
 from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, monitored, rank_pids
-from clustertune.launch.judge import Outcome, judge
+from clustertune.launch.judge import Outcome, conclude, judge
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
 from clustertune.process import stop_signals
@@ -112,10 +112,7 @@ def train_loop(config: dict[str, Any]) -> None:
     program = local.rank_program(run.path, attempt, quiet=bool(config["quiet"]))
     agent.run_rank([sys.executable, "-m", "clustertune", *program], environment, Path(config["stop"]), quiet=config["quiet"])
     torchrun.await_nodes(run.path, plan)
-    outcome = judge(folder, plan)
-    if rank == 0:
-        with contextlib.suppress(OSError):  # a full disk is what it may have to tell
-            outcome.write(folder)
+    outcome = conclude(folder, plan) if rank == 0 else judge(folder, plan)
     if outcome.code is ExitCode.FAILED or (outcome.code is ExitCode.AGAIN and not outcome.asked):
         raise RankFailed("; ".join(str(problem) for problem in outcome.problems))
 
@@ -372,12 +369,10 @@ def cluster(workers: int) -> Iterator[bool]:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             fix = "start Ray there, or unset RAY_ADDRESS for one on this machine"
-            raise UserError(
-                Problem(f"no Ray cluster: {text}", file=address or "this machine", fix=fix), ExitCode.AGAIN
-            ) from None
+            raise UserError(f"no Ray cluster: {text}", file=address or "this machine", fix=fix, code=ExitCode.AGAIN) from None
         stack.callback(ray.shutdown)
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if 0 < gpus < workers:
             text = f"{workers} ranks, the Ray cluster has {gpus} GPUs"
-            raise UserError(Problem(text, key="--workers", fix="add nodes, or give the number there is"))
+            raise UserError(text, key="--workers", fix="add nodes, or give the number there is")
         yield gpus > 0

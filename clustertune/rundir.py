@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clustertune import lock
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.events import read_object
 from clustertune.manifest import write_durably
 
@@ -34,8 +34,7 @@ SCHEMA = "clustertune.run/1"
 def require_stage(name: str, key: str | None = None) -> None:
     """Raise UserError for a name that is no stage's. ``key``: the option that gave it."""
     if name not in STAGES:
-        fix = f"one of {', '.join(STAGES)}"
-        raise UserError(Problem(f"there is no stage {name!r}", file="command line", key=key, fix=fix))
+        raise UserError(f"there is no stage {name!r}", file="command line", key=key, fix=f"one of {', '.join(STAGES)}")
 
 
 def keep_private(cluster: Cluster | None = None) -> None:
@@ -118,15 +117,13 @@ class RunDir:
             found: dict[str, Any] = json.loads(self.run_json.read_bytes())
         except FileNotFoundError:
             raise UserError(
-                Problem("is no run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR")
+                "is no run folder: it has no run.json", file=str(self.path), fix="clustertune run RECIPE --run-dir DIR"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(Problem(f"unreadable: {error}", file=str(self.run_json))) from None
+            raise UserError(f"unreadable: {error}", file=str(self.run_json)) from None
         if isinstance(found, dict) and found.get("schema", SCHEMA) != SCHEMA:
             text = f"{found['schema']!r}, this release reads {SCHEMA}"
-            raise UserError(
-                Problem(text, file=str(self.run_json), key="schema", fix="use the release of clustertune that wrote it")
-            )
+            raise UserError(text, file=str(self.run_json), key="schema", fix="use the release of clustertune that wrote it")
         return found
 
     def resolved(self) -> Resolved:
@@ -140,10 +137,10 @@ class RunDir:
             if body.get("fingerprint", digest) in found.identities:
                 return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(Problem(f"holds no resolved recipe: {error!r}", file=str(self.run_json))) from None
+            raise UserError(f"holds no resolved recipe: {error!r}", file=str(self.run_json)) from None
         text = f"its recipe was changed: fingerprint {digest[:12]} found, {body['fingerprint'][:12]} expected"
         fix = "give another --run-dir; go on with this one only by the version of clustertune that wrote it"
-        raise UserError(Problem(text, file=str(self.run_json), key="recipe", fix=fix))
+        raise UserError(text, file=str(self.run_json), key="recipe", fix=fix)
 
     def is_of(self, resolved: Resolved) -> bool:
         """Whether this run is of this recipe, on whatever ranks. Raises UserError where ``run.json`` cannot be read."""
@@ -163,13 +160,12 @@ class RunDir:
         found = next((one for one in (body, *body.get("earlier", [])) if one.get("description") == number), None)
         fix = "clustertune submit again: its jobs read what it writes"
         if found is None:
-            raise UserError(Problem(f"has no description {number}", file=str(self.run_json), key="description", fix=fix))
+            raise UserError(f"has no description {number}", file=str(self.run_json), key="description", fix=fix)
         try:
             cluster = None if found.get("cluster") is None else Cluster.model_validate(found["cluster"])
             return Description(number, Resolved.from_dict(found["recipe"]), cluster)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            text = f"description {number} cannot be read: {error!r}"
-            raise UserError(Problem(text, file=str(self.run_json), fix=fix)) from None
+            raise UserError(f"description {number} cannot be read: {error!r}", file=str(self.run_json), fix=fix) from None
 
     def describe(
         self, resolved: Resolved, cluster: Cluster | None = None, jobs: Mapping[str, Any] | None = None, *, write: bool = True

@@ -175,18 +175,18 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         what = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
-        raise UserError(Problem(what, file=str(path), fix="a regular file of your own, mode 0600")) from None
+        raise UserError(what, file=str(path), fix="a regular file of your own, mode 0600") from None
     try:
         problems = file_problems(os.fstat(fd), os.stat(path.parent), path)  # noqa: PTH116 - both from the system, alike
         if problems:
             raise UserError(problems)
         data = os.read(fd, _MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path))) from None
+        raise UserError(f"cannot be read: {error.strerror}", file=str(path)) from None
     finally:
         os.close(fd)
     if len(data) > _MAX_BYTES:
-        raise UserError(Problem(f"larger than {_MAX_BYTES >> 10} KiB: this is no .env", file=str(path)))
+        raise UserError(f"larger than {_MAX_BYTES >> 10} KiB: this is no .env", file=str(path))
     return data
 
 

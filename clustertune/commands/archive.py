@@ -13,7 +13,7 @@ import typer
 
 from clustertune.arguments import AsJson, existing_folder, path_argument
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import UserError, storage_error
 from clustertune.manifest import (
     MANIFEST,
     FileRecord,
@@ -163,7 +163,7 @@ class Destination:
         except FileNotFoundError:
             return None
         if found.kind != KIND:
-            raise UserError(Problem(f"holds a {found.kind}, not an {KIND}", file=self.shown))
+            raise UserError(f"holds a {found.kind}, not an {KIND}", file=self.shown)
         return found
 
     @contextlib.contextmanager
@@ -175,7 +175,7 @@ class Destination:
         except Exception as error:  # each storage has its own exceptions
             message = (str(error).strip() or type(error).__name__).splitlines()[0]
             fix = "is the address right, is there a network, are the keys in the environment? Then the same command again"
-            raise UserError(Problem(f"{type(error).__name__}: {message}", file=f"{self.shown}/{name}", fix=fix)) from None
+            raise UserError(f"{type(error).__name__}: {message}", file=f"{self.shown}/{name}", fix=fix) from None
 
 
 def copy(source: Destination, target: Destination, names: dict[str, FileRecord | None]) -> tuple[dict[str, FileRecord], int]:
@@ -188,10 +188,10 @@ def copy(source: Destination, target: Destination, names: dict[str, FileRecord |
         mine = source.record(name)
         fix = "take another copy; this one is damaged"
         if mine is None:
-            raise UserError(Problem("missing", file=f"{source.shown}/{name}", fix=fix))
+            raise UserError("missing", file=f"{source.shown}/{name}", fix=fix)
         if expected is not None and mine != expected:
             text = f"differs from the manifest's digest: {mine.digest[:12]}, not {expected.digest[:12]}"
-            raise UserError(Problem(text, file=f"{source.shown}/{name}", fix=fix))
+            raise UserError(text, file=f"{source.shown}/{name}", fix=fix)
         if target.record(name) != mine:
             with source.open(name, "rb") as read, target.open(name, "wb") as out:
                 shutil.copyfileobj(read, out, _PIECE)
@@ -199,9 +199,7 @@ def copy(source: Destination, target: Destination, names: dict[str, FileRecord |
             if target.record(name) != mine:
                 text = "was read back with other content than was written"
                 raise UserError(
-                    Problem(
-                        text, file=f"{target.shown}/{name}", fix="is the file still being written to, or the storage broken?"
-                    )
+                    text, file=f"{target.shown}/{name}", fix="is the file still being written to, or the storage broken?"
                 )
         records[name] = mine
     return records, written
@@ -213,11 +211,7 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
     resolved = run.resolved()
     if run.stage("train") is None:
         raise UserError(
-            Problem(
-                "its training has not ended",
-                file=str(run.path),
-                fix=f"clustertune run {resolved.name} first, or archive another",
-            )
+            "its training has not ended", file=str(run.path), fix=f"clustertune run {resolved.name} first, or archive another"
         )
     chosen = [run.path / name for name in KEPT]
     if merged or not run.adapter.exists():  # a full training's result is the model
@@ -225,7 +219,7 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
     if checkpoint:
         newest, _ = store.newest_whole(run.checkpoints) if run.checkpoints.is_dir() else (None, [])
         if newest is None:
-            raise UserError(Problem("no whole checkpoint here", file=str(run.checkpoints), fix="leave --checkpoint out"))
+            raise UserError("no whole checkpoint here", file=str(run.checkpoints), fix="leave --checkpoint out")
         chosen.append(newest.path)
     problems = [problem for path in chosen if (path / MANIFEST).exists() for problem in find_problems(path, allow_extra=True)]
     if problems:
@@ -241,13 +235,13 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
     foreign = sorted(target.names() - set(names) - {MANIFEST}) if before is None else []
     if foreign or (before is not None and before.meta != mark):
         what = f"{before.meta.get('run')}" if before else foreign[0]
-        raise UserError(Problem(f"holds something else: {what}", file=target.shown, fix="name a new or empty place"))
+        raise UserError(f"holds something else: {what}", file=target.shown, fix="name a new or empty place")
     known = before.files if before is not None else {}
     source = Destination(str(run.path))
     for name in names:
         if name in known and source.record(name) != known[name]:
             fix = "name a new place: what was archived is never overwritten"
-            raise UserError(Problem(f"{name} has changed since it was archived", file=target.shown, fix=fix))
+            raise UserError(f"{name} has changed since it was archived", file=target.shown, fix=fix)
     records, written = copy(source, target, dict.fromkeys(names))
     found = Manifest(KIND, {**known, **records}, mark)
     if before is None or before.files != found.files:
@@ -260,10 +254,10 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
     found = source.manifest()
     if found is None:
         fix = "archive the run again, or name the place that --restore is to read first"
-        raise UserError(Problem("no archive, or one that was never finished", file=source.shown, fix=fix))
+        raise UserError("no archive, or one that was never finished", file=source.shown, fix=fix)
     target = Destination(str(run.path))
     if run.path.is_dir() and (foreign := sorted(target.names() - found.files.keys() - {"lock"})):
-        raise UserError(Problem(f"holds something else, such as {foreign[0]}", file=str(run.path), fix="name a new folder"))
+        raise UserError(f"holds something else, such as {foreign[0]}", file=str(run.path), fix="name a new folder")
     try:
         with run.lock():
             order = sorted(found.files, key=lambda name: (name == "run.json", name.endswith(MANIFEST), name))
@@ -274,4 +268,4 @@ def _restore(source: Destination, run: RunDir) -> tuple[Manifest, int]:
 
 
 def _wrong(text: str, fix: str) -> UserError:
-    return UserError(Problem(text, file="command line", fix=fix))
+    return UserError(text, file="command line", fix=fix)

@@ -256,7 +256,7 @@ def _measure(bench: Bench, args: BenchArguments, cluster: Cluster) -> int:
         nodes = bench.measured.recipe.slurm.nodes
         if len(given.nodes) != nodes:
             text = f"the job has {len(given.nodes)} nodes, the recipe asks for {nodes}"
-            raise UserError(Problem(text, key="slurm.nodes", fix="submit it again: clustertune bench RECIPE --submit"))
+            raise UserError(text, key="slurm.nodes", fix="submit it again: clustertune bench RECIPE --submit")
     for warning in bench.whole.warnings:
         say(f"warning: {warning}")
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, where it is installed, logs its import to stdout
@@ -289,7 +289,7 @@ def _keep(bench: Bench, out: Path, body: dict[str, Any]) -> None:
     _tell(body, folder / name)
     if taken:
         fix = f"copy {folder / name}.* to a place of its own, or measure again with --replace"
-        raise UserError(Problem(TAKEN, file=str(taken[0]), key="--out", fix=fix))
+        raise UserError(TAKEN, file=str(taken[0]), key="--out", fix=fix)
 
 
 def _tell(body: dict[str, Any], path: Path) -> None:

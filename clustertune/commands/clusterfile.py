@@ -11,7 +11,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, path_option
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import UserError, storage_error
 
 
 def add(app: typer.Typer) -> None:
@@ -35,7 +35,7 @@ def show_cluster(
 
     if write is not None:
         if cluster not in (None, "local"):
-            raise UserError(Problem("is described already", file="command line", key=cluster, fix="leave it out"))
+            raise UserError("is described already", file="command line", key=cluster, fix="leave it out")
         text, file = _draft(write), write.absolute()
         say(f"wrote {write}: {text.count('# unknown')} lines say what was not seen")
         cluster = str(file)
@@ -60,11 +60,11 @@ def _draft(file: Path) -> str:
     from clustertune.doctor import cluster_file
 
     if file.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, file.stem):
-        raise UserError(Problem("is no NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml"))
+        raise UserError("is no NAME.yaml", file=str(file), fix="as ops/clusters/my-cluster.yaml")
     seen = load_cluster(LOCAL)
     if seen.slurm is None:
         fix = "call this on a login node of the cluster"
-        raise UserError(Problem("no Slurm answers here: there is nothing to draft from", file=seen.source, fix=fix))
+        raise UserError("no Slurm answers here: there is nothing to draft from", file=seen.source, fix=fix)
     say(f"looking at one node of partition {seen.slurm.partition} (a job of seconds)")
     facts, fault = cluster_file.look_at_one(seen)
     if facts is None:
@@ -75,6 +75,6 @@ def _draft(file: Path) -> str:
             out.write(text)
     except OSError as error:
         if isinstance(error, FileExistsError):
-            raise UserError(Problem("is there already", file=str(file), fix="name another file, or move it away")) from None
+            raise UserError("is there already", file=str(file), fix="name another file, or move it away") from None
         raise storage_error(error, "cannot be written", file) from None
     return text

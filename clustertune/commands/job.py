@@ -13,7 +13,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_option
 from clustertune.console import say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.rundir import STAGES, RunDir, require_stage
 
 if TYPE_CHECKING:
@@ -133,11 +133,11 @@ def _recorded(run_dir: Path | None, number: int | None, *, of_sweep: bool) -> tu
     if number is None:
         return None
     if run_dir is None:
-        raise UserError(Problem("of which run?", file="command line", key="--description", fix="give --run-dir as well"))
+        raise UserError("of which run?", file="command line", key="--description", fix="give --run-dir as well")
     found = RunDir(run_dir).description(number)
     if found.cluster is None:
         text = f"description {number} has no cluster"
-        raise UserError(Problem(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again"))
+        raise UserError(text, file=str(RunDir(run_dir).run_json), key="cluster", fix="clustertune submit again")
     return found.resolved, found.cluster
 
 
@@ -186,7 +186,7 @@ def _point(sweep: Path) -> Point:
 
     text = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if not text.isdigit():
-        raise UserError(Problem("--sweep runs as a task of a job array", fix="clustertune sweep submits it"))
+        raise UserError("--sweep runs as a task of a job array", fix="clustertune sweep submits it")
     return point(sweep, int(text))
 
 
@@ -203,7 +203,7 @@ def node(
     if node_rank is None:
         text = os.environ.get("SLURM_NODEID", "")
         if not text.isdigit():
-            raise UserError(Problem("which node is this?", key="--node", fix="give --node, or start it with srun"))
+            raise UserError("which node is this?", key="--node", fix="give --node, or start it with srun")
         node_rank = int(text)
     raise typer.Exit(main(run_dir, attempt, node_rank, quiet=quiet, around=staged))
 

@@ -49,7 +49,7 @@ def torchrun_node(
 
     if node_rank >= nodes:
         text = f"there is no node {node_rank} of {nodes}: they are counted from 0"
-        raise UserError(Problem(text, file="command line", key="--node-rank"))
+        raise UserError(text, file="command line", key="--node-rank")
     resolved, each = resolve_for_nodes(recipe, overrides or [], tiny=tiny, nodes=nodes, ranks_per_node=ranks_per_node)
     below = places.enter_here()
     path = run_dir or default_run_dir(resolved, below)
@@ -127,7 +127,7 @@ def ray_train(
 
     if importlib.util.find_spec("ray") is None:
         fix = "make setup installs it (DEV_RAY in containers/versions.env)"
-        raise UserError(Problem("Ray is not installed", file=sys.executable, fix=fix))
+        raise UserError("Ray is not installed", file=sys.executable, fix=fix)
     from clustertune import chain, raytrain
     from clustertune.config.megatron import require_startable
     from clustertune.config.resolve import resolve
@@ -206,7 +206,7 @@ def sky(
         typer.echo(text, nl=False)
         return
     if out.is_dir():
-        raise UserError(Problem("is a folder", file=str(out), key="--out", fix="give a file"), ExitCode.CONFIG)
+        raise UserError("is a folder", file=str(out), key="--out", fix="give a file", code=ExitCode.CONFIG)
     from clustertune.manifest import write_durably
 
     write_durably(out, text)

@@ -124,7 +124,7 @@ def read(
 
 def _target(name: str) -> Path:
     from clustertune.config.schema import NAME
-    from clustertune.errors import Problem, UserError
+    from clustertune.errors import UserError
 
     folder = Path(name) if "/" in name else Path("recipes", name)
     text = fix = None
@@ -135,5 +135,5 @@ def _target(name: str) -> Path:
     elif not folder.parent.is_dir() and "/" in name:
         text, fix = f"{folder.parent} is no folder", "make it first"
     if text:
-        raise UserError(Problem(text, file=str(folder), key="NAME", fix=fix))
+        raise UserError(text, file=str(folder), key="NAME", fix=fix)
     return folder

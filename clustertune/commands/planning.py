@@ -251,7 +251,7 @@ def _counts(text: str | None, found: Plan) -> list[int]:
         counts = []
     if not counts or any(not 1 <= count <= found.machine.nodes for count in counts):
         text = f"{text!r} is not a list of node counts from 1 to {found.machine.nodes}, which {found.machine.name} has"
-        raise UserError(Problem(text, file="command line", key="--nodes", fix="write --nodes 1,2,4"))
+        raise UserError(text, file="command line", key="--nodes", fix="write --nodes 1,2,4")
     return counts
 
 
@@ -261,7 +261,7 @@ def _calibrate(calibrated: CalibratedCluster, runs: list[str], lengths: Lengths 
 
     if calibrated.calibration is None:
         text = "a cluster found by looking has no file to keep a calibration beside"
-        raise UserError(Problem(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md"))
+        raise UserError(text, file="command line", key="--cluster", fix="write a cluster file: docs/clusters.md")
     found = calibration.fit([_observe(calibrated, path_argument(run), lengths) for run in runs])
     calibration.store(calibrated.calibration, calibrated.cluster.name, datetime.date.today().isoformat(), found)
     if as_document:
@@ -301,7 +301,7 @@ def _observe(calibrated: CalibratedCluster, folder: Path, lengths: Lengths | Non
     times = [float(s.seconds or 0) for s in steps[WARM_UP:]]
     if len(times) < 3:
         text = f"has {len(steps)} timed steps; 5 are needed, 20 suffice"
-        raise UserError(Problem(text, file=str(run.metrics), key="step", fix="let the run go on, or give another"))
+        raise UserError(text, file=str(run.metrics), key="step", fix="let the run go on, or give another")
     peaks = [s.memory_bytes for s in steps if s.memory_bytes]
     where = calibrated.machine(resolved.recipe.slurm.nodes)
     lengths = lengths or _lengths_seen(resolved, steps)

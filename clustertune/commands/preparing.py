@@ -13,7 +13,7 @@ from clustertune import secrets
 from clustertune.config.resolved import Resolved
 from clustertune.console import escape, say
 from clustertune.data import prepare as conversations
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 
 MARKS = ("[[", "]]")
 """Around the trained tokens of a sample."""
@@ -66,7 +66,7 @@ def _tokenizer(resolved: Resolved, dataset: Path) -> Iterator[Any]:
 
     recipe = resolved.recipe
     if recipe.megatron is not None:
-        raise _Elsewhere(Problem("Megatron-Bridge tokenises by itself", file=resolved.name))
+        raise _Elsewhere("Megatron-Bridge tokenises by itself", file=resolved.name)
     if recipe.model.weights == "random":
         from clustertune.data.local_model import conversation_texts, local_tokenizer
 

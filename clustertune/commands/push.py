@@ -10,7 +10,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import AsJson, existing_folder, path_given
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def push(
         return
     if not publish:
         fix = "look at it with --dry-run, then give --publish"
-        raise UserError(Problem("nothing is sent without --publish", file="command line", key="--publish", fix=fix))
+        raise UserError("nothing is sent without --publish", file="command line", key="--publish", fix=fix)
     upload, done = hub.send(run, name, public=public, replace=replace, licence=licence)
     if as_json:
         emit_json({"repo": name, **vars(done), "private": not public, "files": upload.as_json()})
@@ -71,7 +71,7 @@ def _refuse_merged(run: RunDir) -> None:
     merged = any(run.path.glob("model*.safetensors"))
     if merged or (run.path / "adapter_config.json").exists():
         what = "is a whole model: only adapters are pushed" if merged else "is the adapter's own folder"
-        raise UserError(Problem(what, file=str(run.path), fix="give the run folder: the card is made from what it holds"))
+        raise UserError(what, file=str(run.path), fix="give the run folder: the card is made from what it holds")
 
 
 def _show(upload: Upload, name: str, public: bool, as_json: bool) -> None:

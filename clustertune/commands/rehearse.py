@@ -14,7 +14,7 @@ import typer
 
 from clustertune.arguments import AsJson, RecipeArgument, path_option
 from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from clustertune.cluster.keeper import State
@@ -131,7 +131,7 @@ def run(
     try:
         os.execvpe(command_line[0], command_line, commands_environment(state.conf))  # noqa: S606 (no shell: the point is to become it)
     except OSError as error:
-        raise UserError(Problem(f"cannot be run: {error.strerror}", file=command_line[0], fix="is it installed?")) from None
+        raise UserError(f"cannot be run: {error.strerror}", file=command_line[0], fix="is it installed?") from None
 
 
 def _name(name: str) -> str:
@@ -139,7 +139,7 @@ def _name(name: str) -> str:
 
     if not re.fullmatch(NAME, name):
         fix = "letters, digits and . _ -, beginning with a letter or digit, at most 64"
-        raise UserError(Problem(f"{name!r} cannot be a cluster's name", file="command line", key="--name", fix=fix))
+        raise UserError(f"{name!r} cannot be a cluster's name", file="command line", key="--name", fix=fix)
     return name
 
 
@@ -160,10 +160,10 @@ def _others() -> str:
 def _alive(state: State | None, name: str) -> State:
     if state is None:
         message = f"there is no cluster {name}{_others()}"
-        raise UserError(Problem(message, fix="clustertune cluster up starts one, --name chooses among several"))
+        raise UserError(message, fix="clustertune cluster up starts one, --name chooses among several")
     if not state.alive:
         message = f"the process that kept the cluster {name} was killed, and the cluster ended with it"
-        raise UserError(Problem(message, fix="clustertune cluster up starts a new one"))
+        raise UserError(message, fix="clustertune cluster up starts a new one")
     return state
 
 
@@ -235,7 +235,7 @@ def demo_slurm(
     from clustertune.launch import places
 
     if not SCRIPT.is_file():
-        raise UserError(Problem("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune"))
+        raise UserError("no such file", file=str(SCRIPT), fix="call this in the checkout of clustertune")
     if "=" in recipe:  # the recipe is left out, and this is the first of the overrides
         recipe, overrides = DEMO, [recipe, *(overrides or [])]
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(recipe).name)

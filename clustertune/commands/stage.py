@@ -15,7 +15,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Overrides, Tiny, path_option
 from clustertune.console import emit_json, say, show_error
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster, Staging
@@ -63,8 +63,7 @@ def stage(
         _clean(cluster, node_local, dry_run, as_json)
         return
     if recipe is None:
-        fix = "clustertune stage RECIPE, --verify DIR, or --clean"
-        raise UserError(Problem("a recipe is missing", file="command line", fix=fix))
+        raise UserError("a recipe is missing", file="command line", fix="clustertune stage RECIPE, --verify DIR, or --clean")
     from clustertune.config.resolve import resolve
 
     resolved = resolve(recipe, overrides or [], tiny=tiny)
@@ -79,11 +78,9 @@ def stage(
 def _check_modes(to: Path | None, verify: Path | None, clean: bool, ifeval: Path | None) -> None:
     modes = [name for name, given in (("--to", to), ("--verify", verify), ("--clean", clean)) if given]
     if len(modes) > 1:
-        raise UserError(Problem(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them"))
+        raise UserError(f"{' and '.join(modes)} exclude each other", file="command line", fix="give one of them")
     if ifeval is not None and to is None:
-        raise UserError(
-            Problem("--ifeval is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --ifeval FILE")
-        )
+        raise UserError("--ifeval is for --to", file="command line", fix="clustertune stage RECIPE --to DIR --ifeval FILE")
 
 
 def _allocation() -> tuple[str, ...]:
@@ -102,7 +99,7 @@ def _staging_of(cluster: str | None) -> Staging:
     if machine.storage.staging is None:
         fix = "storage: {staging: {path: /local/staging, gb: 2000}} in its file, or --cluster names another one"
         text = f"cluster {machine.name} says of no disk to copy to"
-        raise UserError(Problem(text, file=machine.source, key="storage.staging", fix=fix))
+        raise UserError(text, file=machine.source, key="storage.staging", fix=fix)
     return machine.storage.staging
 
 
@@ -162,7 +159,7 @@ def _here(resolved: Resolved, staging: Staging, run_dir: Path | None, bounds: Bo
     for note in notes:
         say(f"note: {note}")
     if not sources:
-        raise UserError(Problem("nothing of this recipe is there to be copied yet", file=resolved.name, fix=notes[0]))
+        raise UserError("nothing of this recipe is there to be copied yet", file=resolved.name, fix=notes[0])
     stager = Stager(cache.open_cache(staging), bounds)
     host = os.uname().nodename
     if dry_run:

@@ -67,7 +67,7 @@ def submit(
         _show_status(status, as_json)
         return
     if recipe is None:
-        raise UserError(Problem("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN"))
+        raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
     plan = Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last, one_job)
     problems = plan.find_problems(dry_run)
     if problems:
@@ -380,7 +380,6 @@ class Submission:
     def send(self, as_json: bool) -> None:
         """Submit, or say why not."""
         from clustertune import chain, lock
-        from clustertune.launch import slurm
         from clustertune.launch import submit as launch
 
         keep_private(self.machine)
@@ -392,22 +391,14 @@ class Submission:
             if note := changed(opened.read().get("container"), self.image):
                 say(f"warning: {note}")
             opened.update(container=self.image.as_json())
-        fix = "wait for it"
-        with lock.held(folder / "lock", "submits this run", shown=self.path, fix=fix):
-            if live := launch.live_jobs(self.path):
-                fix = (
-                    f"clustertune submit --status {shlex.quote(str(self.path))} shows them; scancel {' '.join(live)} ends them"
-                )
-                problem = Problem(f"jobs of this run are in the queue: {', '.join(live)}", file=str(self.path), fix=fix)
-                raise UserError(problem, ExitCode.AGAIN)
+        with lock.held(folder / "lock", "submits this run", shown=self.path, fix="wait for it"):
+            launch.require_none_live(self.path, "jobs of this run", "clustertune submit --status")
             opened.update(environment=[vars(setting) for setting in self.variables])
             opened.write_own_files(self.resolved)
             if opened.describe(self.resolved, self.machine, self.shapes) != self.number:
                 text = "another command has changed this run meanwhile"
-                raise UserError(Problem(text, file=str(opened.run_json), fix="submit again"), ExitCode.AGAIN)
-            sent = launch.submit_all(
-                opened.path, self.jobs, lambda options, script, arguments: slurm.submit(options, script, arguments, os.environ)
-            )
+                raise UserError(text, file=str(opened.run_json), fix="submit again", code=ExitCode.AGAIN)
+            sent = launch.submit_all(opened.path, self.jobs)
         if as_json:
             emit_json({"run_dir": str(self.path), "jobs": sent})
             return

@@ -57,7 +57,7 @@ def sweep(
         _show_results(read_sweep(existing_folder(results, "a sweep")), metric, as_json)
         return
     if recipe is None:
-        raise UserError(Problem("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b"))
+        raise UserError("a recipe is missing", file="command line", fix="clustertune sweep RECIPE section.key=a,b")
     if last is not None:
         require_stage(last, "--to")
     last = last or ("train" if metric in ("eval_loss", "loss", "eval_token_accuracy") else "eval")
@@ -97,9 +97,7 @@ def _here(
     ranks_needed = max(item.world_size for item in resolved)
     if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():
         text = f"asks for {ranks_needed} GPUs, this machine has {visible_gpus()}"
-        raise UserError(
-            Problem(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
-        )
+        raise UserError(text, file=recipe, key="slurm", fix="--tiny runs it here scaled down; without --here it is a job")
     return made, resolved
 
 

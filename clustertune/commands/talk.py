@@ -14,7 +14,7 @@ import typer
 
 from clustertune.arguments import ClusterOption, Device, existing_folder, path_argument
 from clustertune.console import say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 
 if TYPE_CHECKING:
     from clustertune.evaluate.model import ModelFacts
@@ -91,7 +91,7 @@ class _Talk:
         count = inputs["input_ids"].shape[1]
         if count > self.room:
             text = f"{count} tokens were said, {self.room} leave room for an answer"
-            raise UserError(Problem(text, key="--max-new-tokens", fix="/new forgets what was said; or lower it"))
+            raise UserError(text, key="--max-new-tokens", fix="/new forgets what was said; or lower it")
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         made = self.model.generate(**inputs.to(self.model.device), streamer=streamer, **self.settings)
         return str(self.tokenizer.decode(made[0][count:], skip_special_tokens=True))
@@ -144,9 +144,8 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
         dtype = servers.dtype_of(folder)
         command = [program, "serve", str(folder), "--host", servers.HOST, "--port", str(port), "--dtype", dtype]
         return command, {"HF_HUB_OFFLINE": "1"}
-    text = "neither vLLM nor what transformers' server needs is installed here"
     fix = f"{servers.PROGRAM}=/path/to/bin/vllm, or pip install fastapi uvicorn; clustertune chat needs neither"
-    raise UserError(Problem(text, fix=fix))
+    raise UserError("neither vLLM nor what transformers' server needs is installed here", fix=fix)
 
 
 def _vllm_of(cluster: str) -> str | None:
@@ -173,12 +172,12 @@ def _submit(folder: Path, port: int, cluster: str | None, time: str, dry_run: bo
     found = serving(size, usable_gpu_bytes(machine), machine.compute.gpus, 1, documents=1)
     if found is None:
         text = f"{size.weights / 1e9:,.0f} GB do not fit a node of cluster {machine.name}"
-        raise UserError(Problem(text, file=str(folder), fix="an evaluation may span nodes, this command does not"))
+        raise UserError(text, file=str(folder), fix="an evaluation may span nodes, this command does not")
     gpus = found.gpus_per_node if machine.compute.gpus else 0
     share = gpus / machine.compute.gpus if gpus else 1.0
     minutes = int(parse_minutes(time) or 0)
     if not minutes:
-        raise UserError(Problem(f"{time!r} is no time limit", file="command line", key="--time", fix="--time 04:00:00"))
+        raise UserError(f"{time!r} is no time limit", file="command line", key="--time", fix="--time 04:00:00")
     cpus, memory = max(1, int(machine.compute.threads * share)), max(1, int(machine.compute.memory_gb * share * 0.95))
     shape = Shape(1, gpus, 1, cpus, memory, minutes, *place_of(machine))
     vllm = machine.container.model_copy(update={"image": machine.container.vllm or machine.container.image})
@@ -210,8 +209,7 @@ def _folder(path: Path) -> Path:
     if not (path / "run.json").is_file():
         return path
     if not (path / "merged" / "config.json").is_file():
-        fix = f"clustertune run ... --run-dir {path} --to merge"
-        raise UserError(Problem("has no merged model yet", file=str(path), fix=fix))
+        raise UserError("has no merged model yet", file=str(path), fix=f"clustertune run ... --run-dir {path} --to merge")
     return path / "merged"
 
 

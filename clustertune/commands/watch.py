@@ -57,7 +57,7 @@ def watch(
 
 def _find(text: str) -> Path:
     """The run folder that is named, or that a job works in. Raises UserError."""
-    from clustertune.errors import Problem, UserError
+    from clustertune.errors import UserError
     from clustertune.launch import places
     from clustertune.launch.submit import read_jobs
 
@@ -68,7 +68,7 @@ def _find(text: str) -> Path:
         if any(str(entry.get("id")) == text for entry in read_jobs(folder)["jobs"]):
             return folder
     fix = "give the run folder: clustertune runs lists them"
-    raise UserError(Problem(f"no run below {below} has a job {text}", file="command line", key="RUN_OR_JOB", fix=fix))
+    raise UserError(f"no run below {below} has a job {text}", file="command line", key="RUN_OR_JOB", fix=fix)
 
 
 def _folders(below: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from clustertune.config.yamlfile import Document, parse_value, read_yaml
 from clustertune.data import prepare
 from clustertune.data.chats import PARTS, recognise
 from clustertune.data.sources import find_sources
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 
 BYTES_PER_TOKEN = 4.0
 """UTF-8 bytes of a token; assumed, a little below what English has with vocabularies of 100,000 tokens and more."""
@@ -63,7 +63,7 @@ def measure(given: str, stated: Mapping[str, Any] | None = None) -> Measured:
         return Measured({key: value for key, value in known[given].items() if key not in ("bad_rows", "limit")} | stated)
     if not re.fullmatch(f"{NAME}/{NAME}", given):
         fix = f"give a file, a folder, or one of the Hub: {', '.join(sorted(known))}"
-        raise UserError(Problem(f"there is no file {given!r}", file="command line", key="--data", fix=fix))
+        raise UserError(f"there is no file {given!r}", file="command line", key="--data", fix=fix)
     return _count({"name": given, "revision": _revision(given), **stated})
 
 
@@ -86,9 +86,7 @@ def _revision(name: str) -> str:
     except Exception as error:  # the exceptions of the Hub's clients have no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "download it elsewhere and give the file or folder"
-        raise UserError(
-            Problem(f"{name} cannot be had from the Hub: {why}", file="command line", key="--data", fix=fix)
-        ) from None
+        raise UserError(f"{name} cannot be had from the Hub: {why}", file="command line", key="--data", fix=fix) from None
 
 
 def _count(section: dict[str, Any]) -> Measured:
@@ -140,4 +138,4 @@ def _recognised(data: Data) -> dict[str, Any]:
         columns = columns or sorted(map(str, row))
     named = f"rows with the columns {', '.join(columns)[:200]} are of no format that is trained on here"
     fix = "name them behind the options, as 'data.columns={prompt: QUESTION, completion: ANSWER}'; docs/data.md has the formats"
-    raise UserError(Problem(named if columns else "no row can be read", file=source.shown, key="--data", fix=fix))
+    raise UserError(named if columns else "no row can be read", file=source.shown, key="--data", fix=fix)

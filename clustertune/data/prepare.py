@@ -48,12 +48,12 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     sources = find_sources(data, recipe_folder, input_path)
     for _, source in sources:
         if source.root is not None and _same(source.root, out):
-            raise UserError(Problem("is the folder of the input too", file=str(out), fix="choose another --out"))
+            raise UserError("is the folder of the input too", file=str(out), fix="choose another --out")
     found = [source.identity() for _, source in sources]
     inputs = None if None in found else found if data.sources else found[0]
     key = None if inputs is None else digest(json.dumps([FORMAT, _settings(data), seed, inputs]))
     if out.exists() and not out.is_dir():
-        raise UserError(Problem("is no folder", file=str(out), fix="choose another --out"))
+        raise UserError("is no folder", file=str(out), fix="choose another --out")
     try:
         with publish.opened(out):
             meta = _whole(out, key)
@@ -71,7 +71,7 @@ def prepare(data: Data, *, recipe_folder: Path, seed: int, out: Path, input_path
     rejected, rows = sum(meta["rejected"].values()), meta["rows"]
     if meta["share"] > data.max_rejected:  # made under another limit
         text = f"{rejected:,} of {rows:,} rows were rejected, more than data.max_rejected={data.max_rejected:g}"
-        raise UserError(Problem(text, file=str(out / "rejected.jsonl"), key="data.max_rejected"))
+        raise UserError(text, file=str(out / "rejected.jsonl"), key="data.max_rejected")
     warnings = [*(text for _, source in sources for text in source.warnings), *meta["warnings"], *_differences(data, meta)]
     for warning in warnings:
         say(f"warning: {warning}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.manifest import MANIFEST, fsync_path, list_files, read_manifest, record_files, seal
 
 KIND = "dataset"
@@ -64,8 +64,7 @@ def check_folder(folder: Path) -> None:
         foreign = list_files(folder)
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-        problem = Problem(f"holds something else than a dataset: {listed}", file=str(folder), fix="choose another folder")
-        raise UserError(problem)
+        raise UserError(f"holds something else than a dataset: {listed}", file=str(folder), fix="choose another folder")
 
 
 def clean(folder: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from clustertune.config.schema import COLUMNS
 from clustertune.data.json_text import JsonError, parse, skip_space
 from clustertune.data.rejects import BadRow, RowLocation, excerpt
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 """A longer line is skipped without being held: a record is a message, or a tree of them, and no text nears this."""
@@ -84,7 +84,7 @@ def read_file(
             raise
         if packed and error.errno is None:  # bz2 and zstd have no error of their own
             raise _damaged(packed, error, shown) from None
-        raise UserError(Problem(f"cannot be read: {error.strerror or error}", file=shown)) from None
+        raise UserError(f"cannot be read: {error.strerror or error}", file=shown) from None
 
 
 def _unpacked(raw: Any, packed: str) -> Any:
@@ -99,7 +99,7 @@ def _unpacked(raw: Any, packed: str) -> Any:
 
 def _damaged(packed: str, error: Exception, shown: str) -> UserError:
     name = {".gz": "gzip", ".zst": "zstd"}.get(packed, packed[1:])
-    return UserError(Problem(f"damaged {name} file: {error}", file=shown, fix="fetch the file again"))
+    return UserError(f"damaged {name} file: {error}", file=shown, fix="fetch the file again")
 
 
 def _at(location: RowLocation, line: int, row: int) -> RowLocation:
@@ -181,12 +181,11 @@ def _broken_array(shown: str, text: str, error: JsonError) -> UserError:
     """Behind a fault in the middle of an array no record can be told from the next: no row is left out, the file is refused."""
     line = text.count("\n", 0, error.position) + 1
     column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-    problem = Problem(
+    return UserError(
         f"not JSON: {error.message} at column {column}",
         file=f"{shown}:{line}",
         fix="fix the file, or give one record per line (.jsonl), where a bad one can be skipped",
     )
-    return UserError(problem)
 
 
 def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[Record]:
@@ -203,9 +202,7 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
             return
         except csv.Error as error:  # a quote that is not closed takes all lines behind it
             fix = "close the quote (a quote within a value is written twice), or give JSON Lines"
-            raise UserError(
-                Problem(f"not CSV: {error}, in the row that begins here", file=f"{shown}:{begins}", fix=fix)
-            ) from None
+            raise UserError(f"not CSV: {error}, in the row that begins here", file=f"{shown}:{begins}", fix=fix) from None
         here, begins = _at(location, begins, row + 1), rows.line_num + 1
         if not any(values):
             continue
@@ -214,7 +211,7 @@ def _table(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
             if len(set(names)) < len(names):
                 twice = ", ".join(sorted({repr(name) for name in names if names.count(name) > 1}))
                 fix = "name each column once in the first line"
-                raise UserError(Problem(f"two columns have the name {twice}", file=f"{shown}:{here.line}", fix=fix))
+                raise UserError(f"two columns have the name {twice}", file=f"{shown}:{here.line}", fix=fix)
             continue
         row += 1
         if len(values) != len(names):
@@ -245,7 +242,7 @@ def _parquet(stream: Any, location: RowLocation, shown: str, wanted: frozenset[s
             columns = [column for column in names if column in wanted] or names  # none of ours: what there is shows the format
             yield from _batches(table.iter_batches(batch_size=256, columns=columns), location)
     except pa.ArrowException as error:
-        raise UserError(Problem(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again")) from None
+        raise UserError(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again") from None
 
 
 def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str], unused: set[str]) -> Iterator[Record]:
@@ -262,7 +259,7 @@ def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str
         kept = [name for name in names if name in wanted] or names
         yield from _batches((batch.select(kept) for batch in batches), location)
     except pa.ArrowException as error:
-        raise UserError(Problem(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again")) from None
+        raise UserError(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again") from None
 
 
 def _batches(batches: Any, location: RowLocation) -> Iterator[Record]:

@@ -113,11 +113,11 @@ def load(folder: Path, dataset: Path, tokenizer: Any, train_args: Mapping[str, A
     if found != wanted:
         differ = [key for part in wanted for key in wanted[part] if found.get(part, {}).get(key) != wanted[part][key]]
         text = f"the tokens were made with another {', '.join(differ) or 'form'} than the recipe and this machine have"
-        raise UserError(Problem(text, file=str(folder / MANIFEST), key="made_from", fix=again))
+        raise UserError(text, file=str(folder / MANIFEST), key="made_from", fix=again)
     train, held_out = (Sequences(folder, split) for split in ("train", "eval"))
     if not len(train):
         text = "no row to train on: no conversation keeps a label within train.max_length"
-        raise UserError(Problem(text, file=str(folder), key="train.max_length", fix="a longer train.max_length"))
+        raise UserError(text, file=str(folder), key="train.max_length", fix="a longer train.max_length")
     return train.as_dataset(), held_out.as_dataset() if len(held_out) else None
 
 

@@ -15,7 +15,7 @@ from clustertune.config.schema import Data, DataSource, is_address
 from clustertune.console import byte_progress
 from clustertune.data.rejects import RowLocation
 from clustertune.data.rows import KINDS, KNOWN, PACKED, Record, kind_of, read_file
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.manifest import MANIFEST, hash_file, require_whole
 
 _SPLIT_WORDS = {
@@ -90,9 +90,7 @@ class LocalFiles:
         if path.is_dir():
             folder = path / part.config if part.config else path
             if not is_there(folder):
-                raise UserError(
-                    Problem("no such folder", file=str(folder), key="data.config", fix="it names a folder in the input")
-                )
+                raise UserError("no such folder", file=str(folder), key="data.config", fix="it names a folder in the input")
             found = sorted(p for p in folder.glob("[!.]*") if p.is_file())
             for below in ("data", *sorted(p.name for p in folder.glob("[!.]*") if p.is_dir() and split_of(p.name))):
                 found += sorted(p for p in (folder / below).glob("[!.]*") if p.is_file())
@@ -113,7 +111,7 @@ class LocalFiles:
         files = [InputFile(path, name, split_of(name)) for path, name in found if _is_data(name)]
         if not files:
             there = f"; there is {found[0][1]}" if found else ""
-            raise UserError(Problem(f"no file of a known kind{there}", file=self.shown, fix=f"known are {_READABLE}"))
+            raise UserError(f"no file of a known kind{there}", file=self.shown, fix=f"known are {_READABLE}")
         if len(found) == 1 and PurePosixPath(self.shown).name == files[0].name and self._part.split is None:
             return [InputFile(files[0].path, files[0].name, None)]
         if self._part.split is not None:
@@ -134,7 +132,7 @@ class LocalFiles:
             if not any(_is_of(file.name, name) for file in files):
                 text = f"no file of the split {name}; there are {', '.join(file.name for file in files[:8])}"
                 fix = "the name of a file begins with that of its split, or a folder has it; a part of a split: data.limit"
-                raise UserError(Problem(text, file=self.shown, key="data.split", fix=fix))
+                raise UserError(text, file=self.shown, key="data.split", fix=fix)
         return found
 
     def identity(self) -> list[Any] | None:
@@ -145,7 +143,7 @@ class LocalFiles:
             try:
                 found.append([file.name, file.split, hash_file(Path(file.path)).sha256])
             except OSError as error:
-                raise UserError(Problem(f"cannot be read: {error.strerror}", file=file.path)) from None
+                raise UserError(f"cannot be read: {error.strerror}", file=file.path) from None
         return found
 
     def has_splits(self) -> bool:
@@ -194,7 +192,7 @@ class Addressed(LocalFiles):
                 found = [(name, PurePosixPath(name).name) for name in names]
         except ImportError as error:
             fix = "install the package in the image, or fetch the files and name the folder"
-            raise UserError(Problem(f"cannot be read: {error}", file=address, key="data.input", fix=fix)) from None
+            raise UserError(f"cannot be read: {error}", file=address, key="data.input", fix=fix) from None
         except Exception as error:  # each storage has its own exceptions
             raise self._unreachable(error) from None
         self.files = self._chosen(found)
@@ -202,9 +200,7 @@ class Addressed(LocalFiles):
     def _unreachable(self, error: Exception) -> UserError:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "is the address right, does this machine have a network, and are the storage's keys in the environment?"
-        return UserError(
-            Problem(f"cannot be read: {type(error).__name__}: {message}", file=self.shown, key="data.input", fix=fix)
-        )
+        return UserError(f"cannot be read: {type(error).__name__}: {message}", file=self.shown, key="data.input", fix=fix)
 
     def _info(self, file: InputFile) -> Mapping[str, Any]:
         try:
@@ -299,7 +295,7 @@ class Hub:
             message = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
             key = next((f"data.{name}" for name in ("config", "split") if name in message.lower().split()), "data.name")
             fix = "without the network, name a local copy: data.input=PATH (a file, or a snapshot folder)"
-            raise UserError(Problem(f"{self.shown} cannot be had from the Hub: {message}", key=key, fix=fix)) from None
+            raise UserError(f"{self.shown} cannot be had from the Hub: {message}", key=key, fix=fix) from None
         by_name = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
         named = {name: rows for name, rows in by_name.items() if split_of(name)}
         if named and (other := sorted(set(by_name) - set(named))):
@@ -339,7 +335,7 @@ class Hub:
 
 def _has_splits(splits: set[str | None], shown: str) -> bool:
     if splits == {"eval"}:
-        raise UserError(Problem("holds an eval split and no train split", file=shown, fix="name the training file train*"))
+        raise UserError("holds an eval split and no train split", file=shown, fix="name the training file train*")
     return splits == {"train", "eval"}
 
 
@@ -349,7 +345,7 @@ def find_sources(data: Data, recipe_folder: Path, input_path: Path | None) -> li
         return [(part, _find(part, recipe_folder, key)) for key, part in data.keyed_parts()]
     if data.sources:
         fix = "override data.sources with one source, or leave --input out"
-        raise UserError(Problem("names one input, the recipe mixes several", file=str(input_path), key="--input", fix=fix))
+        raise UserError("names one input, the recipe mixes several", file=str(input_path), key="--input", fix=fix)
     return [(data, LocalFiles(_existing([expand_home(input_path)], "--input"), data))]
 
 
@@ -367,7 +363,7 @@ def _existing(candidates: list[Path], key: str) -> Path:
         if is_there(path):
             return path
     tried = ", ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
-    raise UserError(Problem(f"no such file or folder (looked for {tried})", key=key))
+    raise UserError(f"no such file or folder (looked for {tried})", key=key)
 
 
 def digest(value: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.process import time_limit
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|vision_pad|>", "<unk>")
@@ -24,25 +24,21 @@ def choose_pad_token(tokenizer: Any, wanted: str | None) -> str:
     vocabulary = tokenizer.get_vocab()
     if wanted is not None:
         if wanted not in vocabulary:
-            raise UserError(Problem(f"{wanted!r} is not in the tokenizer's vocabulary", key="train.pad_token"))
+            raise UserError(f"{wanted!r} is not in the tokenizer's vocabulary", key="train.pad_token")
         if wanted == tokenizer.eos_token:
             raise UserError(
-                Problem(
-                    f"{wanted!r} is also EOS: the model would never learn to stop",
-                    key="train.pad_token",
-                    fix=f"one of {', '.join(p for p in PADS if p in vocabulary) or 'a token that the tokenizer reserves'}",
-                )
+                f"{wanted!r} is also EOS: the model would never learn to stop",
+                key="train.pad_token",
+                fix=f"one of {', '.join(p for p in PADS if p in vocabulary) or 'a token that the tokenizer reserves'}",
             )
         return wanted
     for candidate in (tokenizer.pad_token, *PADS):
         if candidate is not None and candidate != tokenizer.eos_token and candidate in vocabulary:
             return str(candidate)
     raise UserError(
-        Problem(
-            "the tokenizer has no padding token but EOS, and the model would never learn to stop",
-            key="train.pad_token",
-            fix="name a token of the vocabulary that no text uses, such as a reserved special token",
-        )
+        "the tokenizer has no padding token but EOS, and the model would never learn to stop",
+        key="train.pad_token",
+        fix="name a token of the vocabulary that no text uses, such as a reserved special token",
     )
 
 
@@ -61,20 +57,18 @@ def load_tokenizer(
     except (OSError, ValueError, ImportError, KeyError) as error:  # no network, no licence accepted, no such file or package
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "HF_TOKEN in .env and the model's terms accepted on the Hub, or model.path names a folder that holds it"
-        raise UserError(Problem(f"the tokenizer of {source} cannot be had: {message}", key="model.name", fix=fix)) from None
+        raise UserError(f"the tokenizer of {source} cannot be had: {message}", key="model.name", fix=fix) from None
     if not tokenizer.chat_template:
         if template is None and chats:
             raise UserError(
-                Problem(
-                    f"the tokenizer of {source} has no chat template",
-                    key="model.chat_template",
-                    fix="put a Jinja file beside the recipe and name it there",
-                )
+                f"the tokenizer of {source} has no chat template",
+                key="model.chat_template",
+                fix="put a Jinja file beside the recipe and name it there",
             )
         tokenizer.chat_template = template
     if (eos := train_args.get("eos_token")) is not None:
         if eos not in tokenizer.get_vocab():
-            raise UserError(Problem(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token"))
+            raise UserError(f"{eos!r} is not in the tokenizer's vocabulary", key="train.eos_token")
         tokenizer.eos_token = eos  # as TRL does before it renders: a template may write it
     tokenizer.pad_token = choose_pad_token(tokenizer, train_args.get("pad_token"))
     if not tokenizer.chat_template:
@@ -99,7 +93,7 @@ def render_turn(tokenizer: Any, text: str) -> str:
             return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
     except TimeoutError as error:
         fix = "use the template that the model's makers publish, or name another in model.chat_template"
-        raise UserError(Problem(f"the chat template {error} for one turn", key="model.chat_template", fix=fix)) from None
+        raise UserError(f"the chat template {error} for one turn", key="model.chat_template", fix=fix) from None
 
 
 def training_template(tokenizer: Any, *, marked: bool) -> str:
@@ -118,7 +112,7 @@ def training_template(tokenizer: Any, *, marked: bool) -> str:
     except ValueError as error:
         fix = "put the template with {% generation %} around what the assistant says beside the recipe, and name it there"
         text = f"the chat template does not mark what the assistant says: {str(error).splitlines()[0][:200]}"
-        raise UserError(Problem(text, key="model.chat_template", fix=fix)) from None
+        raise UserError(text, key="model.chat_template", fix=fix) from None
 
 
 def identity(tokenizer: Any) -> str:
@@ -148,12 +142,10 @@ def check_labels(rows: Iterable[Mapping[str, Sequence[int]]], eos_ids: set[int])
             labelled = labelled or label != -100
             stops = stops or (token in eos_ids and label != -100)
     if not labelled:
-        raise UserError(Problem("no token of the training data carries a label: there is nothing to learn", key="train"))
+        raise UserError("no token of the training data carries a label: there is nothing to learn", key="train")
     if not stops:
         raise UserError(
-            Problem(
-                "no end-of-turn token of the training data carries a label: the model would never learn to stop",
-                key="train.max_length",
-                fix="longer max_length, or a chat template that ends each assistant turn with the tokenizer's EOS",
-            )
+            "no end-of-turn token of the training data carries a label: the model would never learn to stop",
+            key="train.max_length",
+            fix="longer max_length, or a chat template that ends each assistant turn with the tokenizer's EOS",
         )

@@ -44,7 +44,7 @@ from clustertune.data.publish import KIND as DATASET
 from clustertune.data.publish import locked
 from clustertune.data.shards import RECORD, Encoder, Job, Refused, make_shard, read_shard
 from clustertune.data.tokenizer import identity
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, find_problems, new_hasher, read_manifest, record_files, seal
 
 KIND = "tokens"
@@ -241,7 +241,7 @@ def _check_fields(fields: Mapping[str, int], template: str, dataset: Path) -> No
         text = f"{count:,} examples hold {name}, which the chat template does not name: it would leave them out"
         if name in ("tools", "tool_calls"):
             fix = "name a template that renders them, or leave these examples out of the input"
-            raise UserError(Problem(text, file=str(dataset), key="model.chat_template", fix=fix))
+            raise UserError(text, file=str(dataset), key="model.chat_template", fix=fix)
         say(f"warning: {text}")
 
 
@@ -251,7 +251,7 @@ def _refusal(jobs: list[Job], index: int, text: str) -> UserError:
     with path.open("rb") as file:
         number = 1 + sum(file.read(min(1 << 20, index - at)).count(b"\n") for at in range(0, index, 1 << 20))
     fix = "leave this conversation out of the input, or give a template that takes it: model.chat_template"
-    return UserError(Problem(text, file=f"{path}:{number}", fix=fix))
+    return UserError(text, file=f"{path}:{number}", fix=fix)
 
 
 def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
@@ -278,7 +278,7 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
         except BrokenProcessPool:
             fix = "a job with more memory, or fewer CPUs, then the same command again: finished shards are kept"
             text = f"a process that tokenises was ended from outside, of {processes}: out of memory, most likely"
-            raise UserError(Problem(text, file=str(jobs[0][0]), fix=fix), ExitCode.AGAIN) from None
+            raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -302,7 +302,7 @@ def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tu
             while waiting and size < PART_BYTES:
                 path = waiting.pop(0)
                 if (found := read_shard(path)) is None:
-                    raise UserError(Problem("was damaged meanwhile", file=str(path), fix="run the same command again"))
+                    raise UserError("was damaged meanwhile", file=str(path), fix="run the same command again")
                 heads, tokens = found
                 record = np.empty(len(heads), packing.INDEX)
                 for field in RECORD.names or ():

@@ -55,6 +55,29 @@ def record_file(folder: Path, node: int) -> Path:
     return folder / f"node-{node}.json"
 
 
+def leave_record(
+    folder: Path,
+    node: int,
+    code: ExitCode,
+    problems: Sequence[Problem],
+    *,
+    launcher: int | None = None,
+    asked: Sequence[str] = (),
+) -> None:
+    """Write ``node-N.json``. ``launcher``: its exit code, None where it was never started; ``asked``: names of signals."""
+    record = {
+        "node": node,
+        "host": os.uname().nodename,
+        "code": int(code),
+        "launcher": launcher,
+        "asked": list(asked),
+        "time": time.time(),
+        "problems": [asdict(problem) for problem in problems],
+    }
+    with contextlib.suppress(OSError):  # a full disk, or a folder that cannot be seen, is judged by who started the attempt
+        write_durably(record_file(folder, node), json.dumps(record) + "\n")
+
+
 @dataclass
 class Agent:
     """The ranks of one node of an attempt, from their start to their end."""
@@ -158,17 +181,7 @@ class Agent:
             code = ExitCode.OK
         else:
             code = ExitCode.AGAIN if self.asked else ExitCode.FAILED
-        record = {
-            "node": self.node,
-            "host": os.uname().nodename,
-            "code": int(code),
-            "launcher": ended,
-            "asked": self._asked_names(),
-            "time": time.time(),
-            "problems": [asdict(problem) for problem in self.problems],
-        }
-        with contextlib.suppress(OSError):  # a full disk is judged by who started the attempt
-            write_durably(record_file(self.folder, self.node), json.dumps(record) + "\n")
+        leave_record(self.folder, self.node, code, self.problems, launcher=ended, asked=self._asked_names())
         return code
 
     def _asked_names(self) -> list[str]:

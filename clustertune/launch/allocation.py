@@ -71,7 +71,7 @@ def from_environment(environ: Mapping[str, str], run: slurm.Run = slurm.call) ->
     listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not job.isdigit() or not listed:
         fix = "clustertune submit RECIPE, or sbatch launch/run.sbatch RECIPE; clustertune run RECIPE works without Slurm"
-        raise UserError(Problem("this is not the batch step of a Slurm job: SLURM_JOB_ID or its nodes are not set", fix=fix))
+        raise UserError("this is not the batch step of a Slurm job: SLURM_JOB_ID or its nodes are not set", fix=fix)
     cpus = _counts(environ.get("SLURM_JOB_CPUS_PER_NODE")) or _counts(environ.get("SLURM_CPUS_ON_NODE"))
     tasks = _counts(environ.get("SLURM_NTASKS_PER_NODE")) or _counts(environ.get("SLURM_TASKS_PER_NODE"))
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), _whole(environ.get("SLURM_ARRAY_TASK_ID"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import UserError, storage_error
 from clustertune.launch import slurm, visible
 from clustertune.launch.shape import Shape
 from clustertune.launch.submit import ahead_of_body, escape_pattern, header_line, split_script
@@ -63,8 +62,7 @@ class BatchJob:
         ``more``: keys of the JSON document.
         """
         if shutil.which("sbatch") is None:
-            fix = "call this on a login node of the cluster; --dry-run needs no Slurm"
-            raise UserError(Problem("sbatch is not on PATH", fix=fix))
+            raise UserError("sbatch is not on PATH", fix="call this on a login node of the cluster; --dry-run needs no Slurm")
         if problems := visible.find_problems([*places, ("the checkout", ROOT)], cluster):
             raise UserError(problems)
         try:
@@ -73,7 +71,7 @@ class BatchJob:
                 write_durably(self.folder / name, text)
         except OSError as error:
             raise storage_error(error, "cannot hold the job", error.filename or self.folder) from None
-        number = slurm.submit(self.options, str(self.path), self.arguments, os.environ)
+        number = slurm.submit(self.options, str(self.path), self.arguments)
         if as_json:
             emit_json({"job": number, "folder": str(self.folder), **more, "command": self.command()})
         say(f"job {number}: {self.shape}")

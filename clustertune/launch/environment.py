@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from clustertune.config.cluster_schema import Cluster, Network
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import UserError, storage_error
 
 FAST_ETHERNET = 100
 """Gbit/s from which NCCL's guide has one TCP connection replaced by several."""
@@ -192,5 +192,5 @@ def make_own_folder(values: Mapping[str, str]) -> Path | None:
         raise storage_error(error, "cannot hold compiler caches", folder) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         message = "belongs to somebody else, or others can write to it: compiled code from there would be run"
-        raise UserError(Problem(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file"))
+        raise UserError(message, file=str(folder), fix="remove it, or set storage.scratch in the cluster file")
     return folder

@@ -16,7 +16,7 @@ from typing import Any
 
 from clustertune.config.cluster_schema import Container
 from clustertune.console import byte_progress, say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import write_durably
 from clustertune.process import captured
 
@@ -113,13 +113,13 @@ def look(settings: Container) -> tuple[Image | None, list[str]]:
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             fix = "build it (make build-sif), or name the one that is there: container.image of the cluster file"
-            raise UserError(Problem("no such image", file=str(path), key="container.image", fix=fix)) from None
+            raise UserError("no such image", file=str(path), key="container.image", fix=fix) from None
         raise storage_error(error, "reading the image", path) from None
     if stated is not None and digest != stated:
         anew = f"sha256sum {path.name} > {path.name}.sha256"
         fix = f"it was altered or copied in part: copy or build it anew; where it is meant so: {anew}"
         text = f"its sum is {digest[:16]}..., and {path.name}.sha256 says {stated[:16]}..."
-        raise UserError(Problem(text, file=str(path), key="container.image", fix=fix))
+        raise UserError(text, file=str(path), key="container.image", fix=fix)
     labels = labels_of(settings, path)
     warnings = [*notes, *unshielded(settings)]
     return Image(settings.runtime, settings.image, digest, stated is not None, size, labels), warnings
@@ -138,7 +138,7 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
     found = re.fullmatch(r"([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*", text)
     if not found:
         fix = f"sha256sum {path.name} > {beside.name}, where the image is the right one"
-        raise UserError(Problem("holds no sum of one file", file=str(beside), fix=fix))
+        raise UserError("holds no sum of one file", file=str(beside), fix=fix)
     return found[1].lower(), []
 
 
@@ -153,7 +153,7 @@ def _digest(path: Path) -> tuple[str, int]:
     say(f"reading {path} once: {before['size'] / 1e9:.2f} GB, for its sum")
     found = _read(path, before["size"])
     if _identity(path) != before:
-        raise UserError(Problem("was written to while its sum was read", file=str(path), fix="wait for it"), ExitCode.AGAIN)
+        raise UserError("was written to while its sum was read", file=str(path), fix="wait for it", code=ExitCode.AGAIN)
     _remember(path, before, found)
     return found, before["size"]
 
@@ -161,7 +161,7 @@ def _digest(path: Path) -> tuple[str, int]:
 def _identity(path: Path) -> dict[str, int]:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(Problem("is no file", file=str(path), key="container.image", fix="a .sif (or .sqsh) file"))
+        raise UserError("is no file", file=str(path), key="container.image", fix="a .sif (or .sqsh) file")
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -63,6 +64,14 @@ def judge(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
         or traces.first_failure()
         or Outcome(ExitCode.AGAIN if ExitCode.AGAIN in traces.codes else ExitCode.OK)
     )
+
+
+def conclude(folder: Path, plan: Plan, *, requested: bool = False) -> Outcome:
+    """:func:`judge`, and ``outcome.json`` beside the plan: what whoever started an attempt does at its end."""
+    outcome = judge(folder, plan, requested=requested)
+    with contextlib.suppress(OSError):  # a full disk is what it may have to tell
+        outcome.write(folder)
+    return outcome
 
 
 def any_node_failed(folder: Path, plan: Plan) -> bool:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, megatron, places, rendezvous
-from clustertune.launch.agent import Agent, record_file
+from clustertune.launch.agent import Agent, leave_record
 from clustertune.launch.environment import make_own_folder
 from clustertune.launch.plan import Plan, check_fence, newest_attempt
-from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 
 PATIENCE_SECONDS = 60.0
@@ -48,18 +45,8 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
         stack.enter_context(around(run_path, plan, node))
         address, port = _meet(run_path, folder, plan, node)
     except UserError as error:
-        record = {
-            "node": node,
-            "host": os.uname().nodename,
-            "code": int(error.code),
-            "launcher": None,
-            "asked": [],
-            "time": time.time(),
-            "problems": [asdict(problem) for problem in error.problems],
-        }
-        with contextlib.suppress(OSError):  # where the folder cannot be seen the words are still to be said
-            write_durably(record_file(folder, node), json.dumps(record) + "\n")
-        raise
+        leave_record(folder, node, error.code, error.problems)
+        raise  # where the folder cannot be seen the words are still to be said
     run = RunDir(run_path)
     resolved = run.resolved()
     agent = Agent(run_path, plan, node, patient=True)
@@ -98,7 +85,7 @@ def _check_interface(plan: Plan, node: int) -> None:
         return
     there = ", ".join(sorted(entry.name for entry in INTERFACES.iterdir()))
     fix = "network.interface of the cluster file must be the name on every compute node"
-    raise UserError(Problem(f"{plan.nodes[node].name} has no interface {plan.interface} (it has {there})", fix=fix))
+    raise UserError(f"{plan.nodes[node].name} has no interface {plan.interface} (it has {there})", fix=fix)
 
 
 def _meet(run_path: Path, folder: Path, plan: Plan, node: int) -> tuple[str, int]:

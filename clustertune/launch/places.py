@@ -43,12 +43,12 @@ def folder(cluster: Cluster | None, what: str, environ: Mapping[str, str] = os.e
     instead = f", or give {_KEY[what]}" if what in _KEY else ""
     if lacking := [name for name in named if not known.get(name)]:
         fix = f"clustertune submit in a shell that has it{instead}, or write the path itself: a job sees no variable of a shell"
-        raise UserError(Problem(f"{text}: {', '.join(lacking)} is not set here", file=cluster.source, key=key, fix=fix))
+        raise UserError(f"{text}: {', '.join(lacking)} is not set here", file=cluster.source, key=key, fix=fix)
     filled = _VARIABLE.sub(lambda match: known[match[1] or match[2]], text)
     path = Path(known["HOME"] + filled[1:] if filled.startswith("~/") else filled)
     if not path.is_absolute() or not str(path).isprintable():
         fix = f"an absolute path{instead}"
-        raise UserError(Problem(f"{text} gives {str(path)!r}, no absolute path", file=cluster.source, key=key, fix=fix))
+        raise UserError(f"{text} gives {str(path)!r}, no absolute path", file=cluster.source, key=key, fix=fix)
     return path
 
 
@@ -197,7 +197,7 @@ def make(environ: Mapping[str, str] = os.environ) -> None:
         try:
             if path.exists() and not path.is_dir():
                 text = f"{os.uname().nodename}: is no folder, {name} needs one"
-                raise UserError(Problem(text, file=str(path), key=name, fix="name another one: storage.caches, or export it"))
+                raise UserError(text, file=str(path), key=name, fix="name another one: storage.caches, or export it")
             path.mkdir(parents=True, exist_ok=True)
             if not offline:
                 with tempfile.TemporaryFile(dir=path):

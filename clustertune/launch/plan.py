@@ -92,7 +92,7 @@ class Plan:
             body["numa_cpus"] = tuple(body["numa_cpus"])
             return cls(**body)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UserError(Problem(f"no plan of an attempt: {error}", file=str(folder / PLAN))) from None
+            raise UserError(f"no plan of an attempt: {error}", file=str(folder / PLAN)) from None
 
 
 def read_attempts(run_path: Path) -> list[tuple[Path, Plan]]:

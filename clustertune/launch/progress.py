@@ -117,7 +117,7 @@ def check_requeue(run_path: Path, job: str) -> None:
     if count > ENDED_LIMIT:
         fix = "give it more time: --time must be far longer than --signal; a new job counts anew"
         text = f"requeued {ENDED_LIMIT} times before it began an attempt or finished anything: the job stops"
-        raise UserError(Problem(text, file=str(run_path), fix=fix), ExitCode.STOP)
+        raise UserError(text, file=str(run_path), fix=fix, code=ExitCode.STOP)
     with contextlib.suppress(OSError):
         write_durably(path, json.dumps({"job": job, "count": count, "mark": mark}) + "\n")
 
@@ -180,9 +180,9 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
     former = str(owner.get("job", "")) or None
     if former not in (None, job) and is_running(str(former)):
         fix = f"wait for job {former}, or cancel it: scancel {former}"
-        raise UserError(Problem(f"job {former} works in this run folder", file=str(run.path), fix=fix), ExitCode.AGAIN)
+        raise UserError(f"job {former} works in this run folder", file=str(run.path), fix=fix, code=ExitCode.AGAIN)
     if former == job and int(str(owner.get("restart", 0))) > restart:
-        raise UserError(Problem(f"a later start of job {job} works here: this one ends", file=str(run.path)), ExitCode.AGAIN)
+        raise UserError(f"a later start of job {job} works here: this one ends", file=str(run.path), code=ExitCode.AGAIN)
     body = json.dumps({"job": job, "restart": restart, "host": os.uname().nodename, "pid": os.getpid()}) + "\n"
     with contextlib.ExitStack() as stack:
         if former == job:

@@ -95,6 +95,4 @@ def await_published(folder: Path, plan: Plan, give_up: Callable[[], bool], secon
         time.sleep(0.2)
     name = plan.nodes[0].name
     fix = "is the run folder on storage that all nodes see?"
-    raise UserError(
-        Problem(f"{name} did not say where to meet within {seconds:.0f} s", file=str(folder), fix=fix), ExitCode.AGAIN
-    )
+    raise UserError(f"{name} did not say where to meet within {seconds:.0f} s", file=str(folder), fix=fix, code=ExitCode.AGAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ def call(arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, 
         done = captured(arguments, timeout, environ)
     except FileNotFoundError:
         fix = "call this on a machine with Slurm's commands; submit --dry-run needs none"
-        raise Unreachable(Problem(f"{arguments[0]} is not on PATH", fix=fix)) from None
+        raise Unreachable(f"{arguments[0]} is not on PATH", fix=fix) from None
     except subprocess.TimeoutExpired:
         problem = Problem(f"{arguments[0]} gave no answer in {timeout:.0f} s", fix="is slurmctld up? try again later")
         raise Unreachable(problem, ExitCode.AGAIN) from None
@@ -49,8 +50,8 @@ def call(arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, 
     text = "; ".join(re.sub(r"^\w+: (fatal: |error: )?", "", line) for line in lines[:4])
     if any(word in text.lower() for word in _UNREACHABLE):
         fix = "is this machine part of the cluster, and slurmctld up? scontrol ping shows it"
-        raise Unreachable(Problem(f"{arguments[0]}: {text}", fix=fix), ExitCode.AGAIN)
-    raise UserError(Problem(f"{arguments[0]}: {text}", fix=_advice(text)))
+        raise Unreachable(f"{arguments[0]}: {text}", fix=fix, code=ExitCode.AGAIN)
+    raise UserError(f"{arguments[0]}: {text}", fix=_advice(text))
 
 
 def _advice(text: str) -> str | None:
@@ -82,13 +83,13 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in kept or not foreign.match(name)}
 
 
-def submit(options: Sequence[str], script: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+def submit(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
     """``sbatch --parsable``: the id of the new job. Raises UserError with what sbatch said."""
     command = ["sbatch", "--parsable", *options, script, *arguments]
-    answer = call(command, environ=submission_environment(environ)).strip()
+    answer = call(command, environ=submission_environment(os.environ)).strip()
     job = answer.splitlines()[-1].partition(";")[0] if answer else ""
     if not job.isdigit():
-        raise UserError(Problem(f"sbatch answered {answer[:200]!r}, not the id of a job", fix="squeue --me shows what it made"))
+        raise UserError(f"sbatch answered {answer[:200]!r}, not the id of a job", fix="squeue --me shows what it made")
     return job
 
 
@@ -99,19 +100,22 @@ def cancel(jobs: Sequence[str], run: Run = call) -> None:
 
 
 def show_job(job: str, run: Run = call) -> dict[str, str] | None:
-    """What the controller knows of a job; None where it has forgotten it (``MinJobAge`` seconds after its end).
+    """What the controller knows of a job; None where it has forgotten it. Raises Unreachable as :func:`show_jobs` does."""
+    found = show_jobs(job, run)
+    return next((record for record in found if record.get("JobId") == job), next(iter(found), None))
+
+
+def show_jobs(job: str, run: Run = call) -> list[dict[str, str]]:
+    """The same of all tasks of an array; empty where it is forgotten (``MinJobAge`` seconds after its end).
 
     The id of one task of an array is that of the whole, by which the controller tells of all of them (seen on 22.05).
     Raises Unreachable where the controller cannot be asked.
     """
     try:
-        found = parse_jobs(run(["scontrol", "show", "job", job]))
-        return next((record for record in found if record.get("JobId") == job), next(iter(found), None))
-    except Unreachable:
-        raise
+        return parse_jobs(run(["scontrol", "show", "job", job]))
     except UserError as error:
-        if _UNKNOWN_JOB in str(error).lower():
-            return None
+        if not isinstance(error, Unreachable) and _UNKNOWN_JOB in str(error).lower():
+            return []
         raise
 
 

@@ -65,17 +65,17 @@ def ask(command: Sequence[str], image: str) -> Stack:
     try:
         done = captured(command, SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError(Problem(f"the container did not answer within {SECONDS:.0f} s", file=image, fix=fix)) from None
+        raise UserError(f"the container did not answer within {SECONDS:.0f} s", file=image, fix=fix) from None
     except OSError as error:
         text = f"the container does not start: {error.filename or command[0]}: {error.strerror}"
-        raise UserError(Problem(text, file=image, fix=fix)) from None
+        raise UserError(text, file=image, fix=fix) from None
     found = parse(done.stdout)
     if found is None:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()][-4:]
         text = (
             f"no Python 3.8 or later answers in the image (exit code {done.returncode}): {' | '.join(lines)[:600] or 'no word'}"
         )
-        raise UserError(Problem(text, file=image, key="container.image", fix=fix))
+        raise UserError(text, file=image, key="container.image", fix=fix)
     return found
 
 

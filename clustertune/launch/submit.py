@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from clustertune import secrets
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.schema import NAME
 from clustertune.console import say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import slurm, visible
 from clustertune.launch.shape import Shape
 from clustertune.manifest import write_durably
@@ -71,7 +72,7 @@ def split_script(text: str) -> tuple[str, str]:
 def header_line(option: str) -> str:
     """``#SBATCH`` with one option, which must be one word: sbatch would read a second one as an option of its own."""
     if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9_@%\[(][A-Za-z0-9._:@%,+=&|*()\[\]-]*)?", option):
-        raise UserError(Problem(f"{option[:80]!r} cannot stand in an #SBATCH line", fix="rename what it is made from"))
+        raise UserError(f"{option[:80]!r} cannot stand in an #SBATCH line", fix="rename what it is made from")
     return f"#SBATCH {option}\n"
 
 
@@ -94,7 +95,7 @@ def render(name: str, shape: Shape, signal_seconds: int, *, extra: Sequence[str]
     of its line.
     """
     if not re.fullmatch(NAME.replace("{0,63}", "{0,127}"), name):
-        raise UserError(Problem(f"{name[:80]!r} cannot be the name of a job", fix="letters, digits, '.', '_' and '-'"))
+        raise UserError(f"{name[:80]!r} cannot be the name of a job", fix="letters, digits, '.', '_' and '-'")
     _, body = split_script(source if source is not None else SCRIPT.read_text())
     options = [
         f"--job-name={name}",
@@ -113,7 +114,7 @@ def escape_pattern(path: Path) -> str:
     """A path for ``--output``: sbatch replaces ``%x`` and the like in it, and takes a backslash for an order not to."""
     text = str(path)
     if "\\" in text:
-        raise UserError(Problem(f"{text!r}: Slurm cannot write a log below a folder with a backslash", fix="rename it"))
+        raise UserError(f"{text!r}: Slurm cannot write a log below a folder with a backslash", fix="rename it")
     return text.replace("%", "%%")
 
 
@@ -164,11 +165,11 @@ def left_to_do(finished: Sequence[str], first: str | None, last: str) -> list[st
     wanted = STAGES[start : STAGES.index(last) + 1]
     if not wanted:
         fix = f"the order is {', '.join(STAGES)}"
-        raise UserError(Problem(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix))
+        raise UserError(f"{first} comes after --to {last}", file="command line", key="--from", fix=fix)
     missing = [stage for stage in STAGES[:start] if stage not in finished]
     if missing:
         text = f"not finished in this run: {', '.join(missing)}"
-        raise UserError(Problem(text, file="command line", key="--from", fix=f"--from {missing[0]}"))
+        raise UserError(text, file="command line", key="--from", fix=f"--from {missing[0]}")
     todo = [stage for stage in wanted if stage not in finished or stage == first]
     if first is None and todo:
         todo = [stage for stage in wanted if STAGES.index(stage) >= STAGES.index(todo[0])]
@@ -183,9 +184,9 @@ def read_jobs(run_path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {"jobs": []}
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(Problem(f"unreadable: {error}", file=str(path), fix="move it away, then submit again")) from None
+        raise UserError(f"unreadable: {error}", file=str(path), fix="move it away, then submit again") from None
     if not isinstance(body, dict) or not all(isinstance(entry, dict) for entry in body.get("jobs", [None])):
-        raise UserError(Problem("is no list of jobs", file=str(path), fix="move it away, then submit again"))
+        raise UserError("is no list of jobs", file=str(path), fix="move it away, then submit again")
     return body
 
 
@@ -210,16 +211,25 @@ def is_ours(entry: Mapping[str, Any], found: Mapping[str, str]) -> bool:
 
 
 def live_jobs(run_path: Path, run: slurm.Run = slurm.call) -> list[str]:
-    """Ids of a run's jobs that run or may run yet, by asking the controller. Raises UserError where it does not answer."""
+    """Ids of the jobs of a run, or arrays of a sweep, that run or may run yet. Raises UserError where Slurm does not answer."""
     live = []
     for entry in read_jobs(run_path)["jobs"]:
-        found = slurm.show_job(str(entry.get("id")), run)
-        if found and is_ours(entry, found) and found.get("JobState") not in slurm.ENDED:
+        tasks = slurm.show_jobs(str(entry.get("id")), run)
+        if any(is_ours(entry, task) and task.get("JobState") not in slurm.ENDED for task in tasks):
             live.append(str(entry["id"]))
     return live
 
 
-def submit_all(run_path: Path, jobs: Sequence[StageJob], send: Send, run: slurm.Run = slurm.call) -> list[dict[str, Any]]:
+def require_none_live(run_path: Path, what: str, command: str) -> None:
+    """Raise UserError (exit 75) where such jobs are in the queue. ``what`` they are; ``command``: what shows them."""
+    if live := live_jobs(run_path):
+        fix = f"{command} {shlex.quote(str(run_path))} shows them; scancel {' '.join(live)} ends them"
+        raise UserError(f"{what} are in the queue: {', '.join(live)}", file=str(run_path), fix=fix, code=ExitCode.AGAIN)
+
+
+def submit_all(
+    run_path: Path, jobs: Sequence[StageJob], send: Send | None = None, run: slurm.Run = slurm.call
+) -> list[dict[str, Any]]:
     """Write the scripts, submit them one after the other, each after the success of the one before, and keep their ids.
 
     ``jobs.json`` is written after each of them: what was submitted is known whenever this ends. Where one is refused, those
@@ -234,7 +244,7 @@ def submit_all(run_path: Path, jobs: Sequence[StageJob], send: Send, run: slurm.
         after = entries[-1]["id"] if entries else None
         command = job.command(after)
         try:
-            number = send(command[2 : command.index(str(job.path))], str(job.path), job.arguments)
+            number = (send or slurm.submit)(command[2 : command.index(str(job.path))], str(job.path), job.arguments)
         except BaseException as error:
             left = _undo(run_path, before, entries, run)
             if not isinstance(error, UserError):

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, UserError
 from clustertune.events import read_object
 from clustertune.launch.agent import LINGER_SECONDS, ask_anew, record_file
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
@@ -52,15 +52,13 @@ def interface_to(address: str) -> tuple[str, str | None]:
             probe.connect(sockaddr)  # sends nothing: it only asks the routing table
             own = str(probe.getsockname()[0])
     except OSError as error:
-        problem = Problem(
+        raise UserError(
             f"{address}: {error.strerror or error}", file="command line", key="--master", fix="give node 0's address"
-        )
-        raise UserError(problem) from None
+        ) from None
     if _is_loopback(own) and not (address == "localhost" or _is_loopback(address)):
-        problem = Problem(
+        raise UserError(
             f"{address} means this machine's loopback here", file="command line", key="--master", fix="give its address"
         )
-        raise UserError(problem)
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == own for entry in entries):
             return own, name
@@ -132,7 +130,7 @@ class RendezvousServer:
                 names = ", ".join(f"node {node}" for node in missing)
                 fix = f"start launch/torchrun.sh with --node-rank {missing[0]} there; all nodes must see this folder"
                 raise UserError(
-                    Problem(f"no call of {names} within {seconds:.0f} s", file=str(self.run_path), fix=fix), ExitCode.AGAIN
+                    f"no call of {names} within {seconds:.0f} s", file=str(self.run_path), fix=fix, code=ExitCode.AGAIN
                 )
             time.sleep(POLL_SECONDS)
         return tuple(found[node] for node in range(self.nodes))
@@ -189,9 +187,7 @@ class RendezvousClient:
             elif call_id and (heard := _text(folder / HEARTBEAT)) != heartbeat:
                 if call_id == refused:  # it lives, and has another call for this node
                     text = f"another call is node {self.node} already"
-                    raise UserError(
-                        Problem(text, file=str(self.run_path), key="--node-rank", fix="each node has its own number")
-                    )
+                    raise UserError(text, file=str(self.run_path), key="--node-rank", fix="each node has its own number")
                 heartbeat, since = heard, now
             if call_id == answered and (answer := _read(folder / TOLD)) is not None:
                 return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
@@ -205,7 +201,7 @@ class RendezvousClient:
             if int(call[key]) != own:
                 option = f"--{key.replace('_', '-')}"
                 text = f"node 0 was started with {option} {call[key]}, this call with {own}"
-                raise UserError(Problem(text, file="command line", key=option, fix="give the same to all"))
+                raise UserError(text, file="command line", key=option, fix="give the same to all")
         try:
             # "x": only one process can create it. Node 0 takes it for absent until it is written to its end.
             with (folder / f"node-{self.node}.json").open("x") as out:
@@ -217,7 +213,7 @@ class RendezvousClient:
     def _nobody(self, answered: bool, waited: float) -> UserError:
         text = f"node 0's call shows no life for {waited:.0f} s" if answered else f"no call of node 0 within {waited:.0f} s"
         fix = f"{AGAIN}; --run-dir must be a folder that all nodes see"
-        return UserError(Problem(text, file=str(self.run_path), fix=fix), ExitCode.AGAIN)
+        return UserError(text, file=str(self.run_path), fix=fix, code=ExitCode.AGAIN)
 
 
 def await_nodes(run_path: Path, plan: Plan, seconds: float = LINGER_SECONDS) -> None:

@@ -54,9 +54,9 @@ def check_name(repo: str | None) -> str:
     """The repository's name. Raises UserError where it is none."""
     fix = "--repo OWNER/NAME, letters, digits, '.', '_' and '-'"
     if repo is None:
-        raise UserError(Problem("no repository is named", file="command line", key="--repo", fix=fix))
+        raise UserError("no repository is named", file="command line", key="--repo", fix=fix)
     if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo or repo.endswith((".git", ".", "-")):
-        raise UserError(Problem(f"{repo!r} is no repository's name", file="command line", key="--repo", fix=fix))
+        raise UserError(f"{repo!r} is no repository's name", file="command line", key="--repo", fix=fix)
     return repo
 
 
@@ -74,7 +74,7 @@ def send(
     upload = parcel(run, check_name(repo), licence)
     if not (token := found.get("HF_TOKEN")):
         fix = "add a line HF_TOKEN=... to it; a token that may write: https://huggingface.co/settings/tokens"
-        raise UserError(Problem("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix))
+        raise UserError("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix)
     secrets.drop()  # the client would take a token of the environment for requests of its own
     endpoint = found.get("HF_ENDPOINT") or os.environ.get("HF_ENDPOINT")
     target = Target(repo, public, replace, endpoint.rstrip("/") if endpoint else None)
@@ -108,7 +108,7 @@ def push(upload: Upload, target: Target, token: str, say: Callable[[str], None])
         if after is None or (wrong := _differing(after, upload)):
             names = ", ".join(wrong) if after is not None else "the repository"
             fix = "run the same command again; if it says so again, look at the repository"
-            raise UserError(Problem(f"not there as it was sent: {names}", file=target.repo, fix=fix), ExitCode.AGAIN)
+            raise UserError(f"not there as it was sent: {names}", file=target.repo, fix=fix, code=ExitCode.AGAIN)
         return Pushed("pushed", _url(api, target), commit.oid)
 
 
@@ -214,30 +214,28 @@ def _explain(error: Exception, target: Target, token: str) -> UserError:
     lines = str(error).replace(token, "***").strip().splitlines()
     first = (lines[0] if lines else type(error).__name__)[:300]
     if isinstance(error, OfflineModeIsEnabled):
-        return UserError(Problem("HF_HUB_OFFLINE is set: nothing is asked of the Hub", key="HF_HUB_OFFLINE", fix="unset it"))
+        return UserError("HF_HUB_OFFLINE is set: nothing is asked of the Hub", key="HF_HUB_OFFLINE", fix="unset it")
     if isinstance(error, HFValidationError):
-        return UserError(Problem(first, file="command line", key="--repo", fix="--repo OWNER/NAME"))
+        return UserError(first, file="command line", key="--repo", fix="--repo OWNER/NAME")
     if isinstance(error, HfHubHTTPError):
         return _explain_status(error.response.status_code if error.response is not None else 0, first, target, again)
     if isinstance(error, ValueError):
-        return UserError(Problem(f"the Hub refuses it: {first}", file=target.repo))
+        return UserError(f"the Hub refuses it: {first}", file=target.repo)
     where = target.endpoint or "https://huggingface.co"
-    return UserError(Problem(f"no answer of {where}: {type(error).__name__}: {first}", fix=again), ExitCode.AGAIN)
+    return UserError(f"no answer of {where}: {type(error).__name__}: {first}", fix=again, code=ExitCode.AGAIN)
 
 
 def _explain_status(status: int, first: str, target: Target, again: str) -> UserError:
     if status == 401:
         fix = "make one that may write: https://huggingface.co/settings/tokens, and put it into .env"
-        return UserError(Problem("the Hub does not accept the token (401)", file=".env", key="HF_TOKEN", fix=fix))
+        return UserError("the Hub does not accept the token (401)", file=".env", key="HF_TOKEN", fix=fix)
     if status == 403:
         owner = target.repo.partition("/")[0]
         fix = f"a token that may write for {owner}, or --repo with your own name"
-        return UserError(Problem(f"the token may not write to {target.repo} (403)", file=".env", key="HF_TOKEN", fix=fix))
+        return UserError(f"the token may not write to {target.repo} (403)", file=".env", key="HF_TOKEN", fix=fix)
     if status in (409, 412):
         fix = "run the same command again: it looks at what is there now"
-        return UserError(
-            Problem(f"was changed by somebody else meanwhile ({status})", file=target.repo, fix=fix), ExitCode.AGAIN
-        )
+        return UserError(f"was changed by somebody else meanwhile ({status})", file=target.repo, fix=fix, code=ExitCode.AGAIN)
     if status == 429 or status >= 500:
-        return UserError(Problem(f"the Hub answers {status}: {first}", file=target.repo, fix=again), ExitCode.AGAIN)
-    return UserError(Problem(f"the Hub refuses it ({status}): {first}", file=target.repo))
+        return UserError(f"the Hub answers {status}: {first}", file=target.repo, fix=again, code=ExitCode.AGAIN)
+    return UserError(f"the Hub refuses it ({status}): {first}", file=target.repo)

@@ -154,7 +154,7 @@ def _text_of(file: File) -> str:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
     except (OSError, ValueError) as error:
-        raise UserError(Problem(f"is no safetensors file: {error}", file=str(file.path))) from None
+        raise UserError(f"is no safetensors file: {error}", file=str(file.path)) from None
     # Names of tensors are checked against the architecture at the export; what else stands there is free text.
     return json.dumps(header.get("__metadata__") or {}) + "\n" + "\n".join(header)
 
@@ -189,7 +189,7 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
 
     if licence is not None and not _LICENCE.fullmatch(licence):
         fix = "one of the Hub's: https://huggingface.co/docs/hub/repositories-licenses"
-        raise UserError(Problem(f"{licence!r} is no licence identifier", file="command line", key="--license", fix=fix))
+        raise UserError(f"{licence!r} is no licence identifier", file="command line", key="--license", fix=fix)
     recipe = content.get(document, "recipe", "recipe") or {}
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)

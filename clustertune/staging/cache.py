@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clustertune import lock
 from clustertune.config.cluster_schema import Staging
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import MANIFEST, FileRecord, fsync_path, list_files, parse_record, read_manifest, write_durably
 from clustertune.staging import worker
 from clustertune.staging.worker import Bounds, amount
@@ -31,7 +32,6 @@ JOURNAL = ".whole.tmp"
 """The files that are whole, one JSON line each, while the tree is filled."""
 SPARE = 64 << 20
 """Bytes of the disk that are left free."""
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class StagingCache:
 
     def shared(self, key: str, *, wait: Callable[[str], None]) -> Lock:
         """Share a tree with all who read from it. ``wait``: told once whom it waits for, who fills or removes it."""
-        lock = _take(self.lock_file(key), fcntl.LOCK_SH, wait)
-        assert lock is not None
-        return lock
+        taken = _take(self.lock_file(key), fcntl.LOCK_SH, wait)
+        assert taken is not None
+        return taken
 
     @contextlib.contextmanager
     def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[Lock | None]:
         """Hold a tree alone. ``wait``: told once whom it waits for; None: gives None at once where somebody has it."""
-        lock = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
+        taken = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
         try:
-            yield lock
+            yield taken
         finally:
-            if lock is not None:
-                lock.close()
+            if taken is not None:
+                taken.close()
 
     def make_room(self, key: str, size: int, say: Callable[[str], None]) -> list[Tree]:
         """Promise ``size`` bytes to a tree; what was used longest ago goes. Returns what went.
@@ -96,9 +96,9 @@ class StagingCache:
         if size > self.limit:
             text = f"{amount(size)} do not fit into the {amount(self.limit)} that may be kept there"
             fix = "raise storage.staging.gb in the cluster file, or slurm.staging=false reads from the shared storage"
-            raise UserError(Problem(text, file=str(self.root), fix=fix), ExitCode.STORAGE)
+            raise UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
         removed: list[Tree] = []
-        with _held_shortly(self.root / ".lock"):
+        with self.alone("", wait=lambda _holder: None):  # one at a time counts and promises room
             others = [tree for tree in self.trees() if tree.key != key]
             there = tree_content(self.folder(key))
             kept = sum(tree.bytes for tree in others)
@@ -124,12 +124,12 @@ class StagingCache:
         text = f"no room for {amount(size)}: {amount(lack)} are lacking"
         text += f", and {in_use} trees there are in use" if in_use else ""
         fix = "free space there, or slurm.staging=false reads from the shared storage"
-        return UserError(Problem(text, file=str(self.root), fix=fix), ExitCode.STORAGE)
+        return UserError(text, file=str(self.root), fix=fix, code=ExitCode.STORAGE)
 
     def remove(self, key: str, tree: Tree, say: Callable[[str], None], why: str) -> bool:
         """Remove a tree that nobody uses; False where somebody does. The manifest goes first: half a tree is never whole."""
-        with self.alone(key, wait=None) as lock:
-            if lock is None:
+        with self.alone(key, wait=None) as taken:
+            if taken is None:
                 return False
             say(f"removes {self.folder(key)} ({amount(tree.bytes)}, used {ago(tree.used)}) {why}")
             discard(self.folder(key))
@@ -169,12 +169,12 @@ def open_cache(staging: Staging) -> StagingCache:
     except FileNotFoundError:
         host = os.uname().nodename
         fix = "mount the node's disk, or correct storage.staging.path in the cluster file"
-        raise UserError(Problem(f"{host} has no such folder", file=str(path), fix=fix), ExitCode.STORAGE) from None
+        raise UserError(f"{host} has no such folder", file=str(path), fix=fix, code=ExitCode.STORAGE) from None
     except OSError as error:
         raise storage_error(error, "cannot be used for staging", path) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         message = "belongs to somebody else, or others can write to it: ranks would load what they put there"
-        raise UserError(Problem(message, file=str(root), fix="remove it, or set another storage.staging.path"))
+        raise UserError(message, file=str(root), fix="remove it, or set another storage.staging.path")
     return StagingCache(root, int(staging.gb * 1e9))
 
 
@@ -218,52 +218,10 @@ def ago(used: float) -> str:
     return "just now"
 
 
-def _take(path: Path, kind: int, wait: Callable[[str], None] | None) -> Lock | None:
-    """Lock a file that is made where it is absent. Raises OSError."""
-    announced = False
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(fd)
-            if wait is None:
-                return None
-            if not announced:
-                wait(holder)
-                announced = True
-            time.sleep(POLL_SECONDS)
-            continue
-        except BaseException:
-            os.close(fd)
-            raise
-        if _is_at(path, fd):
-            if kind == fcntl.LOCK_EX:
-                before = os.fstat(fd)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
-                os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # to look is not to use
-            return Lock(path, fd)
-        os.close(fd)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
-def _held_shortly(path: Path) -> Iterator[None]:
-    """One at a time counts and promises room; nobody holds this longer than a removal takes."""
-    lock = _take(path, fcntl.LOCK_EX, lambda _holder: None)
-    assert lock is not None
-    try:
-        yield
-    finally:
-        lock.close()
+def _take(path: Path, how: int, wait: Callable[[str], None] | None) -> Lock | None:
+    """Lock a file that is made where it is absent; None where somebody has it and nothing waits. Raises OSError."""
+    fd = lock.take(path, how, wait)
+    return None if isinstance(fd, str) else Lock(path, fd)
 
 
 def _journal_line(name: str, record: FileRecord) -> str:

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from clustertune.launch.container import enroot_name
 from clustertune.manifest import GIT_SHA1, SHA256, FileRecord
 from clustertune.staging import bundle, cache, hub, needs, worker
 from clustertune.staging.cache import JOURNAL, SPARE
-from clustertune.staging.copying import Done
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
 
@@ -109,12 +109,8 @@ class Collector:
                 if kind != "model" or any(file.name.endswith((".safetensors", ".bin")) for file in files):
                     return Part(what, name, target, root, files, revision=revision, path=path)
         names = hub.list_files(kind, name, revision)
-        return Part(
-            what, name, target, names=names, revision=revision, path=path, fetch=self._fetching(kind, name, revision, names)
-        )
-
-    def _fetching(self, kind: str, name: str, revision: str, names: list[str]) -> Callable[[Path], None]:
-        return lambda out: hub.download(kind, name, revision, names, out)
+        fetch = partial(hub.download, kind, name, revision, names)
+        return Part(what, name, target, names=names, revision=revision, path=path, fetch=fetch)
 
     def _data(self) -> list[Part]:
         data, source = self._resolved.recipe.data, self._resolved.inputs.get("data.input")
@@ -123,7 +119,7 @@ class Collector:
             fix = (
                 f"clustertune prepare {self._resolved.name} --out DIR here, and a recipe with data.input: DIR, format: messages"
             )
-            raise UserError(Problem(f"{what} is not staged: one file, folder or dataset of the Hub is", key=key, fix=fix))
+            raise UserError(f"{what} is not staged: one file, folder or dataset of the Hub is", key=key, fix=fix)
         if source is None:
             return [self._repository("dataset", data.name, data.revision)]
         folder = Path(self._resolved.folder)
@@ -189,7 +185,7 @@ class Collector:
         if settings.image.startswith("docker://"):
             text = "the image is in a registry, which machines without network do not reach"
             fix = f"enroot import --output train.sqsh '{enroot_name(settings.image)}', and the file as container.image"
-            raise UserError(Problem(text, file=settings.image, key="container.image", fix=fix))
+            raise UserError(text, file=settings.image, key="container.image", fix=fix)
         # Held to its sum here: on the other side nobody can fetch it again.
         found, _ = images.look(settings)
         assert found is not None
@@ -239,16 +235,16 @@ class Collector:
         if self._ifeval is not None:
             _check_prompts(self._ifeval)
         if out.exists() and not out.is_dir():
-            raise UserError(Problem("is a file, not a folder", file=str(out), key="--to", fix="give another"))
+            raise UserError("is a file, not a folder", file=str(out), key="--to", fix="give another")
         if not out.exists():
             return
         if any(out.iterdir()) and not (out / JOURNAL).exists() and not (out / manifest.MANIFEST).exists():
-            raise UserError(Problem("holds something else", file=str(out), key="--to", fix="give a new or empty folder"))
+            raise UserError("holds something else", file=str(out), key="--to", fix="give a new or empty folder")
         if (out / manifest.MANIFEST).exists():
             found = bundle.read(out)
             if found.meta.get("recipe") != self._resolved.name:
                 text = f"holds what recipe {found.meta.get('recipe')} needs"
-                raise UserError(Problem(text, file=str(out), key="--to", fix="give a new folder"))
+                raise UserError(text, file=str(out), key="--to", fix="give a new folder")
 
     def _begin_folder(self) -> None:
         """Take the seal off a finished one, and keep what is whole of it."""
@@ -276,15 +272,15 @@ class Collector:
         free = shutil.disk_usage(self._out).free
         if needed + SPARE > free:
             text = f"{worker.amount(needed)} are needed, {worker.amount(free)} are free"
-            raise UserError(Problem(text, file=str(self._out), fix="free space, or give another --to"), ExitCode.STORAGE)
+            raise UserError(text, file=str(self._out), fix="free space, or give another --to", code=ExitCode.STORAGE)
 
     def _collect(self, part: Part, records: dict[str, FileRecord], add: Callable[[str, FileRecord], None]) -> None:
         target = self._out / part.target
         if part.root is not None:
             wanted = [file for file in part.files if f"{part.target}/{file.name}" not in records]
 
-            def keep(done: Done) -> None:
-                add(f"{part.target}/{done.name}", FileRecord(done.size, done.digest, done.algorithm))
+            def keep(name: str, record: FileRecord) -> None:
+                add(f"{part.target}/{name}", record)
 
             with worker.shown(f"copying {part.name}", sum(file.size for file in wanted)) as advance:
                 if wanted:
@@ -305,19 +301,15 @@ class Collector:
         answers = worker.hash_files([(target / name, SHA256) for name in names], self._bounds)
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, str):
-                raise UserError(Problem(f"cannot be read: {answer}", file=str(target / name)), ExitCode.STORAGE)
+                raise UserError(f"cannot be read: {answer}", file=str(target / name), code=ExitCode.STORAGE)
             expected = digests.get(name, "")
-            found = (
-                answer[1]
-                if len(expected) == 64
-                else manifest.hash_file(target / name, GIT_SHA1).digest
-                if len(expected) == 40
-                else expected
-            )
+            found = answer[1] if len(expected) == 64 else expected
+            if len(expected) == 40:
+                found = manifest.hash_file(target / name, GIT_SHA1).digest
             if found != expected:
                 (target / name).unlink()
                 text = f"came from the network as {found[:12]}, the Hub says {expected[:12]}"
-                raise UserError(Problem(text, file=str(target / name), fix="run the same command again"), ExitCode.AGAIN)
+                raise UserError(text, file=str(target / name), fix="run the same command again", code=ExitCode.AGAIN)
             add(f"{part.target}/{name}", FileRecord(answer[0], answer[1]))
         hub.tidy(target)
 
@@ -346,13 +338,13 @@ def _check_prompts(path: Path) -> None:
     try:
         rows = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
     except OSError as error:
-        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path), key="--ifeval")) from None
+        raise UserError(f"cannot be read: {error.strerror}", file=str(path), key="--ifeval") from None
     except ValueError:
         rows = []
     columns = ("key", "prompt", "instruction_id_list", "kwargs")
     if not rows or not all(isinstance(row, dict) and all(column in row for column in columns) for row in rows):
         fix = f"JSON lines with {', '.join(columns)}, as google/IFEval has them"
-        raise UserError(Problem("holds no rows of IFEval", file=str(path), key="--ifeval", fix=fix))
+        raise UserError("holds no rows of IFEval", file=str(path), key="--ifeval", fix=fix)
 
 
 def _one(path: Path) -> SourceFile:
@@ -360,5 +352,5 @@ def _one(path: Path) -> SourceFile:
     try:
         state = path.stat()
     except OSError as error:
-        raise UserError(Problem(f"cannot be read: {error.strerror}", file=str(path))) from None
+        raise UserError(f"cannot be read: {error.strerror}", file=str(path)) from None
     return SourceFile(path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import UserError
+from clustertune.manifest import FileRecord
 from clustertune.process import die_with_parent
-from clustertune.staging.copying import Done, copy_files, hash_files
+from clustertune.staging.copying import copy_files, hash_files
 from clustertune.staging.survey import SourceFile, survey
 
 TELL_SECONDS = 0.2
@@ -43,8 +44,8 @@ class _Teller:
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 
-    def done(self, file: Done) -> None:
-        self.tell({"file": asdict(file)})
+    def done(self, name: str, record: FileRecord) -> None:
+        self.tell({"file": name, "record": record.as_json()})
 
     def end(self, line: Mapping[str, Any]) -> None:
         self._end.set()
@@ -63,7 +64,7 @@ def work(order: Mapping[str, Any], teller: _Teller) -> Any:
     if order["do"] == "locate":
         return os.path.realpath(order["root"])
     if order["do"] == "survey":
-        return [file.as_json() for file in survey(Path(order["root"]), order["what"])]
+        return [asdict(file) for file in survey(Path(order["root"]), order["what"])]
     if order["do"] == "copy":
         files = [SourceFile(**values) for values in order["files"]]
         root, out = Path(order["root"]), Path(order["out"])

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import io
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import GIT_SHA1, XXH3_128, Hasher, new_hasher
+from clustertune.errors import ExitCode, UserError
+from clustertune.manifest import XXH3_128, FileRecord, Hasher, new_hasher
 from clustertune.staging.survey import SourceFile
 
 BLOCK = 8 << 20
@@ -30,44 +27,18 @@ BEHIND = 8
 _WRITE, _WAIT_WRITE_WAIT = 2, 7  # linux/fs.h: SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
 
 
-@dataclass(frozen=True)
-class Done:
-    """A copied file: its record, and by which signs it is known again without being read."""
-
-    name: str
-    size: int
-    digest: str
-    algorithm: str
-    signs: tuple[int, int, int]
-    """Inode, mtime and ctime (ns) of the copy."""
-
-
 def hashers(file: SourceFile, record: str) -> dict[str, Hasher]:
     """What a file is hashed with: the digest that its copy is recorded by first, then the source's own where that is another.
 
     A copy on a node's disk is recorded by XXH3 beside the source's SHA-256: it is hashed again and again, eight times faster.
     """
-    found: dict[str, Hasher] = {record: new_hasher(record)}
-    if file.algorithm == GIT_SHA1:
-        found[GIT_SHA1] = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-    elif file.algorithm not in (None, record):
-        found[file.algorithm] = new_hasher(file.algorithm)
-    return found
-
-
-def signs(path: Path) -> tuple[int, int, int]:
-    """Inode, mtime and ctime: a file whose signs are the same was not written to through the file system."""
-    state = path.stat()
-    return state.st_ino, state.st_mtime_ns, state.st_ctime_ns
+    return {algorithm: new_hasher(algorithm, file.size) for algorithm in (record, file.algorithm) if algorithm}
 
 
 def write_back(fd: int, offset: int, size: int, *, wait: bool) -> None:
     """Start writing a range to the disk, or wait until it is there; a hint only, :func:`os.fsync` is what counts."""
-    _libc().sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _WAIT_WRITE_WAIT if wait else _WRITE)
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _WAIT_WRITE_WAIT if wait else _WRITE)
 
 
 def drop(fd: int, offset: int, size: int) -> None:
@@ -82,7 +53,7 @@ def copy_files(
     files: Sequence[SourceFile],
     *,
     advance: Callable[[int], None],
-    done: Callable[[Done], None],
+    done: Callable[[str, FileRecord], None],
     workers: int = WORKERS,
     record: str = XXH3_128,
 ) -> None:
@@ -96,7 +67,7 @@ def copy_files(
         running = [pool.submit(_copy, file, root / file.name, out / file.name, record, advance, stop) for file in largest_first]
         try:
             for copied in as_completed(running):
-                done(copied.result())
+                done(*copied.result())
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -105,7 +76,7 @@ def copy_files(
 
 def _copy(
     file: SourceFile, source: Path, target: Path, record: str, advance: Callable[[int], None], stop: threading.Event
-) -> Done:
+) -> tuple[str, FileRecord]:
     hashes, offset = hashers(file, record), 0
     with _named(target), source.open("rb", buffering=0) as src:
         _same(file, src, source)
@@ -132,7 +103,7 @@ def _copy(
     digests = {kind: hasher.hexdigest() for kind, hasher in hashes.items()}
     if file.algorithm and digests[file.algorithm] != file.digest:
         raise damaged(source, file.algorithm)
-    return Done(file.name, file.size, digests[record], record, signs(target))
+    return file.name, FileRecord(file.size, digests[record], record)
 
 
 def _same(file: SourceFile, src: io.FileIO, path: Path) -> None:
@@ -170,14 +141,14 @@ def _blocks(src: io.FileIO, path: Path) -> Iterator[memoryview]:
 def changed(path: Path) -> UserError:
     """A source that was written to, replaced or removed while it was read."""
     fix = "run the same command again when nobody writes there any more"
-    return UserError(Problem("changed while it was copied", file=str(path), fix=fix), ExitCode.AGAIN)
+    return UserError("changed while it was copied", file=str(path), fix=fix, code=ExitCode.AGAIN)
 
 
 def damaged(path: Path, algorithm: str) -> UserError:
     """A source whose content is not what its own folder says."""
     where = "the name that the Hub gave it" if path.is_symlink() else "the folder's manifest"
     fix = "the file is damaged where it lies: load or make it again"
-    return UserError(Problem(f"its content differs from {where} ({algorithm})", file=str(path), fix=fix), ExitCode.FAILED)
+    return UserError(f"its content differs from {where} ({algorithm})", file=str(path), fix=fix, code=ExitCode.FAILED)
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import console
-from clustertune.errors import Problem, UserError
+from clustertune.errors import UserError
 from clustertune.staging.survey import INDEX, choose
 from clustertune.staging.worker import amount
 
@@ -70,21 +70,14 @@ def tidy(out: Path) -> None:
 def _asking(kind: str, name: str) -> Iterator[None]:
     try:
         yield
-    except UserError:
-        raise
-    except OSError as error:
-        if error.errno is not None and error.filename:  # the disk, not the network
-            raise
-        raise _unreachable(kind, name, error) from None
     except Exception as error:  # the exceptions of the Hub's clients have no common base
-        raise _unreachable(kind, name, error) from None
-
-
-def _unreachable(kind: str, name: str, error: Exception) -> UserError:
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
-    fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
-    key = "model.path=DIR" if kind == "model" else "data.input=PATH"
-    return UserError(Problem(f"{name} cannot be had from the Hub: {message}", fix=f"{fix}: {key}"))
+        of_the_disk = isinstance(error, OSError) and error.errno is not None and error.filename
+        if isinstance(error, UserError) or of_the_disk:
+            raise
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "run this on a machine with network; a gated model needs HF_TOKEN in .env; or name a local copy"
+        key = "model.path=DIR" if kind == "model" else "data.input=PATH"
+        raise UserError(f"{name} cannot be had from the Hub: {message}", fix=f"{fix}: {key}") from None
 
 
 def fetch_punkt(out: Path) -> bool:

@@ -26,15 +26,21 @@ def snapshot(cache: Path, kind: str, name: str, revision: str) -> Path:
     return cache / f"{kind}--{name.replace('/', '--')}" / "snapshots" / revision
 
 
-def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
-    """Where the base model lies, whether or not it is there; None where the run makes it and no run is known."""
+def local_model(resolved: Resolved, run: RunDir | None) -> Path | None:
+    """The base model's folder: made by the run, of the parcel, or named by the recipe; None: the Hub's, or no run is known."""
     model = resolved.recipe.model
     if model.weights == "random":
         return run.local_model(model.name) if run else None
     if (staged := bundle.staged_folder(resolved)) and (found := bundle.model_folder(staged)):
         return found
-    if model.path:
-        return Path(model.path)
+    return Path(model.path) if model.path else None
+
+
+def model_folder(resolved: Resolved, run: RunDir | None) -> Path | None:
+    """Where the base model lies, whether or not it is there; None where the run makes it and no run is known."""
+    model = resolved.recipe.model
+    if (found := local_model(resolved, run)) or model.weights == "random":
+        return found
     return snapshot(hub_cache(), "models", model.name, model.revision or "main")
 
 

@@ -125,7 +125,7 @@ class Rehearsal:
             return self._make_model()
         folder = bundle.model_folder(self._folder)
         if folder is None:
-            raise UserError(Problem("holds no model", file=str(self._folder), fix="stage the recipe again"))
+            raise UserError("holds no model", file=str(self._folder), fix="stage the recipe again")
         from clustertune.errors import raise_if
         from clustertune.evaluate.model import check_weights
 
@@ -207,7 +207,7 @@ class Rehearsal:
         with torch.no_grad():
             logits = model(input_ids=ids).logits
         if not bool(torch.isfinite(logits).all()):
-            raise UserError(Problem("its logits are not finite", file=str(self._model), fix="copy the model again"))
+            raise UserError("its logits are not finite", file=str(self._model), fix="copy the model again")
         return f"{tuple(logits.shape)} logits, finite"
 
     def benchmark(self) -> str:
@@ -227,9 +227,8 @@ class Rehearsal:
                 lacks = f" (the folder has no {rows.task.hub.name})" if published and own else ""
                 reason = f" of {rows.source.name}, sentence splitter: {rows.splitter.source}{lacks}"
                 if rows.splitter.source != punkt.TRAINED and not rows.splitter.path.is_relative_to(self._folder):
-                    fix = "stage the recipe where NLTK_DATA names the data"
                     text = f"the sentence splitter came from {rows.splitter.path}, not from the folder"
-                    raise UserError(Problem(text, fix=fix))
+                    raise UserError(text, fix="stage the recipe where NLTK_DATA names the data")
             loaded, _ = tasks.load(wanted.tasks, own_files, wanted)
             if rows is not None and (problems := rows.find_difference(loaded["tasks"][ifeval.NAME])):
                 raise UserError(problems)

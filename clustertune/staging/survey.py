@@ -6,9 +6,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.manifest import MANIFEST, FileRecord, hub_record, read_manifest
@@ -35,10 +34,6 @@ class SourceFile:
     algorithm: str | None = None
     """``sha256``, ``xxh3_128`` or ``git_sha1``."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; ``SourceFile(**values)`` gives an equal one back."""
-        return asdict(self)
-
     def fits(self, record: FileRecord) -> bool:
         """Whether a record can be that of this file: size, and the digest where both are of one kind."""
         return self.size == record.size and (self.algorithm != record.algorithm or self.digest == record.digest)
@@ -52,7 +47,7 @@ def survey(root: Path, what: str) -> list[SourceFile]:
     """
     if not root.is_dir():
         problem = "is a file, not a folder" if root.exists() else "no such folder"
-        raise UserError(Problem(problem, file=str(root), fix="is the storage mounted, and the name right?"))
+        raise UserError(problem, file=str(root), fix="is the storage mounted, and the name right?")
     found = dict(_walk(root))
     names = choose(found, _read_index(found)) if what == "model" else sorted(found)
     known = _known_digests(root, found)
@@ -66,10 +61,9 @@ def survey(root: Path, what: str) -> list[SourceFile]:
         files.append(SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, digest, algorithm))
     problems += [Problem("missing", file=str(root / name)) for name in known if name not in found]
     if problems:
-        fix = "copy or make it again"
-        raise UserError([*problems, Problem("is not whole", file=str(root), fix=fix)])
+        raise UserError([*problems, Problem("is not whole", file=str(root), fix="copy or make it again")])
     if not files:
-        raise UserError(Problem("holds no file", file=str(root), fix="is the storage mounted, and the name right?"))
+        raise UserError("holds no file", file=str(root), fix="is the storage mounted, and the name right?")
     return files
 
 
@@ -82,7 +76,7 @@ def _walk(root: Path) -> Iterable[tuple[str, Path]]:
             if name.endswith((".incomplete", ".lock", ".tmp")) or not path.is_file():
                 if path.is_symlink() and not path.exists():
                     fix = "the cache is damaged: load the model again"
-                    raise UserError(Problem("a link to a file that is not there", file=str(path), fix=fix))
+                    raise UserError("a link to a file that is not there", file=str(path), fix=fix)
                 continue
             yield path.relative_to(root).as_posix(), path
 
@@ -100,8 +94,7 @@ def choose(names: Iterable[str], indices: Mapping[str, Sequence[str]]) -> list[s
         if index in there:
             if missing := sorted(set(indices[index]) - there):
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-                text = f"lacks {', '.join(missing[:3])}{more}"
-                raise UserError(Problem(text, file=index, fix="load or copy the model again"))
+                raise UserError(f"lacks {', '.join(missing[:3])}{more}", file=index, fix="load or copy the model again")
             return sorted(kept | {index} | set(indices[index]))
         if stem in there:
             return sorted(kept | {stem})
@@ -119,8 +112,7 @@ def _read_index(found: Mapping[str, Path]) -> dict[str, list[str]]:
             shards = json.loads(path.read_bytes())["weight_map"].values()
             indices[stem + INDEX] = sorted({str(shard) for shard in shards})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            fix = "load or copy the model again"
-            raise UserError(Problem(f"no index of weights: {error!r}", file=str(path), fix=fix)) from None
+            raise UserError(f"no index of weights: {error!r}", file=str(path), fix="load or copy the model again") from None
     return indices
 
 

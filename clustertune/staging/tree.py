@@ -16,11 +16,10 @@ from typing import Any
 
 from clustertune import manifest
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.manifest import FileRecord
 from clustertune.staging import cache, worker
 from clustertune.staging.cache import JOURNAL, KIND, PLANNED, Lock, StagingCache
-from clustertune.staging.copying import Done, signs
 from clustertune.staging.survey import SourceFile
 from clustertune.staging.worker import Bounds
 
@@ -140,7 +139,7 @@ class Stager:
         with self._shelf.alone(key, wait=wait) as lock:
             if lock is None:
                 fix = "the shared storage is read until that job has ended"
-                raise UserError(Problem("is damaged, and another job reads from it", file=str(folder), fix=fix))
+                raise UserError("is damaged, and another job reads from it", file=str(folder), fix=fix)
             yield lock
 
     def _waits(self, holder: str, folder: Path) -> None:
@@ -165,7 +164,7 @@ class Stager:
         # (datasets keeps its tables in .cache beside the data).
         there = {name for name in manifest.list_files(folder) if not any(part.startswith(".") for part in name.split("/"))}
         wrong = sorted(there ^ records)
-        states = {name: _signs(folder / name) for name in sorted(records & found.files.keys())}
+        states = {name: signs(folder / name) for name in sorted(records & found.files.keys())}
         suspects = [name for name, state in states.items() if state and (deep or list(state) != kept.get(name))]
         wrong += cache.find_differing(folder, {name: found.files[name] for name in suspects}, self._bounds)
         if wrong:
@@ -193,8 +192,8 @@ class Stager:
         try:
             with cache.journal(folder, whole) as add, worker.shown(f"copying {source.name}", size) as advance:
 
-                def keep(done: Done) -> None:
-                    add(f"{source.name}/{done.name}", FileRecord(done.size, done.digest, done.algorithm))
+                def keep(name: str, record: FileRecord) -> None:
+                    add(f"{source.name}/{name}", record)
 
                 worker.copy(source.root, folder / source.name, wanted, self._bounds, done=keep, advance=advance)
             self._check_source(source, files)
@@ -208,12 +207,11 @@ class Stager:
         """The source is now what it was before the first byte: nothing was added, replaced or removed meanwhile."""
         if worker.survey(source.root, source.what, self._bounds) != list(files):
             fix = "run the same command again when nobody writes there any more"
-            raise UserError(Problem("changed while it was copied", file=str(source.root), fix=fix), ExitCode.AGAIN)
+            raise UserError("changed while it was copied", file=str(source.root), fix=fix, code=ExitCode.AGAIN)
 
     def _leave(self, folder: Path, error: UserError | OSError) -> None:
         """What stays of a copy that failed: its whole files, unless the disk is full, which harms all who use the node."""
-        message = str(error)
-        if any(os.strerror(number) in message for number in (errno.ENOSPC, errno.EDQUOT)):
+        if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
             with contextlib.suppress(OSError):
                 cache.discard(folder)
 
@@ -232,15 +230,17 @@ class Stager:
             "source": str(source.root),
             "revision": source.revision,
             "host": os.uname().nodename,
-            "signs": {name: list(signs(folder / name)) for name in whole},
+            "signs": {name: signs(folder / name) for name in whole},
         }
         for name in (JOURNAL, PLANNED):
             (folder / name).unlink(missing_ok=True)
         manifest.seal(folder, KIND, meta, whole)
 
 
-def _signs(path: Path) -> tuple[int, int, int] | None:
+def signs(path: Path) -> tuple[int, int, int] | None:
+    """Inode, mtime and ctime: a file whose signs are the same was not written to through the file system. None: not there."""
     try:
-        return signs(path)
+        state = path.stat()
     except OSError:
         return None
+    return state.st_ino, state.st_mtime_ns, state.st_ctime_ns

@@ -8,8 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,8 @@ def _rehearse(order: Mapping[str, Any], scratch: Path, verdict: Verdict, tell: C
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps({**order, "scratch": str(scratch / "work")}).encode() + b"\n")
             child.stdin.close()
-        for line in _lines(child, STEP_SECONDS):
+        text = f"a step of the rehearsal took more than {STEP_SECONDS:.0f} s"
+        for line in worker.lines(child, STEP_SECONDS, UserError(text, fix="is the storage slow?")):
             verdict.steps.append(line)
             words_of = line["found"] or "; ".join(problem["message"] for problem in line["problems"])
             tell(f"{line['step']}: {words_of}")
@@ -181,30 +181,6 @@ def _environment(folder: Path, scratch: Path, log: Path) -> dict[str, str]:
         "PYTHONNOUSERSITE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def _lines(child: subprocess.Popen[bytes], seconds: float) -> Iterator[dict[str, Any]]:
-    """What the rehearsal says, line by line. A step that takes too long is ended and told. Raises UserError."""
-    assert child.stdout is not None
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, 9)
-
-    timer = threading.Timer(seconds, end)
-    timer.start()
-    try:
-        for line in child.stdout:
-            timer.cancel()
-            yield json.loads(line)
-            timer = threading.Timer(seconds, end)
-            timer.start()
-    finally:
-        timer.cancel()
-    if late.is_set():
-        raise UserError(Problem(f"a step of the rehearsal took more than {seconds:.0f} s", fix="is the storage slow?"))
 
 
 def _attempts(log: Path) -> list[dict[str, Any]]:

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from clustertune import console
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
-from clustertune.manifest import XXH3_128
-from clustertune.staging.copying import WORKERS, Done
+from clustertune.manifest import XXH3_128, FileRecord, parse_record
+from clustertune.staging.copying import WORKERS
 from clustertune.staging.survey import SourceFile
 
 STALL_SECONDS = 120.0
@@ -62,7 +62,7 @@ def copy(
     files: Sequence[SourceFile],
     bounds: Bounds,
     *,
-    done: Callable[[Done], None],
+    done: Callable[[str, FileRecord], None],
     advance: Callable[[int], None],
     record: str = XXH3_128,
 ) -> None:
@@ -74,7 +74,7 @@ def copy(
         "do": "copy",
         "root": str(root),
         "out": str(out),
-        "files": [file.as_json() for file in files],
+        "files": [asdict(file) for file in files],
         "workers": bounds.workers,
         "record": record,
     }
@@ -97,7 +97,7 @@ def _order(
     order: Mapping[str, Any],
     path: Path,
     bounds: Bounds,
-    done: Callable[[Done], None] | None = None,
+    done: Callable[[str, FileRecord], None] | None = None,
     advance: Callable[[int], None] | None = None,
     target: Path | None = None,
 ) -> Any:
@@ -112,19 +112,23 @@ def _order(
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(order).encode() + b"\n")
             child.stdin.close()
-        for line in _lines(child, bounds.stall, path):
+        fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
+        text = f"nothing was read or written for {bounds.stall:g} s"
+        stalled = Stalled(text, file=str(path), fix=fix, code=ExitCode.STORAGE)
+        for line in lines(child, bounds.stall, stalled):
             if "bytes" in line and advance:
                 advance(line["bytes"])
             elif "file" in line and done:
-                done(Done(**{**line["file"], "signs": tuple(line["file"]["signs"])}))
+                done(line["file"], parse_record(line["record"]))
             elif "error" in line:
-                raise _user_error(line["error"])
+                problems = [Problem(**problem) for problem in line["error"]["problems"]]
+                raise UserError(problems, ExitCode(line["error"]["exit_code"]))
             elif "os_error" in line:
                 raise _storage(line["os_error"], path, target)
             elif "answer" in line:
                 return line["answer"]
         text = f"the copying process ended (exit code {child.wait()})"
-        raise UserError(Problem(text, file=str(path), fix="run the same command again: it goes on"), ExitCode.AGAIN)
+        raise UserError(text, file=str(path), fix="run the same command again: it goes on", code=ExitCode.AGAIN)
     finally:
         child.kill()
         # A process that waits for a hung mount ends when the mount answers: it is not waited for, and has nothing to say.
@@ -139,24 +143,19 @@ def _with_package(given: str | None) -> str:
     return os.pathsep.join([here, given]) if given else here
 
 
-def _lines(child: subprocess.Popen[bytes], stall: float, path: Path) -> Iterator[dict[str, Any]]:
-    """The child's lines as they come. Raises Stalled where none comes for ``stall`` seconds."""
+def lines(child: subprocess.Popen[bytes], seconds: float, late: UserError) -> Iterator[dict[str, Any]]:
+    """A child's lines of JSON as they come. Raises ``late`` where none comes for so many seconds."""
     assert child.stdout is not None
     waiting, fd = b"", child.stdout.fileno()
     while True:
-        if not select.select([fd], [], [], stall)[0]:
-            fix = "is the storage mounted and its server up? --stall SECONDS waits longer"
-            raise Stalled(Problem(f"nothing was read or written for {stall:g} s", file=str(path), fix=fix), ExitCode.STORAGE)
+        if not select.select([fd], [], [], seconds)[0]:
+            raise late
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             return
         *whole, waiting = (waiting + chunk).split(b"\n")
         for line in whole:
             yield json.loads(line)
-
-
-def _user_error(body: Mapping[str, Any]) -> UserError:
-    return UserError([Problem(**problem) for problem in body["problems"]], ExitCode(body["exit_code"]))
 
 
 def _storage(body: Mapping[str, Any], location: Path, target: Path | None) -> UserError:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from clustertune import chain, lock
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import shape, signal_margin, slurm, submit
-from clustertune.launch.slurm import parse_jobs
+from clustertune.errors import Problem, UserError
+from clustertune.launch import shape, signal_margin, submit
 from clustertune.rundir import STAGES, keep_private
 from clustertune.sweep.points import Point, Sweep, missing_inputs
 from clustertune.tree import ROOT
@@ -58,7 +55,7 @@ def make_job(
     shapes = {shape.train_shape(item, cluster) for item in resolved}
     if len(shapes) > 1:
         text = "the points ask for nodes, GPUs or memory of different size, and one job array has one shape"
-        raise UserError(Problem(text, file=sweep.name, fix="a sweep for each: " + "; ".join(map(str, shapes))))
+        raise UserError(text, file=sweep.name, fix="a sweep for each: " + "; ".join(map(str, shapes)))
     needed = max(signal_margin.needed(point.run_dir, item).seconds for point, item in zip(sweep.points, resolved, strict=True))
     limit = f"%{at_once}" if at_once else ""
     folder = sweep.path.absolute()
@@ -79,19 +76,6 @@ def make_job(
     )
 
 
-def live_jobs(path: Path, run: slurm.Run = slurm.call) -> list[str]:
-    """Ids of the sweep's job arrays that have tasks which run or may run yet. Raises UserError where Slurm does not answer."""
-    live = []
-    for entry in submit.read_jobs(path)["jobs"]:
-        number = str(entry.get("id"))
-        if slurm.show_job(number, run) is None:  # forgotten
-            continue
-        tasks = parse_jobs(run(["scontrol", "show", "job", number]))
-        if any(submit.is_ours(entry, task) and task.get("JobState") not in slurm.ENDED for task in tasks):
-            live.append(number)
-    return live
-
-
 def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: submit.StageJob) -> str:
     """Submit the array and keep its id in ``jobs/jobs.json``; returns the id. Refused where tasks of the sweep are queued.
 
@@ -100,16 +84,11 @@ def send(sweep: Sweep, resolved: Sequence[Resolved], cluster: Cluster, job: subm
     keep_private(cluster)
     with lock.held(sweep.path / "jobs" / "lock", "submits this sweep", shown=sweep.path, fix="wait for it"):
         sweep.write()
-        if live := live_jobs(sweep.path):
-            fix = f"clustertune sweep --results {shlex.quote(str(sweep.path))} shows it; scancel {' '.join(live)} ends it"
-            problem = Problem(f"tasks of this sweep are in the queue: {', '.join(live)}", file=str(sweep.path), fix=fix)
-            raise UserError(problem, ExitCode.AGAIN)
+        submit.require_none_live(sweep.path, "tasks of this sweep", "clustertune sweep --results")
         for point in sweep.left():
             run = chain.open_run(resolved[point.index], point.run_dir, chain.command_line())
             run.describe(resolved[point.index], cluster, {"train": job.shape})
-        entries = submit.submit_all(
-            sweep.path, [job], lambda options, script, arguments: slurm.submit(options, script, arguments, os.environ)
-        )
+        entries = submit.submit_all(sweep.path, [job])
     return str(entries[0]["id"])
 
 

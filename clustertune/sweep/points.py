@@ -89,11 +89,11 @@ class Sweep:
             before = read_sweep(self.path)
             if before.points != self.points:
                 fix = "give another --sweep-dir, or leave it out: each sweep has its own folder"
-                raise UserError(Problem("holds another sweep", file=str(self.path), fix=fix))
+                raise UserError("holds another sweep", file=str(self.path), fix=fix)
             if before.last == self.last:
                 return
         elif self.path.is_dir() and any(entry.name not in ("lock", "jobs") for entry in self.path.iterdir()):
-            raise UserError(Problem("holds something else than a sweep", file=str(self.path), fix="give another --sweep-dir"))
+            raise UserError("holds something else than a sweep", file=str(self.path), fix="give another --sweep-dir")
         self.path.mkdir(parents=True, exist_ok=True)
         write_durably(self.path / SWEEP, json.dumps(body, indent=1) + "\n")
 
@@ -122,9 +122,9 @@ def read_sweep(path: Path) -> Sweep:
         )
     except FileNotFoundError:
         fix = "clustertune sweep RECIPE section.key=value,value makes one"
-        raise UserError(Problem(f"is no sweep: it has no {SWEEP}", file=str(path), fix=fix)) from None
+        raise UserError(f"is no sweep: it has no {SWEEP}", file=str(path), fix=fix) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(Problem(f"unreadable: {error!r}", file=str(file))) from None
+        raise UserError(f"unreadable: {error!r}", file=str(file)) from None
 
 
 def run_dir(path: Path, index: int) -> Path:
@@ -136,7 +136,7 @@ def point(path: Path, index: int) -> Point:
     """The point that a task of the job array works on. Raises UserError where the sweep has none of that number."""
     points = read_sweep(path).points
     if not 0 <= index < len(points):
-        raise UserError(Problem(f"has no point {index}: {len(points)} points, from 0", file=str(path / SWEEP)))
+        raise UserError(f"has no point {index}: {len(points)} points, from 0", file=str(path / SWEEP))
     return points[index]
 
 
@@ -358,26 +358,23 @@ def combinations(axes: Sequence[Axis | Range], draws: int | None = None, seed: i
         raise UserError([Problem(problem, file=COMMAND_LINE, key=key, fix="--random N draws from it") for key in ranges])
     size = math.prod(int(axis.size) for axis in axes)
     if size < 2:
-        fix = "give several values: train.learning_rate=1e-5,5e-5"
-        raise UserError(Problem("nothing is varied", file=COMMAND_LINE, fix=fix))
+        raise UserError("nothing is varied", file=COMMAND_LINE, fix="give several values: train.learning_rate=1e-5,5e-5")
     if size > MAX_POINTS:
         fix = f"fewer values, or --random N draws some of them; {MAX_POINTS} at most"
-        raise UserError(Problem(f"a grid of {size:,} points", file=COMMAND_LINE, fix=fix))
+        raise UserError(f"a grid of {size:,} points", file=COMMAND_LINE, fix=fix)
     return list(itertools.product(*(axis.values for axis in axes if isinstance(axis, Axis))))
 
 
 def _draw(axes: Sequence[Axis | Range], draws: int, seed: int) -> list[tuple[str, ...]]:
     size = math.prod(axis.size for axis in axes)
     if not 1 <= draws <= MAX_POINTS:
-        raise UserError(Problem(f"{draws} draws: 1 to {MAX_POINTS} are possible", file=COMMAND_LINE, key="--random"))
+        raise UserError(f"{draws} draws: 1 to {MAX_POINTS} are possible", file=COMMAND_LINE, key="--random")
     if draws > size:
-        problem = Problem(f"{draws} draws from {size:.0f} different points", file=COMMAND_LINE, key="--random")
-        raise UserError(problem)
+        raise UserError(Problem(f"{draws} draws from {size:.0f} different points", file=COMMAND_LINE, key="--random"))
     generator = random.Random(seed)  # noqa: S311 (what is drawn must come again, not be a secret)
     found: dict[tuple[str, ...], None] = {}
     for _ in range(100 * draws + 10_000):
         found[tuple(axis.pick(generator.random()) for axis in axes)] = None
         if len(found) == draws:
             return list(found)
-    problem = Problem(f"only {len(found)} of {draws} draws differ", file=COMMAND_LINE, key="--random", fix="widen the ranges")
-    raise UserError(problem)
+    raise UserError(f"only {len(found)} of {draws} draws differ", file=COMMAND_LINE, key="--random", fix="widen the ranges")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
 from clustertune.events import read_object
@@ -55,7 +55,7 @@ def check_metric(metric: str) -> None:
     """Raises UserError for what can be no metric; which scores the points have is known when they end."""
     if metric not in LOWER and not SCORE.fullmatch(metric):
         fix = f"one of {', '.join(LOWER)}, or a score: TASK.METRIC, such as ifeval.prompt_level_strict_acc"
-        raise UserError(Problem(f"there is no metric {metric!r}", file="command line", key="--metric", fix=fix))
+        raise UserError(f"there is no metric {metric!r}", file="command line", key="--metric", fix=fix)
 
 
 def collect(sweep: Sweep, metric: str) -> list[Result]:
@@ -229,7 +229,7 @@ def _page_values(sweep: Sweep, metric: str, results: Sequence[Result]) -> dict[s
         "subtitle": f"{len(results)} points ({drawn}), made {moment(sweep.created)}",
         "tiles": [{"name": name, "value": str(count)} for name, count in counts.items() if count or name == DONE],
         "metric": metric,
-        "better": "less is better" if LOWER[metric] else "more is better",
+        "better": "less is better" if LOWER.get(metric) else "more is better",
         "best": by_index[ranked[0].index].words if ranked else "",
         "best_value": number(ranked[0].value(metric)) if ranked else UNKNOWN,
         "dots": plots.draw_dots(

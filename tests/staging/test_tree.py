@@ -85,7 +85,7 @@ def test_what_the_file_system_itself_lost_is_found_by_hashing(
     path = bench.stage(root)
     meta = json.loads((path.parent / manifest.MANIFEST).read_bytes())["meta"]["signs"]
     flip(path / "two.safetensors", 5)
-    monkeypatch.setattr("clustertune.staging.tree._signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
+    monkeypatch.setattr("clustertune.staging.tree.signs", lambda p: tuple(meta[p.relative_to(path.parent).as_posix()]))
     bench.stage(root)
     assert same(root, path)
 

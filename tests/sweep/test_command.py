@@ -179,7 +179,7 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
     made, resolved = command._here("tiny-oasst2", WORDS, None, None, {"tiny": False, "last": "train", "path": tmp_path / "s"})
     job = array.make_job(made, resolved, machine(2, 8))
     sent: list[list[str]] = []
-    monkeypatch.setattr(array.slurm, "submit", lambda options, script, words, environ: sent.append([script]) or "41")
+    monkeypatch.setattr(array.submit.slurm, "submit", lambda options, script, words: sent.append([script]) or "41")
     assert array.send(made, resolved, machine(2, 8), job) == "41"
     recorded = [RunDir(point.run_dir).description(1) for point in made.points]  # what the tasks run, whatever is edited since
     assert [found.resolved for found in recorded] == resolved and all(found.cluster == machine(2, 8) for found in recorded)
@@ -194,10 +194,10 @@ def test_a_sweep_with_queued_tasks_is_not_submitted_again(tmp_path: Path, monkey
         )
         return "".join(record.format(task, state, job.path) for task, state in states.items())
 
-    assert array.live_jobs(made.path, scontrol) == ["41"]
+    assert array.submit.live_jobs(made.path, scontrol) == ["41"]
     states["1"] = "FAILED"
-    assert array.live_jobs(made.path, scontrol) == []
-    monkeypatch.setattr(array, "live_jobs", lambda path: ["41"])
+    assert array.submit.live_jobs(made.path, scontrol) == []
+    monkeypatch.setattr(array.submit, "live_jobs", lambda path: ["41"])
     with pytest.raises(UserError, match="tasks of this sweep are in the queue: 41") as caught:
         array.send(made, resolved, machine(2, 8), job)
     assert caught.value.code is ExitCode.AGAIN and len(sent) == 1
