@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -277,18 +277,10 @@ class Chain:
         log.write("stage", stage=stage, status="started")
         began = time.perf_counter()
         bundle.enter(self.resolved)
-        steps: dict[str, Callable[[], dict[str, Any]]] = {
-            "prepare": self.prepare,
-            "train": self.train,
-            "export": self.export,
-            "merge": self.merge,
-            "eval": self.eval,
-            "report": self.report,
-        }
         try:
             # DeepSpeed, where it is installed, logs its import to stdout, which is for the command's one document.
             with secrets.lent(self._tokens(stage)), contextlib.redirect_stdout(sys.stderr):
-                values = steps[stage]()
+                values: dict[str, Any] = getattr(self, stage)()
         except BaseException as error:
             code = int(error.code) if isinstance(error, UserError) else 1
             seconds = round(time.perf_counter() - began, 3)

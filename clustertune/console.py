@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import unicodedata
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from clustertune.host.credentials import mask
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
     stderr: Console
@@ -148,28 +149,27 @@ def _fit(text: str) -> str:
 
 def count_progress() -> Progress:
     """A bar that counts items; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=_stderr(),
-        disable=not _stderr().is_terminal,
-    )
+    return _progress(MofNCompleteColumn())
 
 
 def byte_progress() -> Progress:
     """A bar that counts bytes, with their rate; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=_stderr(),
-        disable=not _stderr().is_terminal,
-    )
+    return _progress(DownloadColumn(), TransferSpeedColumn())
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    return Progress(*shown, console=_stderr(), disable=not _stderr().is_terminal)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Lines of a table that are never broken: programs look for its words too. ``right``: columns that end in line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = [str.rjust if at in right else str.ljust for at in range(len(widths))]
+    return ["  ".join(put(cell, wide) for put, cell, wide in zip(pad, row, widths, strict=True)).rstrip() for row in rows]

@@ -31,3 +31,11 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    """What a file holds, bytes that are not UTF-8 replaced; empty where it cannot be read (yet)."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -33,7 +33,7 @@ from clustertune.checkpoint import store
 from clustertune.console import say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch import local, progress, rendezvous, torchrun
-from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, monitored, rank_pids
+from clustertune.launch.agent import POLL_SECONDS, Agent, launcher_pid_file, log_file, monitored, rank_pids, read_anew
 from clustertune.launch.judge import Outcome, conclude, judge
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
@@ -154,9 +154,8 @@ def _meet(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) ->
 def _await_worker(path: Path, seconds: float = 300) -> Node:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            if path.name in os.listdir(path.parent):  # noqa: PTH208 - an NFS client then asks the server
-                return Node(**json.loads(path.read_bytes()))
+        if body := read_anew(path):
+            return Node(**body)
         time.sleep(POLL_SECONDS)
     raise RankFailed(f"{path}: not there within {seconds:.0f} s -> is the run folder on storage that all nodes see?")
 

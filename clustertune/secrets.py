@@ -55,17 +55,10 @@ def read_env(path: Path, note: Callable[[str], None] = say) -> dict[str, str]:
     return values
 
 
-def apply_env(path: Path = DEFAULT, names: Iterable[str] = KNOWN) -> tuple[str, ...]:
-    """Set those of ``names`` that the file holds in this process's environment; what stands there already stays.
-
-    Returns the names that were set. Raises UserError as :func:`read_env` does.
-    """
-    values, set_now = read_env(path), []
-    for name in names:
-        if name in values and name not in os.environ:
-            os.environ[name] = values[name]
-            set_now.append(name)
-    return tuple(set_now)
+def apply_env() -> None:
+    """Set what ``.env`` holds in this process's environment; what stands there stays. Raises as :func:`read_env` does."""
+    for name, value in read_env(DEFAULT).items():
+        os.environ.setdefault(name, value)
 
 
 def of_the_hub() -> dict[str, str]:

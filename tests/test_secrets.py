@@ -127,9 +127,10 @@ def test_a_folder_that_others_may_write_in_is_refused(closed: Path, monkeypatch:
 def test_the_environment_goes_first_and_is_cleared(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(closed, f"HF_TOKEN={CANARY}\nWANDB_API_KEY=two\nWANDB_ENTITY=team\n")
     monkeypatch.setattr(os, "environ", {"HF_TOKEN": "given"})
-    assert secrets.apply_env(path, ["HF_TOKEN", "WANDB_API_KEY"]) == ("WANDB_API_KEY",)
-    assert os.environ == {"HF_TOKEN": "given", "WANDB_API_KEY": "two"}
-    assert secrets.drop() == {"HF_TOKEN": "given", "WANDB_API_KEY": "two"} and os.environ == {}
+    monkeypatch.setattr(secrets, "DEFAULT", path)
+    secrets.apply_env()
+    assert os.environ == {"HF_TOKEN": "given", "WANDB_API_KEY": "two", "WANDB_ENTITY": "team"}
+    assert secrets.drop() == {"HF_TOKEN": "given", "WANDB_API_KEY": "two"} and os.environ == {"WANDB_ENTITY": "team"}
 
 
 @given(value=st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), min_size=1, max_size=40))

@@ -19,7 +19,7 @@ from clustertune.arguments import (
     existing_folder,
     path_option,
 )
-from clustertune.console import emit_json, say
+from clustertune.console import aligned, emit_json, say
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 
@@ -433,9 +433,8 @@ def _render(found: Status) -> None:
     for row in found.rows:
         numbers = (str(row.restarts or ""), *("" if n is None else str(n) for n in (row.attempts, row.step)))
         lines.append((row.stage, row.job or "", row.state, duration(row.seconds), row.nodes, *numbers, row.reason))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     used = [i for i in range(len(names)) if any(line[i] for line in lines[1:])]
-    for line in lines:
-        say("  ".join(line[i].ljust(widths[i]) for i in used).rstrip())
+    for text in aligned([[line[i] for i in used] for line in lines]):
+        say(text)
     if found.note:
         say(f"note: Slurm could not be asked: {found.note}")

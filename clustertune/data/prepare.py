@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections import Counter
@@ -19,7 +20,6 @@ from clustertune.data.chats import SPECIAL, Conversation, conversations, message
 from clustertune.data.oasst import Trees
 from clustertune.data.rejects import Reject, Rejects, count_words
 from clustertune.data.sources import Source, digest, find_sources
-from clustertune.data.splits import choose_eval, ranked
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import find_problems, read_manifest
 
@@ -217,6 +217,22 @@ def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> 
     if both := by_split["train"] & by_split["eval"]:
         warnings.append(f"conversations in the train and in the eval split of the input: {len(both)}")
     return splits, warnings
+
+
+def choose_eval(keys: Iterable[str], seed: int, fraction: float) -> set[str]:
+    """The keys (trees) that become the eval split: ``round(n * fraction)`` of them, at least 1 and at most n - 1.
+
+    The order is that of SHA-256 over seed and key: it depends neither on the order in the file nor on a random generator,
+    so the same data give the same split everywhere, and a tree that is added moves few others. One key is all train.
+    """
+    distinct = set(keys)
+    count = min(max(round(len(distinct) * fraction), 1), len(distinct) - 1)
+    return set(ranked(distinct, seed)[: max(count, 0)])
+
+
+def ranked(keys: Iterable[str], seed: int) -> list[str]:
+    """The keys in the order of SHA-256 over seed and key."""
+    return sorted(keys, key=lambda key: hashlib.sha256(f"{seed}\0{key}".encode()).digest())
 
 
 def _copies(data: Data, read: _Read, splits: list[str], seed: int) -> array[int]:

@@ -7,6 +7,7 @@ other places: drawing each of 8 billion numbers takes a CPU minutes, and for spe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,18 +45,11 @@ def write(config: Any, out: Path, seed: int, *, shard_bytes: int = SHARD_BYTES) 
         save_file({key: _fill(key, shapes[key], block) for key in keys}, out / name, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-        total = sum(2 * _count(shape) for shape in shapes.values())
+        total = sum(2 * math.prod(shape) for shape in shapes.values())
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}) + "\n")
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     config.save_pretrained(out)
-    return sum(_count(shape) for shape in shapes.values())
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _split(shapes: dict[str, tuple[int, ...]], limit: int) -> Iterator[list[str]]:
@@ -63,11 +57,11 @@ def _split(shapes: dict[str, tuple[int, ...]], limit: int) -> Iterator[list[str]
     keys: list[str] = []
     size = 0
     for name, shape in shapes.items():
-        if keys and size + 2 * _count(shape) > limit:
+        if keys and size + 2 * math.prod(shape) > limit:
             yield keys
             keys, size = [], 0
         keys.append(name)
-        size += 2 * _count(shape)
+        size += 2 * math.prod(shape)
     if keys:
         yield keys
 
@@ -78,7 +72,7 @@ def _fill(name: str, shape: tuple[int, ...], block: Any) -> Any:
 
     if len(shape) < 2:
         return torch.zeros(shape, dtype=torch.bfloat16) if name.endswith("bias") else torch.ones(shape, dtype=torch.bfloat16)
-    made = torch.empty(_count(shape), dtype=torch.bfloat16)
+    made = torch.empty(math.prod(shape), dtype=torch.bfloat16)
     shift = sum(name.encode()) * 7919 % BLOCK
     position = 0
     while position < len(made):

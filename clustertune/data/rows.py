@@ -237,9 +237,7 @@ def _parquet(stream: Any, location: RowLocation, shown: str, wanted: frozenset[s
 
     try:
         with pq.ParquetFile(stream) as table:
-            names = table.schema_arrow.names
-            unused.update(set(names) - wanted)
-            columns = [column for column in names if column in wanted] or names  # none of ours: what there is shows the format
+            columns = _known(table.schema_arrow.names, wanted, unused)
             yield from _batches(table.iter_batches(batch_size=256, columns=columns), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Parquet file: {error}", file=shown, fix="fetch the file again") from None
@@ -254,12 +252,16 @@ def _arrow(stream: Any, location: RowLocation, shown: str, wanted: frozenset[str
         stream.seek(0)
         table = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else table
-        names = table.schema.names
-        unused.update(set(names) - wanted)
-        kept = [name for name in names if name in wanted] or names
+        kept = _known(table.schema.names, wanted, unused)
         yield from _batches((batch.select(kept) for batch in batches), location)
     except pa.ArrowException as error:
         raise UserError(f"damaged Arrow file: {error}", file=shown, fix="fetch the file again") from None
+
+
+def _known(names: list[str], wanted: frozenset[str], unused: set[str]) -> list[str]:
+    """The columns to read; where none is ours all of them: they show what the format is."""
+    unused.update(set(names) - wanted)
+    return [name for name in names if name in wanted] or names
 
 
 def _batches(batches: Any, location: RowLocation) -> Iterator[Record]:

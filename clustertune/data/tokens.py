@@ -27,8 +27,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from pathlib import Path
@@ -271,7 +271,7 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
         try:
             pending = {pool.submit(_work, job): job for job in jobs}
             cpu = 0.0
-            for done in _completed(set(pending)):
+            for done in as_completed(pending):
                 cpu += done.result()
                 bar.advance(task, pending[done][2] - pending[done][1])
             return cpu
@@ -281,12 +281,6 @@ def _run(jobs: list[Job], encoder: Encoder, processes: int) -> float:
             raise UserError(text, file=str(jobs[0][0]), fix=fix, code=ExitCode.AGAIN) from None
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _completed(pending: set[Future[float]]) -> Iterator[Future[float]]:
-    while pending:
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        yield from done
 
 
 def _join(shards: list[Path], out: Path, split: str) -> tuple[dict[str, Any], tuple[dict[str, FileRecord], dict[str, int]]]:

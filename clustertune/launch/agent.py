@@ -244,6 +244,12 @@ def ask_anew(folder: Path) -> None:
         os.listdir(folder)  # noqa: PTH208 - the call itself is what counts
 
 
+def read_anew(path: Path) -> dict[str, Any]:
+    """A JSON object that another node writes; empty where there is none (yet), by the server's word, not a cache's."""
+    ask_anew(path.parent)
+    return read_object(path)
+
+
 def rank_record(folder: Path, rank: int) -> dict[str, Any]:
     """How a rank says that it ended; empty where it has not (yet)."""
     return _record(folder / f"rank-{rank}.json", "rank")

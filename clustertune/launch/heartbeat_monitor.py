@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertune.errors import Problem
+from clustertune.events import read_text
 from clustertune.launch.plan import Plan
 
 STOPPED_SECONDS = 30.0
@@ -54,7 +55,7 @@ class HeartbeatMonitor:
         found = []
         for rank in self.plan.ranks_of(self.node):
             rank_state = self._states.setdefault(rank, _RankState(since=now))
-            heartbeat = _read(self.folder / f"rank-{rank}.heartbeat")
+            heartbeat = read_text(self.folder / f"rank-{rank}.heartbeat")
             if heartbeat != rank_state.text:
                 training = _phase(rank_state.text) == _phase(heartbeat) == "train"
                 # The first silence ends where the first step begins: a second, where a step of 405B takes seven minutes.
@@ -70,7 +71,7 @@ class HeartbeatMonitor:
 
     def _stopped(self, rank: int, rank_state: _RankState, now: float) -> str | None:
         """Held by the kernel: certain, whatever its beats say."""
-        pid = _read(self.folder / f"rank-{rank}.pid").strip()
+        pid = read_text(self.folder / f"rank-{rank}.pid").strip()
         if not pid.isdigit() or process_state(int(pid)) not in ("T", "t"):
             rank_state.stopped_since = None
             return None
@@ -114,10 +115,3 @@ def process_state(pid: int) -> str:
 def _phase(heartbeat: str) -> str:
     fields = heartbeat.split()
     return fields[1] if len(fields) > 1 else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return ""

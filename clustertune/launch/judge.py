@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, Problem
+from clustertune.events import read_text
 from clustertune.launch.agent import ask_anew, log_file, node_record, rank_record
 from clustertune.launch.plan import OUTCOME, Plan
 from clustertune.manifest import write_durably
@@ -134,7 +135,7 @@ class _Traces:
 
     def given_up(self) -> Outcome | None:
         """No rank began for want of a port, or an agent ended its own: hung, or superseded by a newer attempt."""
-        if not self.records and _PORT_TAKEN.search(text := _read(log_file(self.folder, 0))):
+        if not self.records and _PORT_TAKEN.search(text := read_text(log_file(self.folder, 0))):
             problem = Problem(
                 f"the rendezvous port was taken: {_last_line(text)}", file=str(log_file(self.folder, 0)), fix=AGAIN
             )
@@ -145,7 +146,7 @@ class _Traces:
     def killed_first(self) -> Outcome | None:
         """A rank without a record that its node's launcher saw die first by a signal."""
         for node in range(len(self.plan.nodes)):
-            found = _ROOT_CAUSE.search(_read(log_file(self.folder, node)))
+            found = _ROOT_CAUSE.search(read_text(log_file(self.folder, node)))
             # SIGTERM is how launchers and schedulers end ranks whose peers have failed: never the cause.
             if found and int(found[1]) in self.silent and int(found[2]) < 0 and int(found[2]) != -signal.SIGTERM:
                 text = f"{self.plan.where(int(found[1]))} failed first: {_signal_words(-int(found[2]))}"
@@ -170,7 +171,7 @@ class _Traces:
             problem = Problem("no space left for what the ranks write", file=str(self.folder), fix=f"free space, then {AGAIN}")
             return Outcome(ExitCode.STORAGE, [problem])
         log = log_file(self.folder, 0)
-        text = _read(log)
+        text = read_text(log)
         if not (self.folder / "rank-0.log").exists() and not killed and not _RANK_KILLED.search(text):
             problem = Problem(f"the launcher started no rank: {_last_line(text)}", file=str(log))
             return Outcome(ExitCode.FAILED, [problem], self.gone)
@@ -210,10 +211,3 @@ def _unique(problems: Iterable[Problem]) -> list[Problem]:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

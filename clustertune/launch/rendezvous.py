@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.launch.agent import read_anew
 from clustertune.launch.plan import RENDEZVOUS, Plan
 from clustertune.manifest import write_durably
 
@@ -85,13 +86,8 @@ def await_published(folder: Path, plan: Plan, give_up: Callable[[], bool], secon
     """The address and port that the first node published. Raises UserError (exit 75) where it does not in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not give_up():
-        try:
-            # A listing makes an NFS client ask the server; a look-up by name may be answered from its cache of absences.
-            if RENDEZVOUS in os.listdir(folder):  # noqa: PTH208
-                found = json.loads((folder / RENDEZVOUS).read_bytes())
-                return str(found["address"]), int(found["port"])
-        except (OSError, ValueError, KeyError):
-            pass
+        if found := read_anew(folder / RENDEZVOUS):
+            return str(found["address"]), int(found["port"])
         time.sleep(0.2)
     name = plan.nodes[0].name
     fix = "is the run folder on storage that all nodes see?"

@@ -51,26 +51,20 @@ def call(arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, 
     if any(word in text.lower() for word in _UNREACHABLE):
         fix = "is this machine part of the cluster, and slurmctld up? scontrol ping shows it"
         raise Unreachable(f"{arguments[0]}: {text}", fix=fix, code=ExitCode.AGAIN)
-    raise UserError(f"{arguments[0]}: {text}", fix=_advice(text))
+    raise UserError(
+        f"{arguments[0]}: {text}", fix=next((advice for sign, advice in _ADVICE.items() if sign in text.lower()), None)
+    )
 
 
-def _advice(text: str) -> str | None:
-    """What to do about the refusals of sbatch that people meet most."""
-    lowered = text.lower()
-    for sign, advice in (
-        ("invalid partition", "sinfo lists the partitions; slurm.partition of the cluster file names the one to use"),
-        (
-            "invalid generic resource",
-            "scontrol show nodes lists Gres=; slurm.gres and compute.gpus of the cluster file say what",
-        ),
-        ("requested node configuration", "sinfo -N -l shows what the nodes have; the cluster file says more than that"),
-        ("more nodes than permitted", "the partition has fewer nodes or a MaxNodes: sinfo and scontrol show partition show it"),
-        ("time limit", "scontrol show partition shows MaxTime; slurm.time=HH:MM:SS asks for less"),
-        ("account", "export SBATCH_ACCOUNT=NAME before the same command"),
-    ):
-        if sign in lowered:
-            return advice
-    return None
+_ADVICE = {
+    "invalid partition": "sinfo lists the partitions; slurm.partition of the cluster file names the one to use",
+    "invalid generic resource": "scontrol show nodes lists Gres=; slurm.gres and compute.gpus of the cluster file say what",
+    "requested node configuration": "sinfo -N -l shows what the nodes have; the cluster file says more than that",
+    "more nodes than permitted": "the partition has fewer nodes or a MaxNodes: sinfo and scontrol show partition show it",
+    "time limit": "scontrol show partition shows MaxTime; slurm.time=HH:MM:SS asks for less",
+    "account": "export SBATCH_ACCOUNT=NAME before the same command",
+}
+"""What to do about the refusals of sbatch that people meet most, by what they hold; the first counts."""
 
 
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import ExitCode, UserError
-from clustertune.events import read_object
-from clustertune.launch.agent import LINGER_SECONDS, ask_anew, record_file
+from clustertune.events import read_text
+from clustertune.launch.agent import LINGER_SECONDS, ask_anew, read_anew, record_file
 from clustertune.launch.plan import OUTCOME, Node, Plan, newest_attempt
 from clustertune.manifest import write_durably
 
@@ -123,7 +123,7 @@ class RendezvousServer:
         deadline = time.monotonic() + seconds
         while len(found) < self.nodes:
             for node in set(range(1, self.nodes)) - set(found):
-                if (body := _read(self.folder / f"node-{node}.json")) is not None:
+                if body := read_anew(self.folder / f"node-{node}.json"):
                     found[node] = Node(str(body["name"]), str(body["address"]))
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self.nodes)) - set(found))
@@ -171,25 +171,25 @@ class RendezvousClient:
         """
         answered, refused, heartbeat, since = "", "", "", time.monotonic()
         while True:
-            call = _read(self.run_path / FOLDER / CALL) or {}
+            call = read_anew(self.run_path / FOLDER / CALL)
             now, call_id = time.monotonic(), str(call.get("id", ""))
             folder = self.run_path / FOLDER / call_id
             if call_id and call_id not in (answered, refused):
                 # An end that was told before this answer belongs to an earlier round, unless nothing is left to train.
-                over = _read(folder / TOLD)
+                over = read_anew(folder / TOLD)
                 if over == {"code": 0}:
                     return ExitCode.OK
-                if over is None and self._answer(folder, call):
+                if not over and self._answer(folder, call):
                     answered = call_id
                 else:
                     refused = call_id
-                heartbeat, since = _text(folder / HEARTBEAT), now
-            elif call_id and (heard := _text(folder / HEARTBEAT)) != heartbeat:
+                heartbeat, since = read_text(folder / HEARTBEAT), now
+            elif call_id and (heard := read_text(folder / HEARTBEAT)) != heartbeat:
                 if call_id == refused:  # it lives, and has another call for this node
                     text = f"another call is node {self.node} already"
                     raise UserError(text, file=str(self.run_path), key="--node-rank", fix="each node has its own number")
                 heartbeat, since = heard, now
-            if call_id == answered and (answer := _read(folder / TOLD)) is not None:
+            if call_id == answered and (answer := read_anew(folder / TOLD)):
                 return int(answer["attempt"]) if "attempt" in answer else ExitCode(int(answer["code"]))
             if now - since > (self.dead_seconds if call_id and call_id == answered else self.seconds):
                 raise self._nobody(answered == call_id != "", now - since)
@@ -231,24 +231,7 @@ def await_outcome(attempt_folder: Path, seconds: float) -> ExitCode | None:
     """How node 0 judged an attempt; None where it does not say so in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (body := _read(attempt_folder / OUTCOME)) is not None:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                return ExitCode(int(body["code"]))
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return ExitCode(int(read_anew(attempt_folder / OUTCOME)["code"]))
         time.sleep(POLL_SECONDS)
     return None
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is none (yet)."""
-    with contextlib.suppress(OSError):
-        # A listing makes an NFS client ask the server; a look-up by name may be answered from its cache of absences.
-        if path.name in os.listdir(path.parent):  # noqa: PTH208
-            return read_object(path) or None
-    return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

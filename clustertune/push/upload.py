@@ -22,13 +22,12 @@ from clustertune.report.content import get, number
 from clustertune.report.forms import is_number
 from clustertune.report.metrics import Metrics, read_metrics
 from clustertune.rundir import RunDir
+from clustertune.tensorfile import read_header
 
 CARD = "README.md"
 ALLOWED = (*ADAPTER_FILES, CARD)
 """All that a push ever sends."""
 BASE = ("recipe", "recipe", "model", "name")
-HEADER_LIMIT = 100 << 20
-"""The safetensors format's own limit of its header, in bytes."""
 _ROOTS = (
     "home|root|mnt|media|data\\d*|scratch|lustre|gpfs|beegfs|nfs|work|tmp|var|opt|srv|Users|users|fsx|shared|projects?|raid"
 )
@@ -148,15 +147,11 @@ def _text_of(file: File) -> str:
     if file.path.suffix != ".safetensors":
         return file.path.read_text(encoding="utf-8", errors="replace")
     try:
-        with file.path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > HEADER_LIMIT:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
+        header = read_header(file.path)
     except (OSError, ValueError) as error:
         raise UserError(f"is no safetensors file: {error}", file=str(file.path)) from None
     # Names of tensors are checked against the architecture at the export; what else stands there is free text.
-    return json.dumps(header.get("__metadata__") or {}) + "\n" + "\n".join(header)
+    return "\n".join([json.dumps(header.metadata), *(tensor.name for tensor in header.tensors)])
 
 
 def still_same(upload: Upload) -> list[Problem]:
@@ -190,15 +185,15 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
     if licence is not None and not _LICENCE.fullmatch(licence):
         fix = "one of the Hub's: https://huggingface.co/docs/hub/repositories-licenses"
         raise UserError(f"{licence!r} is no licence identifier", file="command line", key="--license", fix=fix)
-    recipe = content.get(document, "recipe", "recipe") or {}
+    recipe = get(document, "recipe", "recipe") or {}
     metrics = read_metrics(run.metrics)
     scored = _read_scores(run)
-    base, on_hub = str(content.get(recipe, "model", "name")), content.get(recipe, "model", "weights") == "hub"
-    revision, template = content.get(recipe, "model", "revision"), content.get(document, "recipe", "chat_template")
+    base, on_hub = str(get(recipe, "model", "name")), get(recipe, "model", "weights") == "hub"
+    revision, template = get(recipe, "model", "revision"), get(document, "recipe", "chat_template")
     values = {
         "metadata": _metadata(recipe, scored, licence, repo),
         "title": repo.partition("/")[2],
-        "what": f"A LoRA adapter for `{base}`, trained with the recipe `{content.get(document, 'recipe', 'name')}`.",
+        "what": f"A LoRA adapter for `{base}`, trained with the recipe `{get(document, 'recipe', 'name')}`.",
         "notes": _notes(document, metrics, sealed, on_hub),
         "origin": [[key, _cell(value)] for key, value in _origin(recipe, licence)],
         "training": [[key, _cell(value)] for key, value in _training(run, document, metrics, sealed)],
@@ -211,8 +206,8 @@ def build_card(run: RunDir, document: Mapping[str, Any], sealed: Manifest, repo:
         "recipe": _recipe_text(recipe),
         "versions": [[key, _cell(value)] for key, value in _versions(document)],
         "files": [[name, record.size, record.digest] for name, record in sorted(sealed.files.items())],
-        "checkpoint": content.get(sealed.meta, "checkpoint", "name"),
-        "checkpoint_sha": content.get(sealed.meta, "checkpoint", "manifest_sha256"),
+        "checkpoint": get(sealed.meta, "checkpoint", "name"),
+        "checkpoint_sha": get(sealed.meta, "checkpoint", "manifest_sha256"),
     }
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
@@ -244,9 +239,9 @@ def _metadata(recipe: Mapping[str, Any], scored: Mapping[str, Any] | None, licen
 def _benchmark_results(scored: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """The Hub's ``results`` of each whole benchmark: anything else is no result that others may compare with."""
     found = []
-    for name, row in (content.get(scored, "tasks") or {}).items():
-        data = content.get(scored, "details", name, "data") or []
-        if content.get(scored, "details", name, "comparable") is not True or len(data) != 1:
+    for name, row in (get(scored, "tasks") or {}).items():
+        data = get(scored, "details", name, "data") or []
+        if get(scored, "details", name, "comparable") is not True or len(data) != 1:
             continue
         values = {evaluation.shown(key): value for key, value, _ in evaluation.metrics(row) if is_number(value)}
         metrics = [{"type": key, "value": round(float(value), 6), "name": key} for key, value in values.items()]
@@ -277,7 +272,7 @@ def _origin(recipe: Mapping[str, Any], licence: str | None) -> Iterator[tuple[st
 def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed: Manifest) -> Iterator[tuple[str, Any]]:
     """Distribution, hardware, steps, losses, time."""
     distributed = document.get("distributed") or {}
-    ranks = distributed.get("world_size") or content.get(document, "recipe", "world_size")
+    ranks = distributed.get("world_size") or get(document, "recipe", "world_size")
     yield "distribution", words(distributed) or ""
     yield "ranks", ranks
     yield "nodes", source.nodes_of(run.path, document)
@@ -295,10 +290,10 @@ def _training(run: RunDir, document: Mapping[str, Any], metrics: Metrics, sealed
 def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
     """What the ranks ran on, one GPU each: a node may have more than they took. None: the run does not say."""
     distributed = document.get("distributed")
-    if content.get(distributed, "device") == "cpu":
+    if get(distributed, "device") == "cpu":
         return "none: trained on CPUs"
-    kind = content.get(distributed, "gpu0") or content.get(document, "cluster", "compute", "gpu")
-    if kind is None and content.get(distributed, "device") is None:
+    kind = get(distributed, "gpu0") or get(document, "cluster", "compute", "gpu")
+    if kind is None and get(distributed, "device") is None:
         return None
     return f"{ranks} x {kind or 'GPU'}" if ranks else None
 
@@ -306,7 +301,7 @@ def _gpus(document: Mapping[str, Any], ranks: int | None) -> str | None:
 def _hours(run: RunDir, metrics: Metrics) -> str | None:
     """Of all tries that ended: the stage's own record has the last one only."""
     tries = next((stage.seconds for stage in metrics.stages if stage.stage == "train"), None)
-    seconds = tries or content.get(run.stage("train"), "seconds")
+    seconds = tries or get(run.stage("train"), "seconds")
     return f"{seconds / 3600:.2f}" if is_number(seconds) else None
 
 
@@ -319,18 +314,18 @@ def _scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, row in scored["tasks"].items()
         for key, value, error in evaluation.metrics(row)
     ]
-    beside = {"paired": found["paired"], "paired_about": content.get(scored, "paired_method")}
+    beside = {"paired": found["paired"], "paired_about": get(scored, "paired_method")}
     return {"scores": rows, "scores_of": found["subtitle"], "score_notes": found["notes"], **beside}
 
 
 def _versions(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    commit = content.get(document, "git", "commit")
+    commit = get(document, "git", "commit")
     if commit:
-        changed = " with uncommitted changes" if content.get(document, "git", "dirty") else ""
+        changed = " with uncommitted changes" if get(document, "git", "dirty") else ""
         yield "clustertune commit", f"`{commit}`{changed}"
     yield from (document.get("versions") or {}).items()
-    yield "image's SHA-256", content.get(document, "container", "sha256")
-    yield "run", content.get(document, "fingerprint")
+    yield "image's SHA-256", get(document, "container", "sha256")
+    yield "run", get(document, "fingerprint")
 
 
 def _fence(text: str) -> str:

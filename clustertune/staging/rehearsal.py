@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +26,8 @@ from clustertune.staging import bundle, netwatch
 FORWARD_BYTES = 4e9
 """Weights up to this size are loaded, and take one step; of larger ones only the headers are read."""
 _SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+STEPS = ("recipe", "libraries", "data", "model", "tokenizer", "training", "forward", "benchmark")
+"""Methods of :class:`Rehearsal`, in order."""
 MADE_PARAMETERS = 200e6
 """A model that the run makes itself is made up to this size."""
 
@@ -53,23 +55,13 @@ class Rehearsal:
 
     def go(self) -> None:
         """All steps; one that fails is reported, and the others go on with what there is."""
-        steps: list[tuple[str, Callable[[], str]]] = [
-            ("recipe", self.recipe),
-            ("libraries", self.libraries),
-            ("data", self.data),
-            ("model", self.model),
-            ("tokenizer", self.tokenizer),
-            ("training", self.training),
-            ("forward", self.forward),
-            ("benchmark", self.benchmark),
-        ]
-        for name, step in steps:
+        for name in STEPS:
             os.environ[netwatch.STEP] = name
             began = time.time()
             problems: list[dict[str, Any]] = []
             found = ""
             try:
-                found = step()
+                found = getattr(self, name)()
             except Lacking as error:
                 found = str(error)
             except UserError as error:

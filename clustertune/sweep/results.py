@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clustertune.console import aligned
 from clustertune.errors import ExitCode, UserError, storage_error
 from clustertune.evaluate.scores import metrics as scores_of
 from clustertune.evaluate.scores import read_result, shown
@@ -194,11 +195,9 @@ def heads(sweep: Sweep, names: Sequence[str]) -> list[str]:
 def lines(sweep: Sweep, metric: str, results: Sequence[Result]) -> list[str]:
     """The table for a terminal: one line a point, never broken, the metric that sorts alone of all."""
     table = [heads(sweep, [metric]), *rows(sweep, [metric], results)]
-    right = [head.startswith("#") for head in table[0]]
+    right = [at for at, head in enumerate(table[0]) if head.startswith("#")]
     table[0] = [head.lstrip("#").rpartition(".")[2] for head in table[0]]
-    widths = [max(len(row[at]) for row in table) for at in range(len(right))]
-    cells = ([c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)] for row in table)
-    return ["  ".join(row).rstrip() for row in cells]
+    return aligned(table, right)
 
 
 def build(sweep: Sweep, metric: str, results: Sequence[Result], out: Path | None = None) -> Path:

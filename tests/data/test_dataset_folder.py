@@ -12,8 +12,7 @@ import pytest
 from clustertune.config.schema import Data, ExpectedSplits
 from clustertune.data import prepare as module
 from clustertune.data import publish
-from clustertune.data.prepare import prepare
-from clustertune.data.splits import choose_eval
+from clustertune.data.prepare import choose_eval, prepare
 from clustertune.errors import ExitCode, UserError
 from clustertune.manifest import MANIFEST, find_problems, read_manifest, seal
 
