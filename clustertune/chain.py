@@ -22,7 +22,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolved import Resolved, is_there
 from clustertune.config.schema import Push
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.launch import local, stack
 from clustertune.launch.agent import Agent, measured
 from clustertune.launch.judge import Outcome, conclude
@@ -63,8 +63,7 @@ def default_run_dir(resolved: Resolved, runs: Path) -> Path:
 
 def check_folder(resolved: Resolved, path: Path) -> None:
     """Refuse a folder that holds a run of other settings, or something else than a run. Writes nothing. Raises UserError."""
-    if problems := bundle.find_problems(resolved):
-        raise UserError(problems)
+    raise_if(bundle.find_problems(resolved))
     run = RunDir(path)
     if run.run_json.exists():
         if not run.is_of(resolved):

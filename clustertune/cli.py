@@ -47,7 +47,7 @@ from clustertune.commands import push as push_commands
 from clustertune.commands import stage as stage_commands
 from clustertune.commands import sweep as sweep_commands
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.rundir import STAGES, RunDir, keep_private
 
 if TYPE_CHECKING:
@@ -224,8 +224,7 @@ def _check_before_anything_is_made(resolved: Resolved, path: Path, stages: tuple
         raise UserError("is a file, a run needs a folder", file=str(path), fix="give another --run-dir")
     from clustertune.staging import bundle
 
-    if problems := bundle.find_problems(resolved):
-        raise UserError(problems)
+    raise_if(bundle.find_problems(resolved))
     if "prepare" in stages and RunDir(path).stage("prepare") is None and (problems := bundle.missing_inputs(resolved)):
         raise UserError(problems)
 

@@ -19,7 +19,7 @@ from clustertune.config.models import Model, size_of
 from clustertune.config.overrides import Source, loading
 from clustertune.config.parameters import count
 from clustertune.config.resolve import resolve
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.plan.advise import Option, advise
 from clustertune.plan.calibrated import CalibratedCluster, find_calibrated
 from clustertune.plan.lengths import Lengths, of_counts
@@ -125,8 +125,7 @@ def stated(overrides: Sequence[str]) -> dict[str, Any]:
     """The keys of a recipe that ``section.key=value`` arguments state. Raises UserError with every problem."""
     document, beside, problems = read_overrides(overrides)
     problems += [Problem("is chosen here", file="command line", key=name) for name, part in beside.items() if part.data]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return document.data
 
 

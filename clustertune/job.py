@@ -22,7 +22,7 @@ from clustertune.config.resolved import Resolved
 from clustertune.console import say, show_error
 from clustertune.containers import pins
 from clustertune.doctor import preflight
-from clustertune.errors import ExitCode, UserError
+from clustertune.errors import ExitCode, UserError, raise_if
 from clustertune.evaluate.servers import GIVEN, JOB, START_SECONDS, Job, note_end
 from clustertune.launch import container, image, megatron, progress, serving, slurm, stack, step
 from clustertune.launch.agent import asked_file
@@ -266,8 +266,7 @@ def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     for text in (*notes, image.changed(run.read().get("container"), found), *warnings):
         if text:
             say(f"warning: {text}")
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     say(f"container: {found.image}, sha256 {(found.sha256 or 'unknown')[:16]}, Python {seen.python}")
     run.update(container={**found.as_json(), **stack.record(seen, pinned)})
     check_megatron_image(run, cluster, allocation)
@@ -285,8 +284,7 @@ def check_megatron_image(run: RunDir, cluster: Cluster, allocation: Allocation) 
     seen = stack.ask(step.on_first_node(command, inner, binds=binds, host=host, gpus=gpus, environ=os.environ), found.image)
     for text in notes:
         say(f"warning: {text}")
-    if problems := megatron.judge(seen, found.image):
-        raise UserError(problems)
+    raise_if(megatron.judge(seen, found.image))
     versions = {name: seen.packages[name] for name in megatron.NEEDED}
     say(f"container of the ranks: {found.image}, Megatron-Bridge {versions['megatron-bridge']}")
     run.update(megatron_container={**found.as_json(), "python": seen.python, "packages": versions})

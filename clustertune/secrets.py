@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clustertune.console import say
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.tree import env_file
 
 DEFAULT = env_file()
@@ -48,8 +48,7 @@ def read_env(path: Path, note: Callable[[str], None] = say) -> dict[str, str]:
     if found is None:
         return {}
     values, unknown, problems = parse(found, str(path))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     if unknown:
         note(f"{path}: not used here: {', '.join(unknown)}")
     return values
@@ -171,8 +170,7 @@ def _read(path: Path) -> bytes | None:
         raise UserError(what, file=str(path), fix="a regular file of your own, mode 0600") from None
     try:
         problems = file_problems(os.fstat(fd), os.stat(path.parent), path)  # noqa: PTH116 - both from the system, alike
-        if problems:
-            raise UserError(problems)
+        raise_if(problems)
         data = os.read(fd, _MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", file=str(path)) from None

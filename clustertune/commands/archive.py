@@ -13,7 +13,7 @@ import typer
 
 from clustertune.arguments import AsJson, existing_folder, path_argument
 from clustertune.console import emit_json, say
-from clustertune.errors import UserError, storage_error
+from clustertune.errors import UserError, raise_if, storage_error
 from clustertune.manifest import (
     MANIFEST,
     FileRecord,
@@ -222,8 +222,7 @@ def _keep(run: RunDir, target: Destination, merged: bool, checkpoint: bool) -> t
             raise UserError("no whole checkpoint here", file=str(run.checkpoints), fix="leave --checkpoint out")
         chosen.append(newest.path)
     problems = [problem for path in chosen if (path / MANIFEST).exists() for problem in find_problems(path, allow_extra=True)]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     names = sorted(
         path.relative_to(run.path).as_posix()
         for top in chosen

@@ -19,7 +19,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import AsJson, ClusterOption, Overrides, RecipeArgument, Tiny, path_option, takes
 from clustertune.console import emit_json, say
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ def answer(args: BenchArguments) -> int:
     secrets.read_env(secrets.DEFAULT)
     recorded = batch.recorded(args.request) if args.inside else None
     cluster = recorded[0] if recorded else load_cluster(args.cluster)
-    if problems := _folder_problems(args):
-        raise UserError(problems)
+    raise_if(_folder_problems(args))
     if args.submit:
         return _submit(args, cluster)
     places.enter(cluster)
@@ -179,8 +178,7 @@ def _check_usage(args: BenchArguments) -> None:
             problems += error.problems
     if request.interleave and (args.submit or args.inside):
         wrong("--interleave", "is for one machine: in a job whole trainings alternate", "leave it out")
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 def _folder_problems(args: BenchArguments) -> list[Problem]:
@@ -209,8 +207,7 @@ def _check_place(bench: Bench, args: BenchArguments) -> None:
     if args.request.synthetic and not visible_gpus() and (text := _too_large(bench)):
         fix = "run it where there are GPUs: --submit, or a recipe folder with a smaller model.json"
         problems.append(Problem(text, file=bench.whole.name, key="model", fix=fix))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 def _expected_name(bench: Bench) -> str | None:

@@ -13,7 +13,7 @@ import typer
 from clustertune import secrets
 from clustertune.arguments import ClusterOption, Overrides, RecipeArgument, path_option
 from clustertune.console import say
-from clustertune.errors import UserError
+from clustertune.errors import UserError, raise_if
 from clustertune.rundir import STAGES, RunDir, require_stage
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def job(
     needed = signal_margin.needed(path, resolved)
     problems = allocation.check(given, resolved, machine, arguments, (first, last), needed)
     problems += allocation.first_node_problems(machine, nodes=len(given.nodes), trains=trains)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     places.make()
     if script is not None:
         take_log(path, given.name, given.job_id)

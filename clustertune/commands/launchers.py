@@ -12,7 +12,7 @@ import typer
 from clustertune import console
 from clustertune.arguments import AsJson, Overrides, RecipeArgument, Tiny, path_option
 from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 
 if TYPE_CHECKING:
     from clustertune.config.resolved import Resolved
@@ -108,8 +108,7 @@ def resolve_for_nodes(
         problems.append(
             Problem(f"asks for {wanted} GPUs on each node, this machine has {gpus}", file=recipe, key="slurm", fix=fix)
         )
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return resolve(recipe, overrides, tiny=tiny, ranks=nodes * each), each
 
 

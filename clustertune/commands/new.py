@@ -95,7 +95,7 @@ def read(
     from clustertune.config.load import did_you_mean
     from clustertune.config.models import find_model, known_models
     from clustertune.data.measure import measure
-    from clustertune.errors import Problem, UserError
+    from clustertune.errors import Problem, UserError, raise_if
 
     problems: list[Problem] = []
     if method not in draft.METHODS:
@@ -117,8 +117,7 @@ def read(
             found[index] = look(*given) if index == len(lookups) - 1 or given[0] else None  # type: ignore[operator]
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return found[0], found[1], found[2]
 
 

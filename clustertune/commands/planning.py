@@ -20,7 +20,7 @@ from clustertune.config.hardware import price
 from clustertune.config.load import did_you_mean
 from clustertune.config.resolve import resolve
 from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.launch.serving import Evaluation, evaluation
 from clustertune.launch.shape import merge_seconds
 from clustertune.plan import document, explanation
@@ -154,8 +154,7 @@ def _check_usage(request: PlanRequest) -> None:
         problems.append(Problem(text, file="command line", key="--gpus", fix="leave one out"))
     if goal not in GOALS:
         problems.append(Problem(f"{goal!r} is no goal", file="command line", key="--goal", fix=did_you_mean(goal, GOALS)))
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
 
 
 def _plan(calibrated: CalibratedCluster, recipe: str, changes: list[str], tiny: bool, lengths: Lengths | None) -> Plan:

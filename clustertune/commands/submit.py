@@ -20,7 +20,7 @@ from clustertune.arguments import (
     path_option,
 )
 from clustertune.console import aligned, emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import STAGES, RunDir, keep_private, require_stage
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def submit(
         raise UserError("a recipe is missing", file="command line", fix="clustertune submit RECIPE, or --status RUN")
     plan = Submission.make(recipe, overrides or [], tiny, cluster, run_dir, first, last, one_job)
     problems = plan.find_problems(dry_run)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     for warning in plan.warnings():
         say(f"warning: {warning}")
     if dry_run:

@@ -10,7 +10,7 @@ import typer
 
 from clustertune.arguments import AsJson, ClusterOption, OptionalRecipe, Tiny, existing_folder, path_option
 from clustertune.console import emit_json, say
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.rundir import require_stage
 
 if TYPE_CHECKING:
@@ -89,11 +89,9 @@ def _here(
         for key, value in (("--max-parallel", at_once), ("--cluster", cluster))
         if value is not None
     ]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     made, resolved = make_sweep(recipe, settings, **options, runs=places.enter_here())
-    if problems := missing_inputs(made, resolved):
-        raise UserError(problems)
+    raise_if(missing_inputs(made, resolved))
     ranks_needed = max(item.world_size for item in resolved)
     if not options["tiny"] and resolved[0].recipe.model.weights == "hub" and ranks_needed > visible_gpus():
         text = f"asks for {ranks_needed} GPUs, this machine has {visible_gpus()}"
@@ -131,8 +129,7 @@ def _array(
     if not dry_run:
         fix = "call this on a login node; --here runs the points on this machine, --dry-run needs no Slurm"
         problems += launch.find_missing(machine, [("the sweep folder", made.path.absolute())], fix)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     flags = [] if cluster is None else ["--cluster", argument(cluster)]
     flags += places.flags(places.settings(machine))
     job = array.make_job(made, resolved, machine, at_once=at_once, flags=flags) if made.left() else None

@@ -14,7 +14,7 @@ import typer
 
 from clustertune.arguments import ClusterOption, Device, existing_folder, path_argument
 from clustertune.console import say
-from clustertune.errors import UserError
+from clustertune.errors import UserError, raise_if
 
 if TYPE_CHECKING:
     from clustertune.evaluate.model import ModelFacts
@@ -129,8 +129,7 @@ def _server(folder: Path, port: int, cluster: str | None) -> tuple[list[str], di
     from clustertune.evaluate.model import check_tensors
 
     facts = _facts(folder, 1)
-    if problems := check_tensors(folder):
-        raise UserError(problems)
+    raise_if(check_tensors(folder))
     if program := servers.find_program() or (cluster and _vllm_of(cluster)):
         from dataclasses import replace
 

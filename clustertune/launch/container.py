@@ -15,7 +15,7 @@ from pathlib import Path
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.cluster_schema import Container as Settings
 from clustertune.config.resolved import Resolved
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, raise_if
 from clustertune.launch import places
 from clustertune.rundir import RunDir
 from clustertune.tree import IS_INSTALLED, PACKAGE, ROOT, env_file
@@ -57,8 +57,7 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
     settings, storage = cluster.container, cluster.storage
     if settings.runtime == "none":
         return Placed(tuple(command))
-    if problems := unbindable([repo, *binds]):
-        raise UserError(problems)
+    raise_if(unbindable([repo, *binds]))
     staging = [storage.staging.path] if storage.staging else []
     code = [f"{PACKAGE}:{CODE}/{PACKAGE.name}"] if IS_INSTALLED else []
     if code and env_file().is_file():

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster
-from clustertune.errors import Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, raise_if, storage_error
 from clustertune.launch.environment import Setting
 from clustertune.secrets import SECRET
 from clustertune.tree import ROOT
@@ -102,8 +102,7 @@ def parse(assignments: Iterable[str]) -> dict[str, str]:
             )
         else:
             found[name] = value
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import NAME
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, raise_if
 from clustertune.tree import ROOT
 
 TEMPLATE = ROOT / "launch" / "skypilot.yaml"
@@ -44,8 +44,7 @@ def render(resolved: Resolved, overrides: Sequence[str] = (), options: Options |
 
     options = options or Options()
     problems = _problems(resolved, overrides, options)
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     slurm = resolved.recipe.slurm
     runs = options.runs or MOUNT
     # Not --run-dir of the recipe's name alone: another setting is another run, and must find another folder.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from clustertune import secrets
 from clustertune.console import say, stderr
-from clustertune.errors import ExitCode, Problem, UserError
+from clustertune.errors import ExitCode, Problem, UserError, raise_if
 from clustertune.push.upload import ALLOWED, Upload, pack, still_same
 from clustertune.rundir import RunDir
 
@@ -91,16 +91,14 @@ def push(upload: Upload, target: Target, token: str, say: Callable[[str], None])
         api = _connect(target.endpoint, token)
         info = _find(api, target.repo)
         if info is not None:
-            if problems := _conflicts(info, upload, target):
-                raise UserError(problems)
+            raise_if(_conflicts(info, upload, target))
             if not _differing(info, upload):
                 return Pushed("unchanged", _url(api, target), info.sha)
         else:
             say(f"new {'public' if target.public else 'private'} repository {target.repo}")
             api.create_repo(target.repo, private=not target.public, exist_ok=False)
             info = _find(api, target.repo)
-        if problems := still_same(upload):
-            raise UserError(problems, ExitCode.AGAIN)
+        raise_if(still_same(upload), ExitCode.AGAIN)
         commit = api.create_commit(
             target.repo, _operations(upload), commit_message=MESSAGE, parent_commit=info.sha if info is not None else None
         )

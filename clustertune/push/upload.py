@@ -13,7 +13,7 @@ from typing import Any
 
 from clustertune.adapter.export import ADAPTER_FILES
 from clustertune.config.distribution import words
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.evaluate import scores as evaluation
 from clustertune.host.credentials import holds_secret
 from clustertune.manifest import MANIFEST, Manifest, find_problems, hash_file, list_files, read_manifest, require_whole
@@ -82,10 +82,8 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
         problems = [
             Problem("is missing: the card must name the base model", file=str(run.run_json), key=".".join(BASE), fix=fix)
         ]
-    if problems:
-        raise UserError(problems)
-    if problems := _refusals(run, document):
-        raise UserError(problems)
+    raise_if(problems)
+    raise_if(_refusals(run, document))
     if problems := find_problems(run.adapter, "adapter", allow_extra=True):
         fix = "--from export makes it again: clustertune run RECIPE --run-dir RUN --from export --to export"
         raise UserError(
@@ -100,8 +98,7 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
     ]
     text = card.encode()
     files.append(File(CARD, len(text), hashlib.sha256(text).hexdigest(), data=text))
-    if problems := [problem for file in files for problem in look_through(file, run, secrets)]:
-        raise UserError(problems)
+    raise_if([problem for file in files for problem in look_through(file, run, secrets)])
     left = sorted({*list_files(run.adapter), *sealed.files} - {*ADAPTER_FILES, MANIFEST})
     return Upload(tuple(files), card, tuple(left))
 

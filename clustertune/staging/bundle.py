@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.config.resolved import Resolved, expand_home, is_there
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import MANIFEST, Manifest, read_manifest
 
 KIND = "parcel"
@@ -171,8 +171,7 @@ def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) ->
     folder = staged_folder(resolved)
     if folder is None:
         return
-    if problems := find_problems(resolved):
-        raise UserError(problems)
+    raise_if(find_problems(resolved))
     ours = variables(folder)
     if (before := environ.get("NLTK_DATA")) and before != ours["NLTK_DATA"]:
         places = [ours["NLTK_DATA"], *(path for path in before.split(os.pathsep) if path != ours["NLTK_DATA"])]

@@ -18,7 +18,7 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.config.load import find_elsewhere
 from clustertune.config.resolved import Resolved
 from clustertune.console import say
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import ExitCode, Problem, UserError, raise_if, storage_error
 from clustertune.evaluate import ifeval as tasks
 from clustertune.evaluate import punkt
 from clustertune.evaluate.tasks import data_sets
@@ -79,8 +79,7 @@ class Collector:
                 parts += find()
             except UserError as error:
                 problems += error.problems
-        if problems:
-            raise UserError(problems)
+        raise_if(problems)
         return parts
 
     def _model(self) -> list[Part]:

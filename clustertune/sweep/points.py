@@ -22,7 +22,7 @@ from clustertune.config.load import COMMAND_LINE, find_folder
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
 from clustertune.config.yamlfile import parse_value
-from clustertune.errors import Problem, UserError
+from clustertune.errors import Problem, UserError, raise_if
 from clustertune.manifest import write_durably
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle
@@ -308,8 +308,7 @@ def parse_axes(arguments: Sequence[str]) -> list[Axis | Range]:
         for axis in axes
         if axis.key.startswith("slurm.") and axis.size > 1
     ]
-    if problems:
-        raise UserError(problems)
+    raise_if(problems)
     return axes
 
 
@@ -370,7 +369,7 @@ def _draw(axes: Sequence[Axis | Range], draws: int, seed: int) -> list[tuple[str
     if not 1 <= draws <= MAX_POINTS:
         raise UserError(f"{draws} draws: 1 to {MAX_POINTS} are possible", file=COMMAND_LINE, key="--random")
     if draws > size:
-        raise UserError(Problem(f"{draws} draws from {size:.0f} different points", file=COMMAND_LINE, key="--random"))
+        raise UserError(f"{draws} draws from {size:.0f} different points", file=COMMAND_LINE, key="--random")
     generator = random.Random(seed)  # noqa: S311 (what is drawn must come again, not be a secret)
     found: dict[tuple[str, ...], None] = {}
     for _ in range(100 * draws + 10_000):
