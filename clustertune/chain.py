@@ -85,7 +85,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
         run.write_own_files(resolved)
         before = run.resolved()
         # The ranks read where inputs lie, how they divide the work, and what they may take.
-        same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in ("staged", "budget", "push"))
+        same = all(getattr(before.recipe, key) == getattr(resolved.recipe, key) for key in ("staged", "budget", "push", "save"))
         if not same or before.identities[1] != resolved.identities[1]:
             run.describe(resolved)
         return run

@@ -23,6 +23,7 @@ from clustertune import secrets
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.store import CheckpointStore
 from clustertune.config.resolved import Resolved
+from clustertune.config.schema import Save
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.launch import binding
 from clustertune.launch.agent import launcher_pid_file
@@ -198,6 +199,7 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         return program.train(program.Attempt(run, resolved, number, stop, heartbeat, fence, out, source, notes, keys))
     notes = [*_follow_plan(plan), *_set_environment(resolved, run, source[0], has_key="WANDB_API_KEY" in keys)]
 
+    from clustertune.checkpoint.local import LocalTier
     from clustertune.training import measure
     from clustertune.training.session import Attempt, Session
 
@@ -206,10 +208,14 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
     limit = resolved.train_args.get("save_total_limit")
     milestones = resolved.recipe.save.milestones if resolved.recipe.save is not None else ()
     store = CheckpointStore(run.checkpoints, number, limit, session.group, session.tell, fence, milestones)
+    local = resolved.recipe.save.local if resolved.recipe.save is not None else None
     with session.startup.part("digests"):
-        latest = store.latest()
+        tier = LocalTier.open(local, run.path, run.read().get("created"), store) if local is not None else None
+        latest = tier.newest() if tier is not None else store.latest()
     if latest and latest[1].get("final"):
         session.tell(f"{latest[0].name} is the final checkpoint: nothing is left to train")
+        if tier is not None:
+            tier.clear()
         return ExitCode.OK
 
     def report(found: Mapping[str, Any]) -> None:
@@ -225,7 +231,12 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
         trainer.cadence = Cadence(resolved.recipe.save, _between_ends(run, plan))
     if (steps := bench_schedule.read(run.path)) is not None:
         measure.attach(trainer, steps, records)
-    return session.run(trainer, latest)
+    if tier is not None:
+        trainer.save_to(tier, Cadence(Save(every=tier.every.every), _between_ends(run, plan)))
+    code = session.run(trainer, latest)
+    if tier is not None and code is ExitCode.OK:
+        tier.clear()
+    return code
 
 
 def _between_ends(run: RunDir, plan: Plan | None) -> float:

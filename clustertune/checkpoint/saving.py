@@ -149,16 +149,20 @@ class StateWriter:
                 return False
         return True
 
-    def start(self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None = None) -> Future[Written]:
+    def start(
+        self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None = None, store: Store | None = None
+    ) -> Future[Written]:
         """Have the thread make the checkpoint of a step, or finish the one in ``folder`` that others have begun to write.
+
+        ``store``: another than the writer's, on the same group.
 
         The future raises NotSaved, NotFinite, OSError or UserError on all ranks alike; anything else where a peer is lost.
         """
-        return self._pool.submit(self._save, step, state, meta, folder)
+        return self._pool.submit(self._save, step, state, meta, folder, store or self._store)
 
-    def _save(self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None) -> Written:
+    def _save(self, step: int, state: State, meta: Mapping[str, Any], folder: Path | None, store: Store) -> Written:
         began = time.perf_counter()
-        folder = folder or self._store.begin(step)
+        folder = folder or store.begin(step)
         records, fault, found, finite = dict[str, FileRecord](), None, state.digest, True
         try:
             records = self._write(folder, state)
@@ -171,9 +175,9 @@ class StateWriter:
             raise NotSaved("; ".join(failed), stored=any(one and one[1] for one, _, _ in gathered))
         if bad := [rank for rank, (_, _, good) in enumerate(gathered) if not good]:
             raise NotFinite(bad)
-        size = self._store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
+        size = store.commit(folder, {**meta, "state_digests": [one for _, one, _ in gathered if one]}, records)
         seconds = time.perf_counter() - began
-        return Written(size, self._store.prune(), seconds)
+        return Written(size, store.prune(), seconds)
 
     def _write(self, folder: Path, state: State) -> dict[str, FileRecord]:
         """Write this rank's files, durably; returns those whose digests are known."""

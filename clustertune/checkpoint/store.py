@@ -238,7 +238,7 @@ class CheckpointStore:
 
         Raises UserError where another attempt has taken over.
         """
-        self._check_fence()
+        self.check_fence()
         path = self.path(step)
         failure: tuple[int | None, str | None] | None = None
         if self.ranks.rank == 0:
@@ -269,7 +269,7 @@ class CheckpointStore:
         except OSError as caught:
             error = f"rank {self.ranks.rank}: {caught}"
         parts = self.ranks.gather((records, error))
-        self._check_fence()
+        self.check_fence()
         if not (errors := [e for _, e in parts if e]) and self.ranks.rank == 0:
             merged = {name: record for part, _ in parts for name, record in part.items()}
             try:
@@ -282,7 +282,7 @@ class CheckpointStore:
             self.tell(f"warning: the storage keeps neither owner nor mode, the next attempt would refuse it: {found[0]}")
         return sum(record.size for part, _ in parts for record in part.values())
 
-    def _check_fence(self) -> None:
+    def check_fence(self) -> None:
         """Ask rank 0's fence, for all ranks."""
         found: UserError | None = None
         if self.ranks.rank == 0:
@@ -310,7 +310,7 @@ class CheckpointStore:
         made is left alone: its steps may be lower, and it may be what that attempt goes on from.
         """
         removed: list[Path] = []
-        self._check_fence()
+        self.check_fence()
         if self.ranks.rank == 0:
             whole = 0
             for checkpoint in list_checkpoints(self.folder):

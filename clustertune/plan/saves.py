@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from clustertune.config.resolved import Resolved
-from clustertune.config.schema import parse_minutes
+from clustertune.config.schema import parse_minutes, seconds_of
 from clustertune.plan.machine import Machine
 from clustertune.plan.schedule import Schedule, every_steps
 from clustertune.plan.term import SECONDS, Term
@@ -19,9 +19,10 @@ from clustertune.plan.term import SECONDS, Term
 NODE_MTBF_HOURS = 1000 * 24 / 6.5
 """Hours between two failures of one node where the cluster file does not say: 6.5 failures in 1,000 days of a node (Kokolis et
 al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024, RSC-1)."""
+LOCAL_KEPT = 2
+"""Whole local steps that a node keeps: the newest may have lost a file that the one before has."""
 COPY_BYTES_PER_S, WRITE_BYTES_PER_S = 5e9, 1e9
 """Of one rank's copy to host memory, and of its write, until they were measured. Assumed."""
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def seconds_between_ends(nodes: int, mtbf_hours: float | None, limit_minutes: float | None) -> float:
@@ -43,7 +44,7 @@ def best_seconds(cost: float, write: float, between: float) -> float:
 
 def given_seconds(every: str | int) -> float | None:
     """The seconds of ``30m``; None for a number of steps and ``auto``."""
-    return float(every[:-1]) * _UNITS[every[-1]] if isinstance(every, str) and every != "auto" else None
+    return seconds_of(every) if isinstance(every, str) and every != "auto" else None
 
 
 def with_saves(around: Schedule, resolved: Resolved, machine: Machine, step: float, copy: Term | None) -> Schedule:
@@ -87,4 +88,16 @@ def with_saves(around: Schedule, resolved: Resolved, machine: Machine, step: flo
         limit = args.get("save_total_limit")
         most = min(int(limit) + len(save.milestones), saves) if limit else saves
         kept["checkpoints"] = around.checkpoint_bytes * most
-    return replace(around, checkpoints=saves, save=cost, copy_seconds=copied, interval=interval, save_steps=every, disk=kept)
+    local = local_bytes(resolved, around.checkpoint_bytes)
+    return replace(
+        around, checkpoints=saves, save=cost, copy_seconds=copied, interval=interval, save_steps=every, disk=kept,
+        local_bytes=local,
+    )  # fmt: skip
+
+
+def local_bytes(resolved: Resolved, checkpoint: float) -> float:
+    """Bytes on each node's own disk, of checkpoints of so many: those that are kept and the one that is being written."""
+    local, nodes = resolved.recipe.save and resolved.recipe.save.local, resolved.recipe.slurm.nodes
+    if not local:
+        return 0.0
+    return (LOCAL_KEPT + 1) * checkpoint / nodes * (2 if local.neighbour and nodes > 1 else 1)

@@ -51,6 +51,8 @@ class Schedule:
     """Seconds from one save to the next, where they come by time."""
     save_steps: int | None = None
     """Steps from one save to the next; None where they come by epochs, or never."""
+    local_bytes: float = 0.0
+    """On each node's own disk at most: its part of the local checkpoints, and a neighbour's."""
 
 
 @dataclass(frozen=True)

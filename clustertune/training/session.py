@@ -279,10 +279,11 @@ class Session:
             self.args.report_to = [name for name in self.args.report_to if name != "wandb"]
 
     def _on_checkpoint(self, saved: Saved) -> None:
-        name = str(saved.path.relative_to(self.run_path))
+        name = str(saved.path) if saved.local else str(saved.path.relative_to(self.run_path))
         if self.log:
             self.log.write(
-                "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4), status="saved",
+                "checkpoint", step=saved.step, path=name, bytes=saved.bytes, seconds=round(saved.seconds, 4),
+                status="local" if saved.local else "saved",
                 save_copy_s=round(saved.copy_seconds, 4), save_stall_s=round(saved.stall_seconds, 4),
                 save_write_s=round(saved.write_seconds, 4),
                 **({"save_every_s": round(saved.every_seconds, 1)} if saved.every_seconds is not None else {}),

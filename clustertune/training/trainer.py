@@ -29,6 +29,7 @@ from trl.trainer import dpo_trainer
 
 from clustertune.checkpoint import restricted
 from clustertune.checkpoint.cadence import Cadence
+from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.saving import NotFinite, NotSaved, State, StateWriter, Written, collected, digest, words
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.manifest import SHA256, XXH3_128
@@ -41,6 +42,9 @@ from clustertune.training.figures import Clock, Figures
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.loading import Loading
 from clustertune.training.stop import StopFlag
+
+_LOCAL, _SHARED = 1, 2
+"""Kinds of save; the larger one is the one that all ranks take."""
 
 
 def _as_they_are(*args: Any) -> tuple[Any, ...]:
@@ -194,6 +198,8 @@ class Saved:
     """Rank 0's thread wrote and hashed."""
     every_seconds: float | None = None
     """From here on between two saves, where they come by time."""
+    local: bool = False
+    """On the nodes' own disks."""
 
 
 @dataclass
@@ -211,6 +217,8 @@ class _Saving:
     """Seconds of the copy to host memory."""
     stall: float
     """Seconds that training stood still for it so far, the copy's among them."""
+    local: bool = False
+    """On the nodes' own disks."""
 
 
 class _EvalStopped(Exception):
@@ -246,7 +254,13 @@ class RankTrainer(ZeroTrainer):
     _waits_for_saves = False
     """A copy of the state does not fit into host memory."""
     _saved_step = -1
-    """Of this attempt's newest save."""
+    """Of this attempt's newest save, on shared storage and on the nodes' own disks."""
+    _saved_locally = -1
+    tier: LocalTier | None = None
+    """Where checkpoints go besides, and more often; see :meth:`save_to`."""
+    local_cadence: Cadence | None = None
+    save_locally = False
+    """The save that is due is one on the nodes' own disks."""
     _has_room = False
     """It does, on all ranks."""
 
@@ -354,7 +368,7 @@ class RankTrainer(ZeroTrainer):
         superseded = self._find_superseded()
         saving = float(self._saving is not None and not self._saving.future.done())
         # At a step's end, and with no save under way: the next one would wait for it.
-        due = float(bool(mine) and self._saving is None and self.group.rank == 0 and self._is_save_due())
+        due = float(self._find_due()) if mine and self.group.rank == 0 else 0.0
         values = [float(self.stop.is_set), float(memory_bytes), float(superseded is not None), saving, due]
         table = [0.0] * (len(mine) * self.group.world_size)
         table[len(mine) * self.group.rank : len(mine) * (self.group.rank + 1)] = mine
@@ -363,18 +377,24 @@ class RankTrainer(ZeroTrainer):
             raise superseded or UserError(Problem("another attempt has taken over: this one ends here"), ExitCode.AGAIN)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(memory))
         self.stopping, self.save_due = self.stopping or bool(wanted), bool(due)
+        if mine:
+            self.save_locally = due == _LOCAL
         if mine and self.figures is not None:
             self.figures.add([table[at : at + len(mine)] for at in range(0, len(table), len(mine))])
         if self._saving is not None and not saving:
             self._commit()
         return self.stopping
 
-    def _is_save_due(self) -> bool:
-        if self.cadence is None:
-            return False
-        if not self.cadence.state_bytes:
-            self.cadence.state_bytes = float(sum(part.nbytes for part in state_parts(self.model, self.optimizer)))
-        return self.cadence.is_due(int(self.state.global_step))
+    def _find_due(self) -> int:
+        """Which save is due behind this step, 0 for none. One to shared storage waits for a local one, and for no other."""
+        for kind, cadence in ((_SHARED, self.cadence), (_LOCAL, self.local_cadence)):
+            if cadence is None or (self._saving is not None and (kind == _LOCAL or not self._saving.local)):
+                continue
+            if not cadence.state_bytes:
+                cadence.state_bytes = float(sum(part.nbytes for part in state_parts(self.model, self.optimizer)))
+            if cadence.is_due(int(self.state.global_step)):
+                return kind
+        return 0
 
     def _find_superseded(self) -> UserError | None:
         """What the fence says to rank 0. The others need not ask: file systems answer nodes at different times."""
@@ -433,8 +453,8 @@ class RankTrainer(ZeroTrainer):
         """
         self.finish_save()  # one at a time
         began = time.perf_counter()
-        step = self.state.global_step
-        if step == self._saved_step:  # behind the step already, and now at the end of its epoch
+        step, local = self.state.global_step, self.save_locally and not (self.stopping or self.is_at_end)
+        if step == (self._saved_locally if local else self._saved_step):  # behind the step already, now at its epoch's end
             return
         self.heartbeat("save", step)
         self.store_flos()
@@ -459,7 +479,8 @@ class RankTrainer(ZeroTrainer):
             # This rank leaves alone, and the others fail at the next thing they do together: a collective here, to agree
             # on the failure, would meet another one of a rank that is still inside the save, and both would wait.
             raise self._not_saved(step, f"rank {self.group.rank}: {words(error)}") from error
-        self._saving, self._saved_step = self._start(folder, meta, state, began), step
+        self._saving = self._start(folder, meta, state, began, local=local)
+        self._saved_locally, self._saved_step = (step, self._saved_step) if local else (self._saved_locally, step)
         if self.stopping or self.is_at_end or not self._saving.behind:
             self.finish_save()
         self.heartbeat("train", step)
@@ -470,13 +491,15 @@ class RankTrainer(ZeroTrainer):
         if self._writer is None:
             ranks = Group.apart()
             self._writer = StateWriter(self.store.on(ranks), ranks, ranks.process_group)
+            self.tier = self.tier and self.tier.on(ranks)
         return self._writer
 
-    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: State, began: float) -> _Saving:
+    def _start(self, folder: Path | None, meta: Mapping[str, Any], state: State, began: float, *, local: bool) -> _Saving:
         """Copy the state where training goes on, and have it written."""
         writer, copied = self.writer, 0.0
-        if self.cadence is not None:
-            self.cadence.began()
+        for cadence in (None if local else self.cadence, self.local_cadence):
+            if cadence is not None:
+                cadence.began()
         behind = not (self.stopping or self.is_at_end)
         if behind and self.is_deepspeed_enabled:
             state.digest, state.trained = digest(state.parts), 0  # it is on disk, and changes in the next step
@@ -492,8 +515,9 @@ class RankTrainer(ZeroTrainer):
             copying = time.perf_counter()
             state.states, state.parts = writer.copy(state.states, state.parts)
             copied = time.perf_counter() - copying
-        future = writer.start(int(meta["step"]), state, meta, folder)
-        return _Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, copied, time.perf_counter() - began)
+        future = writer.start(int(meta["step"]), state, meta, folder, self.tier if local else None)
+        stall = time.perf_counter() - began
+        return _Saving(int(meta["step"]), bool(meta["final"]), future, behind, began, copied, stall, local)
 
     def finish_save(self) -> None:
         """Wait until the save under way is whole on disk; returns at once where there is none. All ranks call this together.
@@ -518,18 +542,34 @@ class RankTrainer(ZeroTrainer):
             written = saving.future.result()
         except NotFinite as error:
             raise self._non_finite(step, [f"rank {rank}: trained parameters" for rank in error.ranks]) from None
-        except NotSaved as error:
-            raise self._not_saved(step, str(error), stored=error.stored) from error
-        except OSError as error:
-            raise self._not_saved(step, words(error)) from error
-        if self.cadence is not None:
-            self.cadence.measured(saving.stall, written.seconds)
-        path, seconds = self.store.path(step), time.perf_counter() - saving.began
-        every = self.cadence.seconds() if self.cadence is not None else None
-        figures = (seconds, saving.copy, saving.stall, written.seconds, every)
-        self.on_checkpoint(Saved(step, path, written.bytes, saving.final, *figures))
+        except (NotSaved, OSError) as error:
+            what, stored = (str(error), error.stored) if isinstance(error, NotSaved) else (words(error), True)
+            if not saving.local:
+                raise self._not_saved(step, what, stored=stored) from error
+            self._give_up_local(step, what)  # shared storage holds the one before: no reason to stop
+            return
+        cadence = self.local_cadence if saving.local else self.cadence
+        if cadence is not None:
+            cadence.measured(saving.stall, written.seconds)
+        place: Any = self.tier if saving.local else self.store
+        every = cadence.seconds() if cadence is not None else None
+        figures = (time.perf_counter() - saving.began, saving.copy, saving.stall, written.seconds, every, saving.local)
+        self.on_checkpoint(Saved(step, place.path(step), written.bytes, saving.final, *figures))
         for gone in written.removed:
             self.on_removed(gone)
+        self.heartbeat("train", self.state.global_step)
+
+    def save_to(self, tier: LocalTier, cadence: Cadence) -> None:
+        """Save on the nodes' own disks besides, unless one of them has no folder for it."""
+        if not tier.off:
+            self.tier, self.local_cadence = tier, cadence
+
+    def _give_up_local(self, step: int, what: str) -> None:
+        """No further local saves in this attempt: all ranks know why."""
+        self.local_cadence = None
+        if self.group.rank == 0:
+            text = f"warning: the local checkpoint of step {step} was not saved, and none is from here on: {what}"
+            self.store.tell(text)
         self.heartbeat("train", self.state.global_step)
 
     def _not_saved(self, step: int, what: str, *, stored: bool = True) -> UserError:

@@ -163,6 +163,10 @@ def many_kept(case: Case) -> None:
     case.cluster["storage.write_gb_s"] = 1000
 
 
+def no_local_disk(case: Case) -> None:
+    case.recipe["save"] = {"every": case.recipe["train"].pop("save_steps"), "local": {"path": str(case.root / "none")}}
+
+
 def home_cache(case: Case) -> None:
     """A model of 16 GB, and no variable that says where the cache is."""
     case.environment = {"NLTK_DATA": case.environment["NLTK_DATA"]}
@@ -193,6 +197,7 @@ RUN_CASES: list[tuple[str, str, Callable[[Case], object]]] = [
     ("left-overs", WARN, left_over),
     ("disk-space", FAIL, full_disk(0.9)),
     ("disk-space", WARN, full_disk(1.05)),
+    ("local-disk", WARN, no_local_disk),
     ("checkpoints-kept", WARN, many_kept),
     ("env-file", FAIL, env(mode=0o644)),
     ("env-file", FAIL, env("export HF_TOKEN=x\n")),

@@ -1,0 +1,163 @@
+"""The node's own folder of a run: who may use it, what is kept there, and what comes back of it, in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clustertune.checkpoint import store
+from clustertune.checkpoint.local import LocalTier, name_of, open_root
+from clustertune.checkpoint.shards import write_new
+from clustertune.checkpoint.store import CheckpointStore
+from clustertune.config.resolve import resolve
+from clustertune.config.schema import LocalSave
+from clustertune.errors import UserError
+from clustertune.manifest import XXH3_128
+from tests.checkpoint.test_store import OneRank
+from tests.command import REPO
+
+FSDP2 = REPO / "recipes" / "tiny-oasst2"
+
+
+def open_tier(tmp_path: Path, attempt: int = 1) -> tuple[LocalTier, list[str]]:
+    told: list[str] = []
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    shared = CheckpointStore(tmp_path / "run" / "checkpoints", attempt, 3, OneRank(), told.append)
+    tier = LocalTier.open(LocalSave(path=str(tmp_path / "disk")), tmp_path / "run", 1.0, shared)
+    ranks: Any = OneRank()
+    ranks.process_group = None
+    return tier.on(ranks), told
+
+
+def save(tier: LocalTier, step: int) -> Path:
+    path = tier.begin(step)
+    record = write_new(path / "model_0" / "__0_0.distcp", iter([os.urandom(99)]), XXH3_128)
+    assert tier.commit(path, {"step": step}, {"model_0/__0_0.distcp": record}) == 99
+    tier.prune()
+    return path
+
+
+def test_two_whole_steps_are_kept_and_the_end_clears_all(tmp_path: Path) -> None:
+    tier, _ = open_tier(tmp_path)
+    for step in (1, 2, 3):
+        path = save(tier, step)
+    tier.begin(4)
+    again, _ = open_tier(tmp_path, attempt=2)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert sorted(one.name for one in path.parent.iterdir()) == ["step-000002", "step-000003", "step-000004"]
+    save(again, 3)
+    assert sorted(one.name for one in path.parent.iterdir()) == ["step-000003", "step-000003.a2"]
+    again.clear()
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_newer_whole_step_is_copied_to_shared_storage(tmp_path: Path) -> None:
+    tier, _ = open_tier(tmp_path)
+    older = save(tier, 2)
+    save(tier, 4)
+    again, told = open_tier(tmp_path, attempt=2)
+    found = again.newest()
+    assert found is not None and found[0].name == "step-000004.a2" and found[1]["step"] == 4
+    assert store.verify(found[0]) == [] and "copied to step-000004.a2" in told[-1]
+    third, _ = open_tier(tmp_path, attempt=3)
+    assert third.newest() == found and older.is_dir(), "shared storage has it now"
+
+
+@pytest.mark.parametrize("how", ["bit", "short", "link", "manifest"])
+def test_a_damaged_step_is_named_and_the_one_before_is_taken(how: str, tmp_path: Path) -> None:
+    tier, _ = open_tier(tmp_path)
+    save(tier, 2)
+    file = save(tier, 4) / "model_0" / "__0_0.distcp"
+    data = file.read_bytes()
+    if how == "bit":
+        file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    elif how == "short":
+        file.write_bytes(data[:-1])
+    elif how == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        text = (file.parents[1] / "MANIFEST.json").read_text()
+        (file.parents[1] / "MANIFEST.json").write_text(text.replace('"step": 4', '"step": 5'))
+    again, told = open_tier(tmp_path, attempt=2)
+    found = again.newest()
+    assert found is not None and found[1]["step"] == 2
+    assert not (tmp_path / "run/checkpoints/step-000004.a2").exists()
+    said = " ".join(told)
+    assert ("checksum" if how == "manifest" else "__0_0.distcp") in said
+
+
+def test_a_folder_that_others_could_fill_is_refused(tmp_path: Path) -> None:
+    base, name = tmp_path / "disk", "run-1"
+    base.mkdir()
+    with pytest.raises(OSError, match="No such file"):
+        open_root(tmp_path / "none", name)
+    root, key = open_root(base, name)
+    assert open_root(base, name) == (root, key) and root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o750)
+    with pytest.raises(UserError, match="0750"):
+        open_root(base, name)
+    root.rmdir()
+    (tmp_path / "theirs").mkdir()
+    root.symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match="is a link"):
+        open_root(base, name)
+    (tmp_path / "way").symlink_to(base)
+    with pytest.raises(UserError, match="is a link"):
+        open_root(tmp_path / "way", "other")
+    base.chmod(0o777)
+    with pytest.raises(UserError, match="others can rename"):
+        open_root(base, "other")
+    base.chmod(0o1777)
+    open_root(base, "other")
+
+
+def test_a_folder_is_of_one_run_and_outside_of_it(tmp_path: Path) -> None:
+    assert len({name_of(Path(path), created) for path in ("/a/run", "/b/run") for created in (1, 2)}) == 4
+    inside = LocalSave(path=str(tmp_path / "run" / "local"))
+    with pytest.raises(UserError, match="lies in the run folder"):
+        LocalTier.open(inside, tmp_path / "run", 1, CheckpointStore(tmp_path / "run", 1, 3, OneRank(), str))
+
+
+def test_a_node_without_the_folder_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    told: list[str] = []
+    shared = CheckpointStore(tmp_path / "run" / "checkpoints", 1, 3, OneRank(), told.append)
+    tier = LocalTier.open(LocalSave(path=str(tmp_path / "none")), tmp_path / "run", 1, shared)
+    assert "No such file" in tier.off and "nothing is saved locally" in told[0] and tier.newest() is None
+
+
+def test_a_neighbour_is_a_rank_of_the_next_node() -> None:
+    def around(rank: int, *nodes: list[int]) -> Any:
+        shared: Any = SimpleNamespace(ranks=SimpleNamespace(rank=rank))
+        return LocalTier(None, nodes, shared, LocalSave(path="/x"))._neighbours
+
+    assert [around(rank, [0, 1], [2, 3], [4, 5]) for rank in (1, 2, 4)] == [(3, 5), (4, 0), (0, 2)]
+    assert around(0, [0, 1]) is None is around(0, [0, 1], [2])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["save.local.path=disk", "save.every=4"], "save.local.path"),
+        (["save.local.path=/disk"], "auto beside save.local"),
+        (["save.local.path=/disk", "save.every=4", "save.local.every=4"], "not below save.every=4"),
+        (["save.local.path=/disk", "save.every=1h", "save.local.every=90m"], "not below save.every=1h"),
+        (
+            ["save.local.path=/disk", "save.every=4", "accelerate.distributed_type=MULTI_GPU"],
+            "are for FSDP2, this is MULTI_GPU",
+        ),
+    ],
+)
+def test_a_section_that_cannot_be_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve(FSDP2, words)
+
+
+def test_local_saves_are_no_part_of_the_run() -> None:
+    found = resolve(FSDP2, ["save.local.path=/disk", "save.every=1h", "save.local.every=auto"])
+    assert found.identities == resolve(FSDP2, ["save.every=4"]).identities

@@ -1,0 +1,189 @@
+"""Checkpoints on the nodes' own disks in real jobs: two ranks, each on a "node" with a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune.chain import open_run
+from clustertune.checkpoint.local import name_of
+from clustertune.config.resolve import resolve
+from clustertune.errors import ExitCode
+from clustertune.rundir import RunDir
+from tests.command import REPO, events
+from tests.training.conftest import RECIPE
+from tests.training.forked import Forge
+from tests.training.test_saving import shards
+
+pytestmark = pytest.mark.timeout(900)
+HERE = __name__
+STEPS = ["train.max_length=64", "train.max_steps=6", "train.eval_steps=3", "train.bf16=true", "train.report_to=none"]
+SAVED = ["save.every=3", "save.local.every=1"]
+
+
+def two_nodes() -> None:
+    """Each rank sees a folder of its own under the path of the recipe, and what rank 0 says is kept."""
+    from clustertune.checkpoint import local
+    from clustertune.training.session import Session
+
+    real, here = local.open_root, Path(os.environ["CT_LOCAL"], f"node-{os.environ['RANK']}")
+    local.open_root = lambda _, name: real(here, name)
+
+    def tell(self: Any, message: str) -> None:
+        if self.group.rank == 0:
+            with (self.run_path / "told").open("a") as out:
+                out.write(message + "\n")
+
+    Session.tell = tell  # type: ignore[method-assign]
+
+
+def killed() -> None:
+    """Rank 1 is killed in the last step; what was saved before is whole."""
+    from clustertune.training import trainer
+
+    two_nodes()
+    step = trainer.RankTrainer.training_step
+
+    def last(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.finish_save()  # the next one is left out where a step is taken sooner than a save
+        if self.state.global_step == 5 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, *args, **kwargs)
+
+    trainer.RankTrainer.training_step = last  # type: ignore[method-assign]
+
+
+def full() -> None:
+    """The disk of node 1 takes no file of another node."""
+    import errno
+
+    from clustertune.checkpoint import local
+
+    two_nodes()
+
+    def write(path: Path, *_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    if os.environ["RANK"] == "1":
+        local.write_new = write
+
+
+class Job:
+    """A run folder, and the disks of its two nodes beside it."""
+
+    def __init__(self, forge: Forge, folder: Path) -> None:
+        self.forge, self.folder = forge, folder
+        self.disks = folder.parent / f"{folder.name}-disks"
+
+    def go(self, what: str = "two_nodes", attempt: int = 1) -> list[int]:
+        for rank in (0, 1):
+            (self.disks / f"node-{rank}").mkdir(parents=True, exist_ok=True)
+        more = {"breaks": f"{HERE}:{what}", "accelerate": str(self.folder / "accelerate.yaml")}
+        return self.forge.run(self.folder, 2, attempt=attempt, seconds=120, environment={"CT_LOCAL": str(self.disks)}, **more)
+
+    def root(self, rank: int) -> Path:
+        return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])
+
+    @property
+    def told(self) -> str:
+        return (self.folder / "told").read_text()
+
+    @property
+    def started_at(self) -> int:
+        return int(events(self.folder, "start")[-1]["step"])
+
+    def copy(self, folder: Path) -> Job:
+        made = Job(self.forge, shutil.copytree(self.folder, folder))
+        for rank in (0, 1):
+            if self.root(rank).is_dir():
+                shutil.copytree(self.root(rank), made.root(rank))
+                made.root(rank).chmod(0o700)
+        return made
+
+
+def make(forge: Forge, prepared: Path, folder: Path, *more: str) -> Job:
+    resolved = resolve(REPO / RECIPE, [*STEPS, *more])
+    open_run(resolved, folder, ["test"]).write_own_files(resolved)
+    for part in ("data", "model"):
+        shutil.copytree(prepared / part, folder / part)
+    return Job(forge, folder)
+
+
+@pytest.fixture(scope="module")
+def calm(forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run without local checkpoints that nobody disturbs ends with."""
+    job = make(forge, prepared, tmp_path_factory.mktemp("calm") / "run", "save.every=3")
+    assert job.go() == [0, 0]
+    return shards(job.folder)["6"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["copied", "alone"])
+def lost(request: Any, forge: Forge, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, bool]:
+    """A run that was killed in step 6: shared storage holds step 3, the nodes 4 and 5; whether their neighbours, too."""
+    where = [f"save.local.path={tmp_path_factory.mktemp('local')}", f"save.local.neighbour={str(request.param).lower()}"]
+    job = make(forge, prepared, tmp_path_factory.mktemp("lost") / "run", *SAVED, *where)
+    assert -signal.SIGKILL in job.go("killed")
+    assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [
+        (1, "local"), (2, "local"), (3, "saved"), (4, "local"), (5, "local"),
+    ]  # fmt: skip
+    assert sorted(path.name for path in job.root(1).iterdir()) == ["step-000004", "step-000005"]
+    return job, bool(request.param)
+
+
+def nothing(job: Job) -> None:
+    pass
+
+
+def node_gone(job: Job) -> None:
+    shutil.rmtree(job.root(1))
+
+
+def flipped(job: Job) -> None:
+    """One bit of each shard on one disk."""
+    for shard in job.root(1).glob("step-000005/*/__*_0.distcp"):
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 1
+        shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "copied", "alone", "said"),
+    [
+        (nothing, 5, 5, "copied to step-000005.a2"),
+        (node_gone, 5, 3, "survived on no node"),
+        (flipped, 5, 4, "content differs from the manifest's digest"),
+    ],
+)
+def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
+    damage: Callable[[Job], None], copied: int, alone: int, said: str, lost: tuple[Job, bool], calm: Any, tmp_path: Path
+) -> None:
+    job = lost[0].copy(tmp_path / "run")
+    damage(job)
+    assert job.go(attempt=2) == [0, 0]
+    assert job.started_at == (copied if lost[1] else alone), job.told
+    assert said in job.told or (damage is node_gone and lost[1])
+    assert shards(job.folder)["6"] == calm
+    assert not job.root(0).exists() and not job.root(1).exists(), "the end of a run clears its local folders"
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused(forge: Forge, lost: tuple[Job, bool], tmp_path: Path) -> None:
+    job = lost[0].copy(tmp_path / "run")
+    elsewhere = job.root(1).rename(tmp_path / "elsewhere")
+    job.root(1).symlink_to(elsewhere)
+    assert job.go(attempt=2) == [ExitCode.CONFIG] * 2
+    assert "is a link" in (job.folder / "attempts/0002/rank-0.json").read_text()
+    assert len(list(elsewhere.iterdir())) == 2
+
+
+def test_a_local_disk_that_is_full_costs_no_step(forge: Forge, prepared: Path, calm: Any, tmp_path: Path) -> None:
+    job = make(forge, prepared, tmp_path / "run", *SAVED, f"save.local.path={tmp_path}")
+    assert job.go("full") == [0, 0]
+    assert "No space left" in job.told and "none is from here on" in job.told
+    assert [(e["step"], e["status"]) for e in events(job.folder, "checkpoint")] == [(3, "saved"), (6, "saved")]
+    assert shards(job.folder)["6"] == calm
