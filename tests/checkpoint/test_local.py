@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from clustertune.chain import open_run
 from clustertune.checkpoint import store
 from clustertune.checkpoint.local import LocalTier, name_of, open_root
 from clustertune.checkpoint.shards import write_new
@@ -161,3 +162,10 @@ def test_a_section_that_cannot_be_is_refused(words: list[str], said: str) -> Non
 def test_local_saves_are_no_part_of_the_run() -> None:
     found = resolve(FSDP2, ["save.local.path=/disk", "save.every=1h", "save.local.every=auto"])
     assert found.identities == resolve(FSDP2, ["save.every=4"]).identities
+
+
+def test_a_changed_section_reaches_a_run_that_is_there(tmp_path: Path) -> None:
+    open_run(resolve(FSDP2, ["save.every=4"]), tmp_path / "run", ["test"])
+    run = open_run(resolve(FSDP2, ["save.every=4", "save.local.path=/disk", "save.local.every=1"]), tmp_path / "run", ["test"])
+    save = run.resolved().recipe.save
+    assert save is not None and save.local == LocalSave(path="/disk", every=1)
