@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from clustertune.config import accelerate_file as acc
 from clustertune.config.distribution import mixed_precision, recomputed_layers
 from clustertune.config.findings import Found
@@ -184,14 +182,6 @@ def check_precision(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> 
 SECTION = "activation_checkpointing"
 ALIASES = (SECTION, "gradient_checkpointing")
 """The key of ``train`` and its deprecated name."""
-
-
-def read(given: Any) -> ActivationCheckpointing | None:
-    """The section; None where there is none, or where the schema says what is wrong with it."""
-    try:
-        return ActivationCheckpointing.model_validate(given) if given is not None else None
-    except ValidationError:
-        return None
 
 
 def reason(section: ActivationCheckpointing, layers: int) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from clustertune.config.resolved import Resolved
 from clustertune.config.schema import Megatron
 from clustertune.errors import Problem, raise_if
@@ -18,15 +16,6 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def experts(architecture: Mapping[str, Any]) -> int:
     """The experts of a mixture, which families name in three ways; 0: none."""
     return next((int(architecture[key]) for key in EXPERTS if architecture.get(key)), 0)
-
-
-def read(values: Mapping[str, Any]) -> Megatron | None:
-    """The section of a recipe's values; None where it is absent, or wrong in a way that the schema's problems tell."""
-    given = values.get("megatron")
-    try:
-        return Megatron.model_validate(given) if given is not None else None
-    except ValidationError:
-        return None
 
 
 def find_problems(

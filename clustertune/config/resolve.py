@@ -18,7 +18,7 @@ from clustertune.config.findings import Found
 from clustertune.config.load import COMMAND_LINE, DESCRIPTION, Layer, Layers, base_folder, find_folder, read_layers, same_model
 from clustertune.config.parameters import adapted_experts, expert_parameters, parameter_count
 from clustertune.config.resolved import Derived, Resolved, is_there
-from clustertune.config.schema import NAME, Megatron, Recipe
+from clustertune.config.schema import NAME, ActivationCheckpointing, Megatron, Recipe, read_section
 from clustertune.config.tiny import scale_deepspeed, scale_mesh, tiny_layer
 from clustertune.config.yamlfile import Document, KeyPath, leaves, read_text, read_yaml
 from clustertune.errors import Problem, UserError, gathered
@@ -104,7 +104,7 @@ class _Work:
         self.values, self.owners = self.layers.merged()
         self.complete = not self.problems
         folder, shown = self.layers.folder, self.layers.shown
-        self.megatron = megatron.read(self.values)
+        self.megatron = read_section(Megatron, self.values.get("megatron"))
         self._read_distribution(folder, shown)
         with gathered(self.problems):
             own = (folder / DESCRIPTION).is_file()
@@ -271,7 +271,7 @@ class _Work:
     def _recomputation(self, distribution: dict[str, Any]) -> Derived:
         """Which of the model, FSDP, the ratio and Megatron recompute activations."""
         key = "train.activation_checkpointing"
-        section = derive.read(self.values.get("activation_checkpointing"))
+        section = read_section(ActivationCheckpointing, self.values.get("activation_checkpointing"))
         if self.megatron is not None:
             self.report(self._check_megatron(self.megatron, section.ratio if section else None))
             return Derived(key, False, "left to megatron.recompute_granularity")

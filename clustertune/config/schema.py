@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The form of every name that becomes a path, a job name or an argument."""
@@ -103,6 +103,17 @@ class Section(BaseModel):
     """Every section refuses keys that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Part = TypeVar("Part", bound=Section)
+
+
+def read_section(section: type[Part], given: Any) -> Part | None:
+    """A section of a recipe's values; None where it is absent, or wrong in a way that the schema's problems tell."""
+    try:
+        return section.model_validate(given) if given is not None else None
+    except ValidationError:
+        return None
 
 
 class Model(Section):

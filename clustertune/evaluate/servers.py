@@ -20,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ class Servers:
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                        preexec_fn=_in_server,  # noqa: PLW1509 - libc only
+                        preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
                     )
                 self._running.append((command, process, log))
         except BaseException:
@@ -304,10 +305,6 @@ def _kill(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """To the whole group, also when its first process is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-def _in_server() -> None:
-    die_with_parent(signal.SIGTERM)
 
 
 def _how_it_ended(code: int) -> str:

@@ -18,9 +18,8 @@ from clustertune.merge.target import (
     Journal,
     companion_files,
     finished_manifest,
-    output_names,
+    free_bytes,
     place_problems,
-    space_error,
     staging_folder,
 )
 
@@ -137,8 +136,11 @@ def _plan(base: Base, adapter: Adapter, out: Path, shard_size: int) -> Job:
 
 def check_space(job: Job) -> None:
     """Raises UserError (exit 73) where what is still to be written does not fit."""
-    if error := space_error(job.out, job.missing_bytes()):
-        raise error
+    need, free = job.missing_bytes(), free_bytes(job.out)
+    if free < need:
+        message = f"needs {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
+        fix = "free space, then run the same command again"
+        raise UserError(Problem(message, file=str(job.out), fix=fix), ExitCode.STORAGE)
 
 
 def unchanged(job: Job) -> bool:
@@ -155,8 +157,3 @@ def require_unchanged(job: Job) -> None:
     if not unchanged(job):
         message = "base or adapter changed while they were merged"
         raise UserError(Problem(message, file=str(job.base.folder), fix="run the same command again"), ExitCode.AGAIN)
-
-
-def names(job: Job) -> list[str]:
-    """Every file of the output but its manifest."""
-    return output_names(job.shards, job.companions)

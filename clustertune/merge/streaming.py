@@ -25,7 +25,7 @@ from clustertune.console import byte_progress, say
 from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import MANIFEST, Comparison, FileRecord, fsync_path, hash_file, read_manifest, seal, write_durably
 from clustertune.merge.base import INDEX
-from clustertune.merge.job import Job, check_space, names, prepare, require_unchanged
+from clustertune.merge.job import Job, check_space, prepare, require_unchanged
 from clustertune.merge.pieces import Converted, Merged, Piece, Worker, cut
 from clustertune.merge.streams import BUFFERS, CHUNK, Output, Shard, Source
 from clustertune.merge.target import (
@@ -36,6 +36,7 @@ from clustertune.merge.target import (
     free_bytes,
     index_text,
     locked,
+    output_names,
     remove_published,
     remove_temporary,
 )
@@ -246,7 +247,7 @@ def publish(job: Job, journal: Journal) -> None:
     require_unchanged(job)
     try:
         if not journal.published:
-            journal.begin_publish(names(job))
+            journal.begin_publish(output_names(job.shards, job.companions))
         job.out.mkdir(exist_ok=True)
         fsync_path(job.out.parent)
         for shard in job.shards:

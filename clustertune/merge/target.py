@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertune import lock
-from clustertune.errors import ExitCode, Problem, UserError, storage_error
+from clustertune.errors import Problem, UserError, storage_error
 from clustertune.manifest import (
     MANIFEST,
     FileRecord,
@@ -114,15 +114,6 @@ def free_bytes(out: Path) -> int:
         folder = folder.parent
     usage = os.statvfs(folder)
     return usage.f_bavail * usage.f_frsize
-
-
-def space_error(out: Path, need: int) -> UserError | None:
-    """The error for too little free space, None if there is enough for ``need`` more bytes."""
-    free = free_bytes(out)
-    if free >= need:
-        return None
-    message = f"needs {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
-    return UserError(Problem(message, file=str(out), fix="free space, then run the same command again"), ExitCode.STORAGE)
 
 
 def remove_published(out: Path, journal: Journal) -> None:

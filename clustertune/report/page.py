@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class _Run:
         self.stages = read_stages(run, self.metrics)
         self.status = content.status_of(self.metrics, self.stages)
         require_whole(run.eval)
-        self.scores = _read_scores(run.eval)
+        self.scores = _read(read_result, run.eval)
         self.points = cost.of_points(self.cost, content.get(self.scores, "paired"))
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = content.get(_read_json(run.data / MANIFEST), "meta") or {}
@@ -302,24 +302,19 @@ def _machine_plots(history: telemetry.History) -> Iterator[plots.Plot | None]:
         yield plots.lines("CPU use", [line("mean of all nodes", "cpu", factor=100)], unit="%", over=over, zero=True)
 
 
-def _read_scores(folder: Path) -> dict[str, Any] | None:
-    """The evaluation's result, or None where there is none or it cannot be read (then said on stderr)."""
+def _read(read: Callable[[Path], Any], path: Path) -> Any:
+    """What is read there, or None where there is nothing or it cannot be read (then said on stderr)."""
     try:
-        return read_result(folder)
-    except (OSError, ValueError) as error:
-        say(f"warning: {folder} is left out of the report: {error}")
-        return None
-
-
-def _read_json(path: Path) -> Any:
-    """A JSON document, or None where there is none or it cannot be read (then said on stderr)."""
-    try:
-        return json.loads(path.read_bytes())
+        return read(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         say(f"warning: {path} is left out of the report: {error}")
         return None
+
+
+def _read_json(path: Path) -> Any:
+    return _read(lambda file: json.loads(file.read_bytes()), path)
 
 
 # --- nccl -----------------------------------------------------------------------------------------------------------------
