@@ -7,13 +7,14 @@ first, what is often the echo of another fault last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from clustertune.check.log_found import Device, Log
 from clustertune.check.machine import Expects, Machine
+from clustertune.check.rule import FAIL, LINKS, Check, Seen, rule
 from clustertune.host.facts import HostFacts, Nic, RdmaPort, from_dict
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "p2p")
@@ -103,6 +104,11 @@ class Context:
     def several(self) -> bool:
         """Whether ranks of more than one node talked over NCCL."""
         return self.nodes > 1 and self.backend == "nccl"
+
+    def said(self, *kinds: str) -> list[Seen]:
+        """What NCCL said first of these kinds of fault, a failure of all hosts that said it; nothing where it said nothing."""
+        faults = [fault for fault in self.log.faults if fault.kind in kinds]
+        return [Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))] if faults else []
 
     # --- the network ---------------------------------------------------------------------------------------------------
 
@@ -230,6 +236,26 @@ class Context:
     def nvlink(self) -> bool:
         """Whether NVLink joins the GPUs of a node."""
         return self.interconnect.startswith("nvlink")
+
+
+def logged(*kinds: str, rank: int, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
+    """Makes a rule of a docstring: it repeats what NCCL said of these kinds of fault. ``name``: without it the first kind's."""
+
+    def register(described: Callable[[], None]) -> Check:
+        def said(context: Context) -> Iterator[Seen]:
+            found = [fault for fault in context.log.faults if fault.kind in kinds]
+            if found:
+                times = sum(context.log.faults[fault] for fault in found)
+                # What torch says around a reason is longer than the reason, and comes first.
+                found.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
+                again = f" ({times} times)" if times > 1 else ""
+                yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
+
+        said.__doc__ = described.__doc__
+        said.__module__ = described.__module__
+        return rule(name or kinds[0], LINKS, rank=rank)(said)
+
+    return register
 
 
 def number(value: object) -> float:

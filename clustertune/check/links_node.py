@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clustertune.check.links import Context, names
+from clustertune.check.links import Context, logged, names
 from clustertune.check.rule import FAIL, LINKS, PASS, WARN, Seen, rule
 
 
@@ -40,8 +40,8 @@ def p2p_hang(context: Context) -> Iterator[Seen]:
         yield Seen(PASS, "pairs of GPUs exchange data", where=names(good))
 
 
-@rule("p2p-refused", LINKS, rank=2)
-def p2p_refused(context: Context) -> Iterator[Seen]:
+@logged("p2p-refused", "no-transport", rank=2)
+def p2p_refused() -> None:
     """The driver lets GPUs reach each other's memory.
 
     Why: NCCL was told that P2P works, and the driver refuses it when the first buffer is opened.
@@ -49,9 +49,6 @@ def p2p_refused(context: Context) -> Iterator[Seen]:
       NCCL_P2P_DISABLE=1
     See: https://github.com/NVIDIA/nccl/issues/2079
     """
-    faults = [fault for fault in context.log.faults if fault.kind in ("p2p-refused", "no-transport")]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
 
 
 @rule("nvlink-unused", LINKS, rank=6)
@@ -163,8 +160,8 @@ def acs_redirect(context: Context) -> Iterator[Seen]:
         yield Seen(WARN, faults[0].text, "add iommu=pt to the kernel's command line", names(fault.host for fault in faults))
 
 
-@rule("small-shm", LINKS, rank=2)
-def small_shm(context: Context) -> Iterator[Seen]:
+@logged("shm", name="small-shm", rank=2)
+def small_shm() -> None:
     """Room in /dev/shm.
 
     Why: Ranks of a node map 10 MB for each connection there; docker and Kubernetes give 64 MiB.
@@ -172,13 +169,10 @@ def small_shm(context: Context) -> Iterator[Seen]:
       stale files /dev/shm/nccl-*
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#shared-memory
     """
-    faults = [fault for fault in context.log.faults if fault.kind == "shm"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
 
 
-@rule("shm-lost", LINKS, rank=2)
-def shm_lost(context: Context) -> Iterator[Seen]:
+@logged("shm-lost", rank=2)
+def shm_lost() -> None:
     """Shared memory of other ranks can be opened.
 
     Why: A rank's file in /dev/shm was gone when its neighbour opened it: another container's, removed, or that rank had ended.
@@ -186,13 +180,10 @@ def shm_lost(context: Context) -> Iterator[Seen]:
       the rank that failed first
     See: https://github.com/NVIDIA/nccl/issues/1589
     """
-    faults = [fault for fault in context.log.faults if fault.kind == "shm-lost"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
 
 
-@rule("low-memlock", LINKS, rank=2)
-def low_memlock(context: Context) -> Iterator[Seen]:
+@logged("memlock", name="low-memlock", rank=2)
+def low_memlock() -> None:
     """Locked memory for RDMA.
 
     Why: RDMA registers memory that must stay in place; Slurm's services start with a limit of 64 KiB or 8 MiB.
@@ -200,6 +191,3 @@ def low_memlock(context: Context) -> Iterator[Seen]:
       slurm.conf, --ulimit memlock=-1 for a container; check with `srun bash -c 'ulimit -l'`
     See: https://github.com/NVIDIA/nccl-tests/issues/206
     """
-    faults = [fault for fault in context.log.faults if fault.kind == "memlock"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from clustertune.check.links import Context, names, number
+from clustertune.check.links import Context, logged, names, number
 from clustertune.check.log_found import FOLLOWS, OTHER
-from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Check, Seen, rule
+from clustertune.check.rule import FAIL, LINKS, PASS, UNKNOWN, WARN, Seen, rule
 
 _CUDA_KINDS = ("duplicate-gpu", "gpu-missing", "gpu-memory", "gpu-fault", "driver", "p2p-refused", "nvls")
 """Errors of CUDA that have rules of their own."""
 
 
-def _logged(kind: str, *, rank: int, status: str = FAIL, name: str = "") -> Callable[[Callable[[], None]], Check]:
-    """Makes a rule of a docstring: it repeats what NCCL said of one kind of fault."""
-
-    def register(described: Callable[[], None]) -> Check:
-        def said(context: Context) -> Iterator[Seen]:
-            found = [fault for fault in context.log.faults if fault.kind == kind]
-            if found:
-                times = sum(context.log.faults[fault] for fault in found)
-                # What torch says around a reason is longer than the reason, and comes first.
-                found.sort(key=lambda fault: "NCCL error" in fault.text or "ncclRemoteError" in fault.text)
-                again = f" ({times} times)" if times > 1 else ""
-                yield Seen(status, f"{found[0].text}{again}", where=names(fault.host for fault in found))
-
-        said.__doc__ = described.__doc__
-        said.__module__ = described.__module__
-        return rule(name or kind, LINKS, rank=rank)(said)
-
-    return register
-
-
-@_logged("duplicate-gpu", rank=1)
+@logged("duplicate-gpu", rank=1)
 def duplicate() -> None:
     """One GPU for each rank.
 
@@ -42,7 +22,7 @@ def duplicate() -> None:
     """
 
 
-@_logged("gpu-missing", rank=1)
+@logged("gpu-missing", rank=1)
 def gpu_missing() -> None:
     """Ranks see the GPUs that they ask for.
 
@@ -52,7 +32,7 @@ def gpu_missing() -> None:
     """
 
 
-@_logged("gpu-memory", rank=1)
+@logged("gpu-memory", rank=1)
 def gpu_memory() -> None:
     """GPU memory for NCCL's buffers.
 
@@ -62,7 +42,7 @@ def gpu_memory() -> None:
     """
 
 
-@_logged("gpu-fault", rank=1)
+@logged("gpu-fault", rank=1)
 def gpu_fault() -> None:
     """No hardware faults of GPUs.
 
@@ -72,7 +52,7 @@ def gpu_fault() -> None:
     """
 
 
-@_logged("nvls", rank=1)
+@logged("nvls", rank=1)
 def nvls() -> None:
     """NVLink SHARP (multicast).
 
@@ -82,7 +62,7 @@ def nvls() -> None:
     """
 
 
-@_logged("imex", rank=1)
+@logged("imex", rank=1)
 def imex() -> None:
     """NVLink between nodes.
 
@@ -110,7 +90,7 @@ def cuda(context: Context) -> Iterator[Seen]:
         yield Seen(FAIL, first.text, where=names(fault.host for fault in cuda_faults))
 
 
-@_logged("rdma-timeout", rank=7)
+@logged("rdma-timeout", rank=7)
 def rdma_timeout() -> None:
     """RDMA answers in time.
 
@@ -121,7 +101,7 @@ def rdma_timeout() -> None:
     """
 
 
-@_logged("rdma-connect", rank=7)
+@logged("rdma-connect", rank=7)
 def rdma_connect() -> None:
     """RDMA connections can be made.
 
@@ -132,7 +112,7 @@ def rdma_connect() -> None:
     """
 
 
-@_logged("rdma-link", status=WARN, rank=11)
+@logged("rdma-link", status=WARN, rank=11)
 def rdma_link() -> None:
     """No events of RDMA ports.
 
@@ -142,7 +122,7 @@ def rdma_link() -> None:
     """
 
 
-@_logged("rdma-error", rank=11)
+@logged("rdma-error", rank=11)
 def rdma_error() -> None:
     """RDMA operations succeed.
 
@@ -152,7 +132,7 @@ def rdma_error() -> None:
     """
 
 
-@_logged("collectives-differ", rank=7)
+@logged("collectives-differ", rank=7)
 def collectives_differ() -> None:
     """All ranks call the same collectives.
 
@@ -163,7 +143,7 @@ def collectives_differ() -> None:
     """
 
 
-@_logged("peers-disagree", rank=11)
+@logged("peers-disagree", rank=11)
 def peers_disagree() -> None:
     """Ranks understand each other.
 
@@ -173,7 +153,7 @@ def peers_disagree() -> None:
     """
 
 
-@_logged("refused", name="port-refused", rank=7)
+@logged("refused", name="port-refused", rank=7)
 def refused() -> None:
     """Nodes reach each other on all ports.
 
@@ -184,7 +164,7 @@ def refused() -> None:
     """
 
 
-@_logged("descriptors", rank=11)
+@logged("descriptors", rank=11)
 def descriptors() -> None:
     """Enough open files.
 
@@ -208,11 +188,10 @@ def collective_hung(context: Context) -> Iterator[Seen]:
         hosts = names(str(host) for host in given) if isinstance(given, list) else ""
         what = f"{item.get('collective', 'a collective')} ({item.get('scope', '?')}, {number(item.get('bytes')):.0f} bytes)"
         yield Seen(FAIL, f"{what} did not end within {number(item.get('seconds')):.0f} s", where=hosts)
-    faults = [fault for fault in context.log.faults if fault.kind == "hung"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
+    said = context.said("hung")
+    yield from said
     log = context.log
-    if not faults and not context.entries("hung") and context.entries("results"):
+    if not said and not context.entries("hung") and context.entries("results"):
         yield Seen(PASS, "every collective ended")
     elif log.started and not log.complete and not log.faults and not context.entries("results"):
         began = f"{log.started} ranks" if log.started > 1 else "a rank"
@@ -223,7 +202,7 @@ def collective_hung(context: Context) -> Iterator[Seen]:
         yield from [Seen(UNKNOWN, "the log ends before ranks are connected")] if silent else []
 
 
-@_logged("peer-lost", rank=11)
+@logged("peer-lost", rank=11)
 def peer_lost() -> None:
     """No rank is lost.
 

@@ -95,9 +95,8 @@ def mixed_nccl(context: Context) -> Iterator[Seen]:
     Fix: give all nodes the same container image, and see that LD_LIBRARY_PATH and LD_PRELOAD bring in no other libnccl.so.2
     See: https://github.com/NVIDIA/nccl/issues/286
     """
-    faults = [fault for fault in context.log.faults if fault.kind == "nccl-versions"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
+    if said := context.said("nccl-versions"):
+        yield from said
         return
     found = _versions(context, "nccl")
     if len(context.log.versions) > 1 and len({host for hosts in context.log.versions.values() for host in hosts}) > 1:
@@ -149,9 +148,8 @@ def driver(context: Context) -> Iterator[Seen]:
       help on data-centre cards only
     See: https://github.com/NVIDIA/nvidia-docker/issues/1515
     """
-    faults = [fault for fault in context.log.faults if fault.kind == "driver"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
+    if said := context.said("driver"):
+        yield from said
         return
     built = max((number_of(text) for text in context.log.cuda), default=0)
     serves = [int(text) for text in context.log.drivers if text.isdigit()]
@@ -248,9 +246,8 @@ def forced_algorithm(context: Context) -> Iterator[Seen]:
     Fix: unset NCCL_ALGO and NCCL_PROTO; since 2.24 NCCL_ALGO may name one collective: NCCL_ALGO=allreduce:tree
     See: https://github.com/NVIDIA/nccl/issues/317
     """
-    faults = [fault for fault in context.log.faults if fault.kind == "no-algorithm"]
-    if faults:
-        yield Seen(FAIL, faults[0].text, where=names(fault.host for fault in faults))
+    if said := context.said("no-algorithm"):
+        yield from said
         return
     for name in ("NCCL_ALGO", "NCCL_PROTO"):
         value = context.setting(name)

@@ -1,7 +1,7 @@
 """Rules of what was measured: against what the links should carry, and of nodes and pairs against each other.
 
 Bandwidths are bus bandwidths in GB/s of 10^9 bytes. Against the hardware an all-gather counts, which the planner takes too: the
-median of its largest sizes. What to expect comes with the document (``clustertune.nccl_check.expected``).
+median of its largest sizes. What to expect comes with the document (``clustertune.nccl_check.check.expected``).
 """
 
 from __future__ import annotations

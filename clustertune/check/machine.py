@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clustertune.host.facts import HostFacts, Mount
-from clustertune.host.mounts import lies_elsewhere
 
 LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP = "login", "here", "step", "container", "container+step"
 PLACES = (LOGIN, HERE, STEP, CONTAINER, CONTAINER_STEP)
@@ -120,11 +119,6 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
         ):
             best = mount
     return best
-
-
-def on_network(mount: Mount) -> bool:
-    """Whether a file system lies on other machines, or is a pool of file systems."""
-    return lies_elsewhere(mount.kind)
 
 
 def gigabytes(count: float) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from clustertune.check.machine import Machine, gigabytes, on_network
+from clustertune.check.machine import Machine, gigabytes
 from clustertune.check.rule import FAIL, MACHINE, PASS, WARN, Seen, rule
 from clustertune.host.facts import Mount
+from clustertune.host.mounts import lies_elsewhere
 
 GB = 10**9
 TIGHT, EMPTY = 10 * GB, 1 * GB
@@ -253,7 +254,7 @@ def caches(m: Machine) -> Iterator[Seen]:
         mount = m.mount_of(path) if path and m.computes else None
         if mount is None:
             continue
-        if on_network(mount):
+        if lies_elsewhere(mount.kind):
             fix = f"{name} on a disk of the node, of each job its own: jobs started by clustertune have it so"
             default = "" if m.environ(name) else " (by default)"
             if default and m.expects.launched:
@@ -276,7 +277,7 @@ def hub_cache(m: Machine) -> Iterator[Seen]:
     home = m.environ("HOME")
     cache = m.environ("HF_HOME") or (f"{home}/.cache/huggingface" if home else "")
     mount = m.mount_of(cache) if cache and m.computes else None
-    if mount is not None and on_network(mount):
+    if mount is not None and lies_elsewhere(mount.kind):
         yield Seen(WARN, f"{cache} lies on {mount.kind} at {mount.point}")
     elif mount is not None:
         yield Seen(PASS, f"{cache} lies on {mount.kind}")
@@ -348,7 +349,7 @@ def scratch(m: Machine) -> Iterator[Seen]:
     if mount is None:
         return
     tried = [probe for probe in m.facts.probes if probe.folder == path]
-    if on_network(mount):
+    if lies_elsewhere(mount.kind):
         fix = "storage.scratch of the cluster file must be on a disk of each node"
         yield Seen(WARN, f"{path} lies on {mount.kind} at {mount.point}", fix)
     elif tried and all(probe.ok is None for probe in tried):

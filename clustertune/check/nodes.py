@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from clustertune.check.machine import Machine, gigabytes, on_network
+from clustertune.check.machine import Machine, gigabytes
 from clustertune.check.rule import FAIL, NODES, PASS, WARN, Seen, rule
+from clustertune.host.mounts import lies_elsewhere
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def mounts(several: Several) -> Iterator[Seen]:
     machines = several.machines
     if len(machines) < 2:
         return
-    tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if on_network(mount)} for m in machines}
+    tables = {id(m): {mount.point: mount.source for mount in m.facts.mounts if lies_elsewhere(mount.kind)} for m in machines}
     own = {str(brick.get("mount")) for m in machines for brick in m.section("storage").get("bricks") or ()}
     lines = []
     points = sorted({point for table in tables.values() for point in table} - own)  # a brick is local on its own node

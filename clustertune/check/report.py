@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,20 +81,12 @@ class Report:
         """Warnings and failures that are not ignored, worst first."""
         return [item for item in self.counted if item.status in (WARN, FAIL)]
 
-    @property
-    def dropped(self) -> list[Finding]:
-        """Warnings and failures that are ignored: they are told in one line."""
-        return [item for item in in_order(self.findings) if item.rule in self.ignored and item.status in (WARN, FAIL)]
-
-    def count(self, status: str) -> int:
-        """Findings of a status."""
-        return sum(item.status == status for item in self.counted)
-
     def summary(self) -> str:
         """One line: how many of each."""
         parts = [(FAIL, "failed"), (WARN, "warnings"), (UNKNOWN, "not seen"), (PASS, "passed")]
-        text = ", ".join(f"{self.count(status)} {word}" for status, word in parts if self.count(status) or status == PASS)
-        names = sorted({item.rule for item in self.dropped})
+        many = Counter(item.status for item in self.counted)
+        text = ", ".join(f"{many[status]} {word}" for status, word in parts if many[status] or status == PASS)
+        names = sorted({item.rule for item in self.findings if item.rule in self.ignored and item.status in (WARN, FAIL)})
         return text + (f"; ignored: {', '.join(names)}" if names else "")
 
     def lines(self, *, everything: bool = False) -> list[str]:
@@ -120,6 +115,17 @@ def once(machine: Sequence[Finding], recipe: Sequence[Finding]) -> list[Finding]
         or (item.rule not in repeated and not (file and item.rule == "secret-mode" and item.found.startswith(f"{file} ")))
     ]
     return [*left, *recipe]
+
+
+def put(text: str) -> None:
+    """To stdout, as far as anybody reads it: the exit code says the verdict all the same."""
+    if sys.stdout is None:  # it was closed before the start
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` took what it wanted: no traceback, also none when Python closes stdout at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[str]]]:

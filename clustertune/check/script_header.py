@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import getpass
 import re
 from collections.abc import Iterator
@@ -53,24 +54,10 @@ def check_places(batch: Batch) -> Iterator[Mistake]:
 def _is_near(found: re.Match[str]) -> bool:
     """Whether a comment was meant as a directive; a usage line (``# sbatch --nodes=2 job.sh``) is not."""
     word = found.group("word")
-    if _distance(word.upper(), "SBATCH") > 2 or (word.islower() and found.group("gap")):
+    if not difflib.get_close_matches(word.upper(), ["SBATCH"], cutoff=0.66) or (word.islower() and found.group("gap")):
         return False
     meant = read_header([MAGIC + found.group("rest")])
     return bool(meant.options) and not meant.loose and all(option.name for option in meant.options)
-
-
-def _distance(one: str, other: str) -> int:
-    """Edits (insert, delete, replace, swap of neighbours) between two short words."""
-    rows = [list(range(len(other) + 1))]
-    for i, a in enumerate(one, 1):
-        row = [i]
-        for j, b in enumerate(other, 1):
-            best = min(row[j - 1] + 1, rows[-1][j] + 1, rows[-1][j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
-                best = min(best, rows[-2][j - 2] + 1)
-            row.append(best)
-        rows.append(row)
-    return rows[-1][-1]
 
 
 def check_options(batch: Batch) -> Iterator[Mistake]:
@@ -79,7 +66,7 @@ def check_options(batch: Batch) -> Iterator[Mistake]:
     for number, text in header.lines.items():
         written = text.split("#")[0]
         if _UNEXPANDED.search(written) or re.search(r"[=\s]~/", written):
-            remedy = f"write the value, or give it when you submit: sbatch{_options_only(written)} {batch.path}"
+            remedy = f"write the value, or give it when you submit: {' '.join(['sbatch', *written.split(), batch.path])}"
             yield Mistake(number, "variable-in-directive", f"sbatch does not expand this:{written.rstrip()}", remedy)
     for word, number in header.cut:
         yield Mistake(number, "cut-value", f"the # ends the value: it is {word!r}", "put the value in quotes")
@@ -99,10 +86,6 @@ def check_options(batch: Batch) -> Iterator[Mistake]:
         if before.value != option.value:
             message = f"--{option.name} is {option.value} here and {before.value} in line {before.line}"
             yield Mistake(option.line, "repeated-option", message, "keep one of the two")
-
-
-def _options_only(text: str) -> str:
-    return " " + " ".join(text.split()) if text.strip() else ""
 
 
 def check_log_folder(batch: Batch) -> Iterator[Mistake]:

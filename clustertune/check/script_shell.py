@@ -10,7 +10,6 @@ library (bashlex, tree-sitter) is not there on a bare login node, where the lint
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -129,8 +128,8 @@ _PARAMETER = re.compile(r"[!#]?([A-Za-z_]\w*)")
 _INNER = re.compile(r"\$\{?([A-Za-z_]\w*)")
 
 
-class WordReader(ABC):
-    """A place in a script, and the words that begin there."""
+class _Parser:
+    """A place in a script, and the words and commands that begin there."""
 
     def __init__(self, text: str, line: int, depth: int) -> None:
         self.source = text
@@ -158,16 +157,6 @@ class WordReader(ABC):
     def to_line_end(self) -> int:
         end = self.source.find("\n", self.at)
         return (len(self.source) if end < 0 else end) - self.at
-
-    # --- what a reader of commands adds ---
-
-    @abstractmethod
-    def commands(self, closing: str | None) -> list[Command]:
-        """Commands up to ``closing``, which is taken, or to the end."""
-
-    @abstractmethod
-    def parse_apart(self, text: str, line: int) -> list[Command]:
-        """The commands of text that stands by itself."""
 
     # --- words ---
 
@@ -304,7 +293,7 @@ class WordReader(ABC):
         body = self.source[begun + 1 : self.at]
         self.take()
         if self.depth < MAX_DEPTH:
-            text.inner += self.parse_apart(body.replace("\\`", "`").replace("\\$", "$"), line)
+            text.inner += parse(body.replace("\\`", "`").replace("\\$", "$"), line, self.depth + 1)
         text.put(self.source[begun : self.at], line)
 
     def closing(self, opening: str, closing: str, level: int = 1) -> int:
@@ -325,18 +314,8 @@ class WordReader(ABC):
             at += 1
         return len(self.source) - self.at
 
+    # --- commands ---
 
-DECLARING = ("export", "declare", "typeset", "local", "readonly")
-_RESERVED = ("if", "then", "elif", "else", "do", "while", "until", "!", "time", "fi", "done", "esac")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\+?=")
-
-
-def parse(text: str, line: int = 1, depth: int = 0) -> list[Command]:
-    """The commands of a script, in order; those inside substitutions hang on their words."""
-    return _Parser(text, line, depth).commands(None)
-
-
-class _Parser(WordReader):
     def commands(self, closing: str | None) -> list[Command]:
         """Commands up to ``closing``, which is taken, or to the end."""
         builder = _Builder(self)
@@ -386,8 +365,15 @@ class _Parser(WordReader):
                 _Parser("".join(body), start, self.depth).double(heredoc.body, end=None)
         self.waiting = []
 
-    def parse_apart(self, text: str, line: int) -> list[Command]:
-        return parse(text, line, self.depth + 1)
+
+DECLARING = ("export", "declare", "typeset", "local", "readonly")
+_RESERVED = ("if", "then", "elif", "else", "do", "while", "until", "!", "time", "fi", "done", "esac")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\+?=")
+
+
+def parse(text: str, line: int = 1, depth: int = 0) -> list[Command]:
+    """The commands of a script, in order; those inside substitutions hang on their words."""
+    return _Parser(text, line, depth).commands(None)
 
 
 class _Builder:

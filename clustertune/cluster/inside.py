@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,8 @@ def parents() -> dict[int, int]:
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                # The name in brackets may hold anything, brackets too: what follows the last one is fixed (proc(5)).
-                found[int(entry.name)] = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            with contextlib.suppress(IndexError):
+                found[int(entry.name)] = int(stat(int(entry.name))[1])
     return found
 
 
@@ -74,11 +74,18 @@ def end_descendants(pid: int, limit: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def state(pid: int) -> str:
+def stat(pid: int) -> list[str]:
+    """State, parent and what else /proc/PID/stat has behind the name, field 3 of proc(5) first; empty where it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        # The name in brackets may hold anything, brackets too: what follows the last one is fixed (proc(5)).
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
+
+
+def state(pid: int) -> str:
+    """``R``, ``S``, ``Z`` of a process; empty where it is gone."""
+    return next(iter(stat(pid)), "")
 
 
 def _reap() -> None:
@@ -146,6 +153,15 @@ def _call(*command: str) -> None:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
+def _until(there: Callable[[], bool], message: str, child: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until something is there. Raises SystemExit with ``message`` where that takes too long, or ``child`` has ended."""
+    end = time.monotonic() + _START
+    while not there():
+        if time.monotonic() > end or (child is not None and child.poll() is not None):
+            sys.exit(message)
+        time.sleep(0.005)
+
+
 class Login(Machine):
     """The login node: controller, bridge and the owner's commands."""
 
@@ -195,11 +211,7 @@ class Login(Machine):
             f"--seed-file={run / 'munged.seed'}",
             "--num-threads=10",
         )
-        end = time.monotonic() + _START
-        while not (run / "munge.sock").exists():
-            if munge.poll() is not None or time.monotonic() > end:
-                sys.exit("munged did not start")
-            time.sleep(0.01)
+        _until((run / "munge.sock").exists, "munged did not start", munge)
         self._start_before()
         self.daemon("slurmctld", "-D", "-c", "-f", str(root / "slurm.conf"))
 
@@ -230,11 +242,7 @@ class Login(Machine):
         pid_file.unlink(missing_ok=True)
         alone = ["unshare", *NAMESPACES] if self.isolated else []
         child = self.daemon(*alone, sys.executable, "-I", __file__, "node", str(self.root), str(index))
-        end = time.monotonic() + _START
-        while not pid_file.exists() or not pid_file.read_text():
-            if child.poll() is not None or time.monotonic() > end:
-                sys.exit("its first process did not start")
-            time.sleep(0.005)
+        _until(lambda: pid_file.exists() and bool(pid_file.read_text()), "its first process did not start", child)
         pid = int(pid_file.read_text())
         if self.isolated:
             # The one that a lost node had goes with its namespace, but not at once.
@@ -281,11 +289,7 @@ class Node(Machine):
         _call("mount", "--bind", str(self.root / "spool" / str(self.index)), str(self.root / "spool" / "here"))
 
     def _network(self) -> None:
-        end = time.monotonic() + _START
-        while "eth0" not in (name for _, name in socket.if_nameindex()):
-            if time.monotonic() > end:
-                sys.exit("no network device")
-            time.sleep(0.01)
+        _until(lambda: "eth0" in (name for _, name in socket.if_nameindex()), "no network device")
         _call("ip", "addr", "add", f"{self.settings['addresses'][self.index - 1]}/24", "dev", "eth0")
         _call("ip", "link", "set", "eth0", "up")
         # Shows this node's devices in /sys/class/net. Some containers forbid it, and nothing of Slurm needs it.

@@ -72,10 +72,8 @@ class State:
 
 def started(pid: int) -> int:
     """When a process started, in clock ticks since boot (proc(5), field 22); 0 where there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
+    fields = inside.stat(pid)
+    return int(fields[19]) if fields else 0
 
 
 def folder() -> Path:

@@ -223,7 +223,6 @@ def _allocation(args: DoctorArguments) -> Allocation | None:
 
 def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
     """What is found here; nothing of a machine that the cluster file does not name, unless that is asked for."""
-    from clustertune.doctor import nodes
     from clustertune.host.collect import collect
 
     names = [host.name for host in cluster.nodes] if len(cluster.nodes) <= 64 else []
@@ -237,7 +236,7 @@ def _here(args: DoctorArguments, cluster: Cluster) -> Looked:
             folders=[folder for folder in folders if folder],
             python=str(args.python) if args.python else None,
         )
-    plain = nodes.as_plain(cluster) if cluster.name != "local" else {}
+    plain = cluster.model_dump(mode="json") if cluster.name != "local" else {}
     if plain and _is_foreign(cluster, facts.hostname) and not (args.here or args.place or os.environ.get("SLURM_JOB_ID")):
         return [], None, [facts.hostname]
     gpus = cluster.compute.gpus if plain and facts.place != LOGIN and cluster.host(facts.hostname) else None

@@ -26,7 +26,7 @@ from clustertune.process import Stopped
 
 if TYPE_CHECKING:
     from clustertune.config.cluster_schema import Cluster
-    from clustertune.nccl_check.check import Options
+    from clustertune.nccl_check.setup import Options
     from clustertune.nccl_check.target import Target
 
 LARGEST_LOG = 256 << 20
@@ -183,9 +183,8 @@ def _judge_logs(args: NcclCheckArguments) -> int:
     document: dict[str, Any] = {"schema": SCHEMA}
     if args.cluster is not None:
         from clustertune.config.cluster import load_cluster
-        from clustertune.nccl_check.expected import expected
 
-        document["expected"] = expected(load_cluster(args.cluster))
+        document["expected"] = check.expected(load_cluster(args.cluster))
     _, judged = check.verdict(document, texts)
     if args.as_json:
         emit_json({"schema": SCHEMA, "logs": list(texts), "verdict": judged})
@@ -231,18 +230,19 @@ def _target(args: NcclCheckArguments, cluster: Cluster) -> tuple[Target, Options
 
 def _options(args: NcclCheckArguments, gpus: int, cpus: int, nodes: int, where: str) -> Options:
     """``gpus`` and ``cpus`` are those of one node. Raises UserError."""
-    from clustertune.nccl_check import check
+    from clustertune.nccl_check.check import largest_for
     from clustertune.nccl_check.result import COLLECTIVES, SCOPES, parse_size
+    from clustertune.nccl_check.setup import Options
 
     backend, why, ranks = _backend(args, gpus, nodes)
-    options = check.Options(
+    options = Options(
         backend=backend,
         backend_why=why,
         ranks_per_node=ranks,
         cpus_per_node=cpus,
         seconds=args.seconds or (GPU_SECONDS if backend == "nccl" else CPU_SECONDS),
         smallest=parse_size(args.smallest),
-        largest=parse_size(args.largest) if args.largest else check.largest_for(backend, nodes),
+        largest=parse_size(args.largest) if args.largest else largest_for(backend, nodes),
         factor=args.factor,
         iterations=args.iterations,
         warmup=args.warmup,
@@ -381,6 +381,7 @@ def arguments(args: NcclCheckArguments, cluster: Cluster) -> list[str]:
 
 def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: Options) -> int:
     from clustertune.nccl_check import check, gather, table, tune
+    from clustertune.nccl_check.setup import MARGIN_SECONDS
     from clustertune.nccl_check.target import finish
     from clustertune.plan.measured import beside
 
@@ -388,7 +389,7 @@ def _check(args: NcclCheckArguments, cluster: Cluster, target: Target, options: 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         where = f"{options.backend} on {', '.join(target.hosts[:4])}{' ...' if len(target.hosts) > 4 else ''}"
-        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + check.MARGIN_SECONDS:g} s")
+        say(f"{where}: {options.seconds:g} s of measuring, over within {options.seconds + MARGIN_SECONDS:g} s")
         with _progress(options.seconds) as tick:
             rounds = check.measure(target, options, folder, say, tick)
         found = check.document(target, options, rounds, time.monotonic() - began)
@@ -487,6 +488,7 @@ def _show(target: Target, options: Options, args: NcclCheckArguments) -> None:
     from clustertune.nccl_check import check
     from clustertune.nccl_check.node import DEBUG
     from clustertune.nccl_check.schedule import shapes
+    from clustertune.nccl_check.setup import MARGIN_SECONDS
     from clustertune.nccl_check.target import round_folder
 
     setup = check.make_setup(target, options)
@@ -500,7 +502,7 @@ def _show(target: Target, options: Options, args: NcclCheckArguments) -> None:
         f"scopes {', '.join(shapes(setup))}; collectives {', '.join(setup.collectives)}",
         f"sizes {setup.smallest} to {setup.largest} bytes, each {setup.factor} times the one before; "
         f"{setup.warmup} iterations to warm up, {setup.iterations} timed; "
-        f"{setup.seconds:g} s of measuring, over after {setup.seconds + check.MARGIN_SECONDS:g} s at the latest",
+        f"{setup.seconds:g} s of measuring, over after {setup.seconds + MARGIN_SECONDS:g} s at the latest",
         "# environment of every rank",
         *(f"{name}={value}" for name, value in {**setup.environment, **debug}.items()),
         f"$ {shlex.join(command)}",

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -132,20 +133,14 @@ def apply(
     where = existing_folder(root, "a node's tree").resolve() if root else NODE
     done = run_apply(found, name, where, force=force, format_device=format_device, report=lambda text: say(f"  {text}"))
     if as_json:
-        emit_json({"node": name, **done.as_dict()})
+        emit_json({"node": name, **asdict(done)})
     for backup in done.backups:
         say(f"backup: {backup}")
     for note in done.notes:
         say(f"note: {note}")
     for left in done.left:
         say(f"left: {left}")
-    say(
-        f"{name}: {len(done.did)} changes"
-        if done.did
-        else f"{name}: nothing to do"
-        if not done.left
-        else f"{name}: nothing done"
-    )
+    say(f"{name}: {f'{len(done.did)} changes' if done.did else 'nothing done' if done.left else 'nothing to do'}")
     if done.left:
         raise typer.Exit(int(ExitCode.FAILED))
 
@@ -182,7 +177,7 @@ def check(
     findings = judge(facts, wanted)
     if as_json:
         verdict = rule.worst(findings)
-        emit_json({"node": name, "verdict": verdict, "findings": rule.as_json(findings), "facts": facts.as_dict()})
+        emit_json({"node": name, "verdict": verdict, "findings": rule.as_json(findings), "facts": asdict(facts)})
     for item in findings if not as_json else []:
         if item.status != rule.PASS:
             what = f"{item.where}: {item.found}" if item.where else item.found
@@ -190,5 +185,4 @@ def check(
             sys.stdout.write(escape(f"{'':<8} {'':<24} -> {item.fix}") + "\n" if item.fix else "")
     counts = {status: sum(item.status == status for item in findings) for status in reversed(rule.STATUSES)}
     say(f"{name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
-    if code := rule.exit_code(findings):
-        raise typer.Exit(code)
+    raise typer.Exit(rule.exit_code(findings))

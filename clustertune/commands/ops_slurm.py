@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,8 +57,7 @@ def plan(
     made = _make(cluster, node, root, accounting, adopt, force)
     tried = _try(made) if try_it else None
     _show(made, as_json, {} if tried is None else {"tried": tried})
-    if code := made.exit_code():
-        raise typer.Exit(code)
+    raise typer.Exit(made.exit_code())
 
 
 @slurm_app.command()
@@ -77,20 +77,11 @@ def apply(
     made = _make(cluster, node, root, accounting, adopt, force)
     if dry_run:
         _show(made, as_json, {})
-        if code := made.exit_code():
-            raise typer.Exit(code)
-        return
+        raise typer.Exit(made.exit_code())
     done = apply_plan(made, root)
     left = made.steps(applied=True) if made.changes else []
     if as_json:
-        body = {
-            "written": list(done.written),
-            "backups": list(done.backups),
-            "modes": list(done.modes),
-            "notes": list(done.notes),
-        }
-        document = made.as_json()
-        emit_json({**document, **body, "steps": [_step(step) for step in left], "exit_code": 0})
+        emit_json({**made.as_json(), **asdict(done), "steps": [asdict(step) for step in left], "exit_code": 0})
         return
     _findings(made.findings)
     from clustertune.ops.slurm.steps import shown
@@ -122,10 +113,6 @@ def _try(made: Plan) -> dict[str, Any]:
     from clustertune.ops.slurm.planning import all_texts
 
     return try_out(made.cluster, all_texts(made))
-
-
-def _step(step: Any) -> dict[str, Any]:
-    return {"where": step.where, "why": step.why, "commands": list(step.commands)}
 
 
 def _show(made: Plan, as_json: bool, more: dict[str, Any]) -> None:

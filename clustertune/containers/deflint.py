@@ -8,13 +8,12 @@ definitions: structure and arguments are checked here, the shell by shellcheck.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clustertune.containers.pins import find_tool
 from clustertune.errors import Problem, UserError
 
 SHELL = frozenset({"pre", "setup", "post", "test", "environment", "runscript", "startscript"})
@@ -157,10 +156,7 @@ def _fetched(definition: Definition) -> Iterator[Found]:
 
 
 def _shell(definition: Definition) -> Iterator[Found]:
-    beside = Path(sys.executable).with_name("shellcheck")
-    program = str(beside) if beside.is_file() else shutil.which("shellcheck")
-    if not program:
-        raise UserError(Problem("shellcheck is not here", fix="run make setup"))
+    program = find_tool("shellcheck")
     for section in definition.sections:
         if section.name not in SHELL:
             continue

@@ -6,10 +6,8 @@ wheel: of uv's answer the lock keeps the files that fit.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from typing import Any
 from clustertune.containers import lockfile, pins
 from clustertune.containers.lockfile import Entry, Lock
 from clustertune.containers.pins import BUILD, DEV, EXTRA, PY, REF, Pins, normal
+from clustertune.containers.wheelhouse import file_digest
 from clustertune.errors import ExitCode, Problem, UserError
 
 RESOLVE_SECONDS = 900
@@ -128,8 +127,8 @@ def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[d
     entries, sources, problems = {}, [], []
     for package in pylock["packages"]:
         name, version = normal(package["name"]), package["version"]
-        files = package.get("wheels", [])
-        hashes = [file["hashes"]["sha256"] for file in files if fits(_file_name(file), python, platform)]
+        named = [(file.get("name") or file["url"].rpartition("/")[2], file) for file in package.get("wheels", [])]
+        hashes = [file["hashes"]["sha256"] for wheel, file in named if fits(wheel, python, platform)]
         if not hashes and "sdist" in package:
             hashes = [package["sdist"]["hashes"]["sha256"]]
             sources.append(name)
@@ -143,19 +142,6 @@ def entries_of(pylock: Mapping[str, Any], python: str, platform: str) -> tuple[d
     return entries, tuple(sorted(sources))
 
 
-def _file_name(file: Mapping[str, Any]) -> str:
-    return str(file.get("name") or file["url"].rpartition("/")[2])
-
-
-def find_uv() -> str:
-    """uv: of this environment, else on PATH."""
-    beside = Path(sys.executable).with_name("uv")
-    found = str(beside) if beside.is_file() else shutil.which("uv")
-    if not found:
-        raise UserError(Problem("uv is not here", fix="run make setup"))
-    return found
-
-
 def uv_resolve(
     requirements: Iterable[str], constraints: Iterable[str], python: str, platform: str, before: str
 ) -> dict[str, Any]:
@@ -164,7 +150,7 @@ def uv_resolve(
         out, constraint = Path(folder, "pylock.toml"), Path(folder, "constraints.txt")
         constraint.write_text("\n".join(constraints) + "\n")
         command = [
-            find_uv(), "pip", "compile", "-", "--quiet", "--no-config", "--no-header", "--format", "pylock.toml",
+            pins.find_tool("uv"), "pip", "compile", "-", "--quiet", "--no-config", "--no-header", "--format", "pylock.toml",
             "--output-file", str(out),
             "--constraint", str(constraint), "--python-version", python,
             "--python-platform", X86 if platform == ANY else platform, "--exclude-newer", f"{before}T00:00:00Z",
@@ -223,8 +209,7 @@ def cpu_torch(version: str, present: Lock | None) -> Entry:
             raise UserError(
                 Problem(f"pip finds no torch {version} for Python {python}", path_of("train-cpu").name, "torch", fix)
             )
-        with wheels[0].open("rb") as file:
-            return Entry("torch", version, (hashlib.file_digest(file, "sha256").hexdigest(),))
+        return Entry("torch", version, (file_digest(wheels[0]),))
 
 
 def make_all(found: Pins, say: Callable[[str], None]) -> dict[str, Lock]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +38,6 @@ class Pins:
     def date_of(self, lock: str) -> str:
         """The day (UTC, 00:00) of a lock."""
         return self.dates.get(lock, self.dates["locks"])
-
-    def any_of(self, name: str) -> str:
-        """The version of a package in the first group but the source document's that has it."""
-        return next(self[group][name] for group in (PY, DEV, BUILD, EXTRA) if name in self[group])
 
 
 def normal(name: str) -> str:
@@ -86,4 +84,13 @@ def read_bases(path: Path = BASES) -> Mapping[str, str]:
                     Problem(f"no KEY=VALUE: {line!r}", f"{path}:{number}", fix="a value stands bare, without blanks")
                 )
             found[match[1]] = match[2]
+    return found
+
+
+def find_tool(name: str) -> str:
+    """A program that the pins name: of this environment, else on PATH. Raises UserError where it is not here."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if not found:
+        raise UserError(Problem(f"{name} is not here", fix="run make setup"))
     return found

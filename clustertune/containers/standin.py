@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clustertune.containers import pins
+from clustertune.containers.wheelhouse import file_digest
 from clustertune.errors import ExitCode, Problem, UserError, storage_error
 from clustertune.process import captured
 
@@ -113,8 +114,7 @@ def _strip(whole: Path, layer: Path) -> None:
 def _as_image(scratch: Path, name: str, out: Path) -> None:
     """A docker-archive of one layer (https://github.com/moby/docker-image-spec/blob/main/v1.2.md)."""
     layer = scratch / "layer.tar"
-    with layer.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_digest(layer)
     machine = subprocess.run(
         ["dpkg", "--print-architecture"], capture_output=True, text=True, timeout=30, check=True
     ).stdout.strip()

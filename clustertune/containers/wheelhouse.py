@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +161,8 @@ def _build(python: Path, entry: Entry, lock: Lock, folder: Path) -> None:
 
 def _keep(lock: Lock, folder: Path) -> dict[str, Wheel]:
     """The wheels that are there and are the lock's; every other file is removed."""
-    built = {digest: source for digest, source, _ in _built(folder)}
+    lines = (folder / BUILT).read_text().splitlines() if (folder / BUILT).is_file() else []
+    built = dict(line.split(" ")[:2] for line in lines)
     found: dict[str, Wheel] = {}
     for path in sorted(folder.iterdir()):
         if path.name in (BUILT, REQUIREMENTS):
@@ -179,13 +180,6 @@ def _keep(lock: Lock, folder: Path) -> dict[str, Wheel]:
         else:
             path.unlink()
     return found
-
-
-def _built(folder: Path) -> Iterator[tuple[str, str, str]]:
-    if (folder / BUILT).is_file():
-        for line in (folder / BUILT).read_text().splitlines():
-            digest, source, name = line.split(" ", 2)
-            yield digest, source, name
 
 
 def file_digest(path: Path) -> str:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Look, and say what was found. Returns the exit code."""
     given = arguments_of(argv)
     if given.list:
-        _write("".join(f"{rule.id}: {rule.title}\n" for rule in reports.machine_rules()))
+        reports.put("".join(f"{rule.id}: {rule.title}\n" for rule in reports.machine_rules()))
         return 0
     try:
         facts = _facts(given)
@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.lines
             else [json.dumps(facts.as_dict(), indent=1)]
         )
-        _write("".join(line + "\n" for line in lines))
+        reports.put("".join(line + "\n" for line in lines))
         return 0
     machine = Machine(facts, expects=Expects(gpus=given.gpus))
     report = reports.Report(reports.machine_findings(machine), tuple(given.ignore))
     if given.json:
         document = {"place": facts.place, "host": facts.hostname, "verdict": worst(report.counted)}
-        _write(json.dumps({**document, "findings": as_json(report.counted)}, indent=2) + "\n")
+        reports.put(json.dumps({**document, "findings": as_json(report.counted)}, indent=2) + "\n")
     else:
-        _write("".join(line + "\n" for line in report.lines(everything=given.all)))
-        _write(printable(f"{facts.hostname} ({facts.place}): {report.summary()}") + "\n")
+        reports.put("".join(line + "\n" for line in report.lines(everything=given.all)))
+        reports.put(printable(f"{facts.hostname} ({facts.place}): {report.summary()}") + "\n")
     return exit_code(report.counted)
 
 
@@ -88,17 +88,6 @@ def _facts(given: argparse.Namespace) -> HostFacts:
         facts.place = given.place or facts.place
         return facts
     return collect(given.place, given.seconds, names=given.name, folders=given.folder, python=given.python)
-
-
-def _write(text: str) -> None:
-    """To stdout, as far as anybody reads it: the exit code says the verdict all the same."""
-    if sys.stdout is None:  # it was closed before the start
-        return
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the rest of the process
 
 
 if __name__ == "__main__":

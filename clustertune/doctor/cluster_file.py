@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from clustertune.check.machine import STEP
 from clustertune.config.cluster_schema import Cluster, Host, expand_hosts, shorten_hosts
 from clustertune.config.hardware import read_hardware, recognise
 from clustertune.doctor import wire
-from clustertune.host.facts import HostFacts, Mount, Nic
+from clustertune.doctor.nodes import facts_command
+from clustertune.host.facts import HostFacts, Mount
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.host.sight import ask
+from clustertune.process import captured
 
 WAIT_SECONDS = 60
 """How long Slurm may take to give a node; a cluster that is full gives none."""
@@ -25,25 +27,13 @@ _ON_DISKS = ("xfs", "ext4", "btrfs", "zfs")
 
 def look_at_one(cluster: Cluster) -> tuple[HostFacts | None, str]:
     """The facts of one compute node, by a short job with all its GPUs; or why there are none."""
-    collector = [
-        sys.executable,
-        "-m",
-        "clustertune.doctor",
-        "--facts",
-        "--lines",
-        "--place=step",
-        f"--seconds={LOOK_SECONDS:g}",
-    ]
     slurm, gpus = cluster.slurm, cluster.compute.gpus
     if slurm is None:
         return None, "there is no Slurm"
     command = ["srun", f"--partition={slurm.partition}", "--nodes=1", "--ntasks=1", "--time=5", f"--immediate={WAIT_SECONDS}"]
     command += [f"--gres={cluster.gres(gpus)}"] if gpus else []
     try:
-        done = subprocess.run(
-            [*command, "--quiet", *collector], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-            timeout=WAIT_SECONDS + 2 * LOOK_SECONDS + 20,
-        )  # fmt: skip
+        done = captured([*command, "--quiet", *facts_command(STEP, LOOK_SECONDS)], WAIT_SECONDS + 2 * LOOK_SECONDS + 20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"srun: {error}"
     found, faults, _ = wire.decode(done.stdout.splitlines())
@@ -173,19 +163,14 @@ def _network(cluster: Cluster, facts: HostFacts | None) -> tuple[dict[str, Any],
         unknown.append(
             "network.kind: ethernet is assumed; infiniband, roce, omnipath, slingshot, efa where there is such a network"
         )
-    if nic and (own := _interface(real, nic)):
-        values["interface"] = own.name
+    if nic and [one.mbit for one in real].count(nic.mbit) == 1:  # two of one speed leave open which carries the traffic
+        values["interface"] = nic.name
     else:
         unknown.append("network.interface, the one that the nodes reach each other by")
     if not values.get("gbit"):
         values.pop("gbit", None)
         unknown.append("network.gbit, the speed of one port in Gbit/s (ethtool, ibstat)")
     return values, unknown
-
-
-def _interface(real: Sequence[Nic], fastest: Nic) -> Nic | None:
-    """The interface that all traffic may take: the fastest with an address; two of one speed leave it open."""
-    return fastest if sum(nic.mbit == fastest.mbit for nic in real) == 1 else None
 
 
 def _storage(facts: HostFacts | None) -> tuple[dict[str, Any], list[str]]:

@@ -11,7 +11,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from functools import partial
+from typing import IO
 
 from clustertune.check import report
 from clustertune.check.machine import CONTAINER_STEP, STEP, Expects, Machine
@@ -50,6 +51,11 @@ class Looked:
         return max(0.0, self.answered - self.asked)
 
 
+def facts_command(place: str, seconds: float) -> list[str]:
+    """The command that prints the facts of a machine in lines that srun keeps whole."""
+    return [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
+
+
 def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[str]:
     """The command that prints a machine's facts in lines."""
     storage = cluster.storage
@@ -57,8 +63,7 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
     folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
     # said, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
-    command = [sys.executable, "-m", "clustertune.doctor", "--facts", "--lines", f"--place={place}", f"--seconds={seconds:g}"]
-    command += [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
+    command = facts_command(place, seconds) + [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
     return command + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
 
 
@@ -119,7 +124,7 @@ def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float)
         stdout=out,
         stderr=err,
         cwd=ROOT,
-        preexec_fn=_in_srun,  # noqa: PLW1509 - libc only
+        preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - libc only
     )
     try:
         child.wait(seconds)
@@ -138,22 +143,9 @@ def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], seconds: float)
     return False
 
 
-def _in_srun() -> None:
-    die_with_parent(signal.SIGTERM)
-
-
-def machines(looked: Looked, cluster: Cluster, expects: Expects) -> list[Machine]:
-    """The nodes as the rules see them."""
-    plain = as_plain(cluster)
-    return [Machine(facts, plain, expects) for facts in looked.facts.values()]
-
-
-def as_plain(cluster: Cluster | None) -> dict[str, Any]:
-    """The cluster file as plain dicts and lists."""
-    return cluster.model_dump(mode="json") if cluster is not None else {}
-
-
 def findings(looked: Looked, cluster: Cluster, nodes: Sequence[str], expects: Expects) -> list[Finding]:
     """What the rules find on each node, between them, and of those that did not answer."""
     silent = {name: looked.faults.get(name, "no answer") for name in nodes if name not in looked.facts}
-    return report.cluster_findings(Several(machines(looked, cluster, expects), silent, looked.asked, looked.answered))
+    plain = cluster.model_dump(mode="json")
+    machines = [Machine(facts, plain, expects) for facts in looked.facts.values()]
+    return report.cluster_findings(Several(machines, silent, looked.asked, looked.answered))

@@ -29,10 +29,8 @@ STOPS = frozenset(
 that may have been reset since, a name that nobody may ask for) is told in the log, and the job goes on."""
 
 
-def ignored(cluster: Cluster | None) -> tuple[str, ...]:
+def ignored(cluster: Cluster) -> tuple[str, ...]:
     """The rules that the cluster file leaves out. Raises UserError for names that are no rules."""
-    if cluster is None:
-        return ()
     check_rules(cluster.doctor.ignore, cluster.source, "doctor.ignore")
     return tuple(cluster.doctor.ignore)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,8 +17,10 @@ from clustertune.checkpoint import store
 from clustertune.config.cluster_schema import Cluster, same_host
 from clustertune.config.resolved import Resolved, expand_home, is_there
 from clustertune.config.schema import parse_minutes
+from clustertune.containers import pins
 from clustertune.doctor.recipe_model import ModelFolder, snapshot
 from clustertune.errors import Problem, UserError
+from clustertune.host import packages
 from clustertune.host.facts import HostFacts
 from clustertune.host.mounts import lies_elsewhere
 from clustertune.launch import visible
@@ -27,15 +28,7 @@ from clustertune.ops import bounded
 from clustertune.plan.calibrated import find_calibrated
 from clustertune.plan.predict import Plan, make_plan
 from clustertune.staging import bundle
-from clustertune.tree import ROOT
 
-PINS = ROOT / "containers" / "versions.env"
-PACKAGES = (
-    "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
-    "wandb", "lm_eval", "nltk", "deepspeed", "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "kernels",
-    "nvidia-nccl-cu12", "nvidia-nccl-cu13", "gptqmodel", "fbgemm-gpu",
-)  # fmt: skip
-"""What ranks may load: looked for here where nobody collected the facts of their Python."""
 SECONDS = 5.0
 """How long a folder may take to answer: the server of an NFS mount may be gone."""
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -163,7 +156,7 @@ class Context:
 
     def version(self, package: str) -> str | None:
         """Of one package; None: not there, or not seen."""
-        return self.versions.get(plain(package))
+        return self.versions.get(pins.normal(package))
 
     @property
     def hub(self) -> Path:
@@ -255,34 +248,6 @@ class Context:
         return self.hub
 
 
-def plain(package: str) -> str:
-    """A package's name as pip compares it."""
-    return re.sub(r"[-_.]+", "-", package).lower()
-
-
-def read_pins(kind: str = "PY", path: Path = PINS) -> dict[str, str]:
-    """The versions of one kind in containers/versions.env: ``PY`` (what the project installs) or ``REF`` (the reference image);
-    empty where the file is not there."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return {}
-    return {plain(name): version for name, version in re.findall(rf"^{kind}_([A-Z0-9_]+)=(\S+)", text, re.MULTILINE)}
-
-
-def installed() -> dict[str, str]:
-    """Versions of :data:`PACKAGES` in this Python."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[plain(package)] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def unanswered(paths: Iterable[Path], seconds: float = SECONDS) -> tuple[Path, ...]:
     """The paths whose file system does not answer in time; that nothing is there is an answer too."""
     works = {str(path): _look(path) for path in paths}
@@ -309,6 +274,9 @@ def build(
     plan, why = _plan(resolved, cluster)
     variables = os.environ if environment is None else environment
     versions, versions_of = _versions(cluster, facts)
+    pinned = pins.Pins()
+    with contextlib.suppress(OSError, UserError):  # `make lock` says what is wrong with it
+        pinned = pins.read()
     try:
         mounts = visible.MOUNTS.read_text()
     except OSError:
@@ -324,8 +292,8 @@ def build(
         versions_of=versions_of,
         environment=variables,
         env_file=env_file,
-        pins=read_pins(),
-        reference_pins=read_pins("REF"),
+        pins=pinned[pins.PY],
+        reference_pins=pinned[pins.REF],
         mounts=mounts,
         arch=arch or platform.machine(),
     )
@@ -360,5 +328,5 @@ def _versions(cluster: Cluster, facts: HostFacts | None) -> tuple[dict[str, str]
     if cluster.container.runtime != "none" and not inside:
         return {}, f"{cluster.container.image or 'the image'}, which is not open here"
     if facts and facts.packages:
-        return {plain(item.name): item.version for item in facts.packages}, facts.executable or "this Python"
-    return installed(), "this Python"
+        return {pins.normal(item.name): item.version for item in facts.packages}, facts.executable or "this Python"
+    return {pins.normal(item["name"]): item["version"] for item in packages.look()["packages"]}, "this Python"

@@ -95,10 +95,6 @@ def host_memory(context: Context) -> Iterator[Seen]:
         yield Seen(FAIL, text, how_to_load(context.resolved.distribution)[1])
 
 
-def _timeout(context: Context) -> float:
-    return float(context.resolved.train_args.get("ddp_timeout") or DDP_TIMEOUT_S)
-
-
 @rule("load-timeout", RECIPE)
 def loading(context: Context) -> Iterator[Seen]:
     """Looks at: loading against the time-out of collectives
@@ -106,7 +102,7 @@ def loading(context: Context) -> Iterator[Seen]:
     Why: ranks that wait for the one that loads end with 'wait timeout after ...ms', after a part of an hour for nothing
     See: https://github.com/axolotl-ai-cloud/axolotl/issues/3443
     """
-    plan, limit = _plan_of(context), _timeout(context)
+    plan, limit = _plan_of(context), float(context.resolved.train_args.get("ddp_timeout") or DDP_TIMEOUT_S)
     # Ranks that read their own rows end together: none of them waits for one that loads.
     if plan is None or context.resolved.world_size == 1 or context.resolved.distribution.reads_parts:
         return

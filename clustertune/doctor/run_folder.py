@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from clustertune import manifest
 from clustertune.check.rule import FAIL, RECIPE, WARN, Seen, rule
@@ -19,6 +17,7 @@ from clustertune.checkpoint import store
 from clustertune.config.parameters import trained_count, weight_bytes
 from clustertune.config.resolved import is_there
 from clustertune.doctor.recipe_context import Context, shards_of
+from clustertune.doctor.recipe_model import read_json
 from clustertune.errors import UserError
 from clustertune.launch import visible
 from clustertune.plan.predict import Plan
@@ -51,8 +50,7 @@ def owner(context: Context) -> Iterator[Seen]:
         if context.run_dir is not None and is_there(context.run_dir):
             yield Seen(FAIL, "is no folder", "give another --run-dir", str(context.run_dir))
         return
-    body = _read(folder / "run.json")
-    if body is not None:
+    if read_json(folder / "run.json") is not None:
         if not RunDir(folder).is_of(context.resolved):
             text = "holds a run of another recipe or of other settings"
             yield Seen(FAIL, text, "give another --run-dir, or leave it out", str(folder))
@@ -61,14 +59,6 @@ def owner(context: Context) -> Iterator[Seen]:
     elif foreign := sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.endswith(".tmp")):
         text = f"is no run: it holds {', '.join(foreign[:3])}"
         yield Seen(FAIL, text, "give a new or empty --run-dir", str(folder))
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
 
 
 @rule("run-on-one-node", RECIPE)
@@ -108,7 +98,7 @@ def in_use(context: Context) -> Iterator[Seen]:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-        owner = _read(path.with_name("owner.json")) or {}
+        owner = read_json(path.with_name("owner.json")) or {}
         job = f" (job {owner['job']} on {owner.get('host')})" if owner.get("job") else ""
         yield Seen(WARN, f"{holder}{job} works in it", where=str(folder))
     except OSError:  # a file system without locks tells nothing

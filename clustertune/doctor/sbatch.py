@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from clustertune.check.report import put
 from clustertune.check.rule import SCRIPT, Finding, checks, printable
 from clustertune.check.script_batch import read_batch
 
@@ -72,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(printable(f"error: {path}: {reason} -> give a batch script") + "\n")
             return 2
     if given.json:
-        sys.stdout.write(json.dumps(as_json(found), indent=2) + "\n")
+        put(json.dumps(as_json(found), indent=2) + "\n")
     else:
-        sys.stdout.write("".join(line + "\n" for path, findings in found for line in report(path, findings)))
+        put("".join(line + "\n" for path, findings in found for line in report(path, findings)))
     return 1 if any(findings for _, findings in found) else 0
 
 

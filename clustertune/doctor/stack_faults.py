@@ -16,7 +16,7 @@ from clustertune.check.rule import FAIL, RECIPE, UNKNOWN, WARN, Rule, Seen, regi
 from clustertune.config import accelerate_file as acc
 from clustertune.config import kernels, quantization
 from clustertune.config.parameters import weight_bytes
-from clustertune.doctor.recipe_context import Context, plain
+from clustertune.doctor.recipe_context import Context
 
 COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
 
@@ -50,10 +50,6 @@ class Fault:
     rule: Rule
 
 
-def _scores_ifeval(context: Context) -> bool:
-    return "ifeval" in context.resolved.recipe.eval.tasks
-
-
 def lora(context: Context) -> bool:
     return context.resolved.recipe.lora is not None
 
@@ -70,39 +66,19 @@ def _mixed(context: Context) -> bool:
     return context.resolved.distribution.mixed_precision != "no"
 
 
-def _fsdp_recomputes(context: Context) -> bool:
-    return context.resolved.distribution.recompute.by == "fsdp"
-
-
-def _loads_on_rank_0(context: Context) -> bool:
-    return context.is_real and context.resolved.distribution.efficient_loading
-
-
 def _packs_without_flash(context: Context) -> bool:
     args = context.resolved.train_args
     named = str((args.get("model_init_kwargs") or {}).get("attn_implementation", "sdpa"))
     return bool(args.get("packing")) and "flash" not in named
 
 
-def _accumulates(context: Context) -> bool:
-    return int(context.resolved.train_args.get("gradient_accumulation_steps") or 1) > 1
-
-
 def _gpus(context: Context) -> bool:
     return context.cluster.compute.gpus > 0 and context.resolved.world_size > 1
-
-
-def _arm(context: Context) -> bool:
-    return _gpus(context) and context.arch == "aarch64"
 
 
 def _full_bf16(context: Context) -> bool:
     init = context.resolved.train_args.get("model_init_kwargs") or {}
     return fsdp2(context) and not lora(context) and _mixed(context) and str(init.get("dtype", "")) in ("bfloat16", "float16")
-
-
-def _always(_context: Context) -> bool:
-    return True
 
 
 NCCL = "nccl"
@@ -139,7 +115,8 @@ FAULTS = (
         "https://github.com/huggingface/accelerate/issues/3979",
     ),
     _fault(
-        "empty-adapter", "peft", ">=0.21.0,<=0.21.2", lambda c: lora(c) and (fsdp1(c) or _fsdp_recomputes(c)), FAIL,
+        "empty-adapter", "peft", ">=0.21.0,<=0.21.2",
+        lambda c: lora(c) and (fsdp1(c) or c.resolved.distribution.recompute.by == "fsdp"), FAIL,
         "the saved adapter is empty under FSDP1 and under FSDP's activation checkpointing",
         "PEFT looks its keys up by names with _fsdp_wrapped_module or _checkpoint_wrapped_module in them and finds none: "
         "the adapter is lost, without a message",
@@ -147,7 +124,8 @@ FAULTS = (
         "https://github.com/huggingface/peft/issues/970",
     ),
     _fault(
-        "every-rank-loads-all", "transformers", ">=5.0,<5.23", _loads_on_rank_0, WARN,
+        "every-rank-loads-all", "transformers", ">=5.0,<5.23",
+        lambda c: c.is_real and c.resolved.distribution.efficient_loading, WARN,
         f"{acc.key_of('cpu_ram_efficient_loading')} does not spare the other ranks: each makes the whole model in RAM",
         "the node runs out of RAM while loading, or stands still for long after it",
         "transformers 5.23 or 4.57, or RAM for ranks per node x model",
@@ -168,14 +146,15 @@ FAULTS = (
         "https://github.com/huggingface/transformers/pull/39194",
     ),
     _fault(
-        "accumulated-loss", "transformers", "<4.46", _accumulates, FAIL,
+        "accumulated-loss", "transformers", "<4.46",
+        lambda c: int(c.resolved.train_args.get("gradient_accumulation_steps") or 1) > 1, FAIL,
         "the loss of accumulated micro batches is averaged per micro batch, not per token",
         "another loss and other gradients than the same batch at once",
         "transformers 4.46 or later, or a batch without accumulation",
         "https://github.com/huggingface/transformers/pull/34191",
     ),
     _fault(
-        "nccl-hang-arm", NCCL, "<2.29.3", _arm, WARN,
+        "nccl-hang-arm", NCCL, "<2.29.3", lambda c: _gpus(c) and c.arch == "aarch64", WARN,
         "on ARM hosts (GH200, GB200) a collective may hang for ever: NCCL compiled with gcc before 10 loses proxy slots",
         "all ranks stand at full load without an error or a time-out",
         "NCCL 2.29.3 or later",
@@ -196,14 +175,14 @@ FAULTS = (
         "https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/README.md",
     ),
     _fault(
-        "checkpoint-runs-code", "torch", "<2.6", _always, WARN,
+        "checkpoint-runs-code", "torch", "<2.6", lambda _: True, WARN,
         "torch.load with weights_only=True can run code from the file (CVE-2025-32434)",
         "a checkpoint or an adapter of somebody else's runs what it likes as you",
         "torch 2.6 or later",
         "https://github.com/pytorch/pytorch/security/advisories/GHSA-53q9-r3pm-6pq6",
     ),
     _fault(
-        "punkt-format", "nltk", "<3.8.2", _scores_ifeval, WARN,
+        "punkt-format", "nltk", "<3.8.2", lambda c: "ifeval" in c.resolved.recipe.eval.tasks, WARN,
         "reads the pickled punkt, not punkt_tab",
         "the task ifeval asks for punkt_tab, which this release does not know: it fails after all answers are generated",
         "nltk 3.9 or later",
@@ -323,7 +302,7 @@ def _wanted(context: Context) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     packages = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel", "fbgemm_fp8": "fbgemm-gpu"}
     method = quantized_by(context)
     if method in packages:
-        yield "train.model_init_kwargs.quantization_config", method, (plain(packages[str(method)]),)
+        yield "train.model_init_kwargs.quantization_config", method, (packages[str(method)],)
     optim = str(args.get("optim", ""))
     if "bnb" in optim or "8bit" in optim or "paged" in optim:
         yield "train.optim", optim, ("bitsandbytes",)

@@ -92,14 +92,9 @@ def devices(sight: Sight) -> dict[str, Any]:
     """GPUs on the PCI bus and their device files, whether a driver serves them or not, and what the kernel has loaded."""
     folder = "/sys/bus/pci/devices"
     buses = sight.names(folder)
-    count = 0
-    for bus in buses:
-        # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
-        if sight.read(f"{folder}/{bus}/vendor").lower() == "0x10de" and sight.read(f"{folder}/{bus}/class")[:6] in (
-            "0x0300",
-            "0x0302",
-        ):
-            count += 1
+    own = [bus for bus in buses if sight.read(f"{folder}/{bus}/vendor").lower() == "0x10de"]
+    # 0x0300: VGA, 0x0302: a GPU without a display (linux/pci_ids.h)
+    count = sum(sight.read(f"{folder}/{bus}/class")[:6] in ("0x0300", "0x0302") for bus in own)
     files = [f"/dev/{name}" for name in sight.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
     found: dict[str, Any] = {"nvidia_devices": count if buses else None, "gpu_files": files}
     text = sight.read("/proc/driver/nvidia/version")

@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,11 +128,33 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
+def export_lines(text: str) -> Iterator[tuple[int, str, str]]:
+    """Number, text and folder of each line of exports(5); those that a backslash continues are one, comments are left out."""
+    held, start = "", 0
+    for number, line in enumerate(text.split("\n"), 1):
+        start = start or number
+        held += line.rstrip("\r")
+        if held.endswith("\\"):
+            held = held[:-1]
+            continue
+        bare = held.partition("#")[0].strip() if '"' not in held else held.strip()
+        if bare and not bare.startswith("#"):
+            yield start, bare, _exported(bare)
+        held, start = "", 0
+
+
+def _exported(line: str) -> str:
+    try:
+        fields = shlex.split(line.replace("\\", "\\\\"), posix=True)
+    except ValueError:
+        fields = line.split()
+    first = fields[0] if fields else ""
+    return os.path.normpath(unescape(first)) if first.startswith("/") else ""
+
+
 def parse_exports(text: str) -> list[str]:
     """The folders of /etc/exports."""
-    joined = re.sub(r"\\\n", " ", text)
-    lines_of_fields = [line.partition("#")[0].split() for line in joined.splitlines()]
-    return [unescape(row[0].strip('"')) for row in lines_of_fields if row and row[0].strip('"').startswith("/")]
+    return [folder for _, _, folder in export_lines(text) if folder]
 
 
 @dataclass

@@ -15,7 +15,8 @@ from importlib import metadata
 from typing import Any
 
 STACK = """
-accelerate apex bitsandbytes datasets deepspeed flash-attn huggingface-hub liger-kernel lm-eval megatron-core nltk numpy
+accelerate apex bitsandbytes datasets deepspeed fbgemm-gpu flash-attn gptqmodel huggingface-hub kernels liger-kernel lm-eval
+megatron-core nltk numpy
 nvidia-cublas nvidia-cublas-cu12 nvidia-cuda-runtime nvidia-cuda-runtime-cu12 nvidia-cudnn-cu11 nvidia-cudnn-cu12
 nvidia-cudnn-cu13 nvidia-ml-py nvidia-nccl-cu11 nvidia-nccl-cu12 nvidia-nccl-cu13 peft pydantic pynvml ray safetensors
 sentencepiece tokenizers torch torchao transformer-engine transformers triton trl vllm wandb xformers

@@ -127,14 +127,13 @@ def files_that_matter(environ: Mapping[str, str], cwd: str) -> list[tuple[str, s
     hub = environ.get("HF_HOME") or (f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface" if home else "")
     named = [
         f"{cwd}/.env",
-        *([f"{home}/.netrc", f"{home}/.git-credentials", f"{home}/.nccl.conf"] if home else []),
+        *([f"{home}/.netrc", f"{home}/.git-credentials"] if home else []),
         *([f"{hub}/token", f"{hub}/stored_tokens"] if hub else []),
         "/etc/slurm/slurmdbd.conf",
         "/etc/munge/munge.key",
     ]
     programs = [f"{cwd}/launch/run.sbatch", *([f"{home}/.nccl.conf"] if home else []), "/etc/nccl.conf"]
-    secrets = [(path, "secret") for path in named if not path.endswith(".nccl.conf")]
-    return secrets + [(path, "program") for path in programs]
+    return [(path, "secret") for path in named] + [(path, "program") for path in programs]
 
 
 def probe_folders(environ: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from clustertune.config.schema import parse_minutes
 from clustertune.errors import Problem, UserError
 from clustertune.launch import batch
 from clustertune.launch.shape import Shape
-from clustertune.nccl_check.check import MARGIN_SECONDS
+from clustertune.nccl_check.setup import MARGIN_SECONDS
 from clustertune.tree import ROOT
 
 SCRIPT = ROOT / "ops" / "nccl-check" / "nccl-check.sbatch"

@@ -8,20 +8,21 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clustertune.check.log_read import read
 from clustertune.check.rule import Finding, as_json
 from clustertune.config.cluster_schema import Cluster
+from clustertune.config.hardware import HARDWARE, LinkFacts, NetworkFacts, read_hardware
 from clustertune.errors import Problem, UserError
 from clustertune.launch.environment import environment
 from clustertune.manifest import write_durably
 from clustertune.nccl_check import gather
 from clustertune.nccl_check import judge as judging
-from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, SCOPES
-from clustertune.nccl_check.setup import Case, Setup
+from clustertune.nccl_check.result import SCHEMA
+from clustertune.nccl_check.setup import Case, Options, Setup
 from clustertune.nccl_check.target import Target, round_folder, run_round
 from clustertune.plan.measured import SUFFIX, beside, read_measured
 
@@ -35,43 +36,7 @@ CASE_SECONDS = (10.0, 60.0)
 START_SECONDS = (30.0, 90.0)
 """Least and most that the ranks may take to find each other: Python and NCCL start from network storage."""
 LEAST_SECONDS = 10
-MARGIN_SECONDS = 60.0
-"""How much later than the time that was asked for a check may be over: its ranks start before it, what hangs is ended after."""
-ENDING_SECONDS = 15.0
-"""Of the time for everything, what is kept for ending processes that do not answer: SIGTERM, and SIGKILL after it."""
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a check measures."""
-
-    backend: str
-    backend_why: str
-    ranks_per_node: int
-    cpus_per_node: int
-    """CPUs that the ranks of a node share."""
-    seconds: float
-    """Time for the measuring, from when the ranks have found each other."""
-    smallest: int = KIB
-    largest: int = GIB
-    factor: int = 4
-    iterations: int = 20
-    """As nccl-tests (``-n``)."""
-    warmup: int = 5
-    """As nccl-tests (``-w``)."""
-    collectives: tuple[str, ...] = COLLECTIVES
-    scopes: tuple[str, ...] = SCOPES
-    place: str = "here"
-    """Of the nodes' facts."""
-    most_seconds: float | None = None
-    """After which all has been ended whatever it does, its start included; None: ``MARGIN_SECONDS`` after ``seconds``."""
-
-    @property
-    def whole_seconds(self) -> float:
-        """Time for everything but the ending of what does not answer."""
-        most = self.seconds + MARGIN_SECONDS if self.most_seconds is None else self.most_seconds
-        return most - min(ENDING_SECONDS, most / 5)
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def largest_for(backend: str, nodes: int) -> int:
@@ -94,28 +59,18 @@ def make_setup(target: Target, options: Options, changes: Mapping[str, str] | No
     least, longest = CASE_SECONDS
     start = max(START_SECONDS[0], min(START_SECONDS[1], 2 * options.seconds))
     most = options.whole_seconds
+    given = {**vars(options), "most_seconds": most}
     return Setup(
+        **given,
         hosts=target.hosts,
         addresses=target.addresses,
-        ranks_per_node=options.ranks_per_node,
-        backend=options.backend,
-        seconds=options.seconds,
         start_seconds=min(start, most / 2),
         case_seconds=min(max(least, min(longest, options.seconds / 4)), most / 2),
-        collectives=options.collectives,
-        scopes=options.scopes,
-        most_seconds=most,
-        smallest=options.smallest,
-        largest=options.largest,
-        factor=options.factor,
-        iterations=options.iterations,
-        warmup=options.warmup,
         environment={**{setting.name: setting.value for setting in settings}, **(changes or {})},
         interface=cluster.network.interface if nodes > 1 else None,
         numa_gpus=tuple(tuple(group) for group in cluster.compute.numa_gpus) if options.backend == "nccl" else (),
         numa_cpus=tuple(cluster.compute.numa_cpus) if options.backend == "nccl" else (),
         pairwise=not (cluster.compute.interconnect or "pcie").startswith("nvlink"),
-        place=options.place,
     )
 
 
@@ -220,10 +175,59 @@ def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
     return f"gloo TCP on {interface}"[:200] if interface else "gloo TCP"
 
 
+def expected(cluster: Cluster) -> dict[str, Any]:
+    """What a check on ``cluster`` should find, from its file and ops/hardware.yaml: what measurements are judged against.
+
+    The same figures as the planner's for a cluster that nobody measured (``clustertune.plan.machine``): nominal speed by the
+    share of it that healthy clusters were seen to reach. ``measured_gb_s`` of the cluster file is left aside: it may be what is
+    wrong.
+
+    ``intra``: an all-gather inside a node, GB/s for each GPU; ``inter``: over several nodes, GB/s for each node and direction
+    (all its ports). Each has ``nominal_gb_s``, ``expected_gb_s``, ``sources`` and ``hint``, and is left out where the cluster
+    file does not say enough. ``network`` and ``compute``: what the rules ask of the cluster file. Raises UserError where
+    ops/hardware.yaml cannot be read.
+    """
+    compute, network, hardware = cluster.compute, cluster.network, read_hardware()
+    found: dict[str, Any] = {
+        "compute": {
+            "gpus": compute.gpus,
+            "gpu": compute.gpu,
+            "interconnect": compute.interconnect,
+            "nvlink_domain": compute.nvlink_domain or 0,
+        },
+        "network": {
+            "kind": network.kind,
+            "gbit": network.gbit,
+            "ports": network.ports,
+            "interface": network.interface,
+            "subnet": network.subnet,
+            "hca": list(network.hca),
+        },
+    }
+    link = hardware.links.get(compute.interconnect or "")
+    if link is not None and compute.gpus > 1:
+        found["intra"] = _carries(f"links.{compute.interconnect}", link.gb_s, link.gb_s * link.share, link)
+    facts = hardware.networks.get(network.kind)
+    nominal = (network.gbit or 0.0) * network.ports / 8
+    if facts is not None and nominal and len(cluster.compute_nodes) > 1:
+        reached = min(nominal * facts.share, facts.most_gb_s or nominal)
+        found["inter"] = _carries(f"networks.{network.kind}", nominal, reached, facts)
+    return found
+
+
+def _carries(key: str, nominal: float, reached: float, facts: LinkFacts | NetworkFacts) -> dict[str, Any]:
+    return {
+        "nominal_gb_s": nominal,
+        "expected_gb_s": reached,
+        "sources": [
+            f"ops/{HARDWARE.name} {key}: {name}: {source}" for name, source in facts.sources.items() if name != "latency_us"
+        ],
+        "hint": facts.hint,
+    }
+
+
 def judge(found: dict[str, Any], cluster: Cluster, logs: Mapping[str, str]) -> list[Finding]:
     """Put what is expected and the verdict into a document; its findings."""
-    from clustertune.nccl_check.expected import expected
-
     found["expected"] = expected(cluster)
     if why := not_judged(found, cluster):
         found["not_judged"] = why

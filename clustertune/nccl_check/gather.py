@@ -51,6 +51,11 @@ class Step:
     def whole(self) -> bool:
         return len(self.done) == len(self.ranks)
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was measured, as the document names it."""
+        return {"scope": self.case["scope"], "collective": self.case["collective"], "bytes": self.moved}
+
 
 @dataclass
 class Round:
@@ -98,11 +103,6 @@ class Round:
                 if event.get("event") == "connected" and event["scope"] != "pair":
                     found[event["scope"]] = max(found.get(event["scope"], 0.0), float(event["seconds"]))
         return found
-
-    @property
-    def faulty(self) -> bool:
-        """Whether something other than time kept it from its end."""
-        return bool(self.broken) or len(self.up) < self.setup.world_size
 
     @property
     def inconclusive(self) -> str:
@@ -278,9 +278,7 @@ def _hung(part: Round, step: Step) -> dict[str, Any]:
         text = _as_text(part, silent)
     guilty = broke or silent
     return {
-        "scope": step.case["scope"],
-        "collective": step.case["collective"],
-        "bytes": step.moved,
+        **step.about,
         "seconds": max(step.hung.values(), default=0.0),
         "ranks": [rank for rank in step.ranks if rank not in step.done],
         "hosts": list(dict.fromkeys(part.setup.host_of(rank) for rank in guilty)),
@@ -316,17 +314,8 @@ def left_out(rounds: Sequence[Round], found: Mapping[str, Sequence[Mapping[str, 
     for entry in [*found["results"], *({"scope": "pair", **pair} for pair in found["per_pair"])]:
         there[(entry["scope"], entry["collective"])].append(entry["bytes"])
     unique: dict[Any, dict[str, Any]] = {}
-    cut = [
-        {
-            "scope": step.case["scope"],
-            "collective": step.case["collective"],
-            "bytes": step.moved,
-            "reason": "cut off in the middle",
-        }
-        for part in rounds
-        for step in part.broken
-        if part.cut_off(step)
-    ]
+    reason = {"reason": "cut off in the middle"}
+    cut = [{**step.about, **reason} for part in rounds for step in part.broken if part.cut_off(step)]
     for entry in [*(rounds[-1].left_out if rounds else []), *cut]:
         near = any(0 <= entry["bytes"] - size < 4096 for size in there[(entry["scope"], entry["collective"])])
         if not near:  # whole elements of all ranks are a little less than what was asked for

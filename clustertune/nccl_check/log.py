@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
 from clustertune.check.log_found import Device, Log
 from clustertune.check.log_read import read
+from clustertune.check.report import put
 from clustertune.check.rule import FAIL, PASS, UNKNOWN, WARN, Finding, as_json, exit_code, printable, worst
 from clustertune.nccl_check.judge import headline, judge_log
 
@@ -154,24 +155,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdict = headline({}, log, findings)
     if given.json:
         document = {"status": worst(findings), "headline": verdict, "log": as_dict(log), "findings": as_json(findings)}
-        _write([json.dumps(document, indent=2)])
+        put(json.dumps(document, indent=2) + "\n")
     else:
-        _write(map(printable, show(log, findings, verdict)))
+        put("".join(f"{printable(line)}\n" for line in show(log, findings, verdict)))
     return exit_code(findings)
 
 
 def _refuse(message: str, fix: str) -> int:
     sys.stderr.write(printable(f"error: {message} -> {fix}") + "\n")
     return 2
-
-
-def _write(lines: Iterable[str]) -> None:
-    try:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # `| head` took what it wanted: no traceback, also none when Python closes stdout at its end.
-        sys.stderr.close()
 
 
 if __name__ == "__main__":

@@ -85,16 +85,8 @@ class NodeCheck:
         return True
 
     def _start(self, command: Sequence[str], output: str, changes: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        with (self.folder / output).open("ab") as out:
-            return subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-                preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
-                env={**environment(self.setup), **(changes or {}), **self.changed},
-            )
+        env = {**environment(self.setup), **(changes or {}), **self.changed}
+        return start(command, self.folder / output, signal.SIGKILL, env=env)
 
     def _run_ranks(self) -> list[int | None]:
         """Start all ranks of this node; their exit codes, negative for a signal, None where one was ended here."""
@@ -171,9 +163,26 @@ def steering(values: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _in_child() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
+def start(
+    command: Sequence[str], output: Path, end: signal.Signals, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program that writes to the end of ``output`` and gets signal ``end`` when this process ends. Raises OSError."""
+
+    def in_child() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        die_with_parent(end)
+
+    with output.open("ab") as out:
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
+            env=env,
+        )
 
 
 def write_facts(folder: Path, setup: Setup, node: int) -> None:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Probe:
                         stdout=subprocess.DEVNULL,
                         stderr=out,
                         start_new_session=True,
-                        preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
+                        preexec_fn=partial(die_with_parent, signal.SIGKILL),  # noqa: PLW1509 - no thread is running here, and it calls libc only
                         env=dict(self.environment),
                     )
                 )
@@ -101,10 +102,6 @@ class Probe:
                     message = lines[-1][:400]
                     break
         return {"gpus": list(pair), "status": status, "seconds": round(time.monotonic() - began, 2), "message": message}
-
-
-def _in_child() -> None:
-    die_with_parent(signal.SIGKILL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

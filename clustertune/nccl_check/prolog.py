@@ -11,7 +11,7 @@ from typing import Any
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding
 from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.nccl_check import check, gather
-from clustertune.nccl_check.check import Options
+from clustertune.nccl_check.setup import Options
 from clustertune.nccl_check.target import Nodes
 
 FOLDER = "nccl-check"

@@ -219,7 +219,7 @@ class Rank:
             # A hang is the watchdog's to tell; the store waits a little longer.
             self.watchdog.arm(self._others, step)
             self.store.wait(keys, datetime.timedelta(seconds=self._others + 5))
-            plan.outcome = schedule.Outcome(max(float(self.store.get(key)) for key in keys))
+            plan.median_s = max(float(self.store.get(key)) for key in keys)
             for key in keys:
                 self.store.delete_key(key)
         self.watchdog.disarm()
@@ -255,16 +255,14 @@ class Plan:
     def __init__(self, setup: Setup, deadline: float, most_bytes: int) -> None:
         self._schedule = schedule.Schedule(setup, time.monotonic, deadline, most_bytes)
         self._cases = self._schedule.run()
-        self._begun, self._told = False, 0
-        self.outcome = schedule.Outcome(0.0)
+        self._told = 0
+        self.median_s: Any = None
+        """What the last case took; None before the first one, which is what a generator takes to begin."""
 
     def next(self) -> Case | None:
         """The next case; None at the end."""
         try:
-            if self._begun:
-                return self._cases.send(self.outcome)
-            self._begun = True
-            return next(self._cases)
+            return self._cases.send(self.median_s)
         except StopIteration:
             return None
 

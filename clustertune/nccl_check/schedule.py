@@ -33,19 +33,13 @@ MOST_OF_LIMIT = 0.5
 """Of the time after which an iteration counts as hung, what a whole case is planned to take at most."""
 
 Clock = Callable[[], float]
-
-
-@dataclass
-class Outcome:
-    """What rank 0 learnt of a case."""
-
-    median_s: float
-    """Of the slowest rank; 0 where nothing was measured."""
+Cases = Generator[Case, float, None]
+"""What is measured next; it is sent the median of the slowest rank, seconds, 0 where nothing was measured."""
 
 
 @dataclass
 class Schedule:
-    """The cases of a round, one after the other: ``run`` is a generator that takes an :class:`Outcome` for each case."""
+    """The cases of a round, one after the other: ``run`` is a generator that takes what each case took."""
 
     setup: Setup
     clock: Clock
@@ -62,7 +56,7 @@ class Schedule:
         for scope, name, turn, back, size, seconds in sorted(self.setup.known):
             self._told.setdefault((scope, name, turn, back), {})[size] = seconds
 
-    def run(self) -> Generator[Case, Outcome, None]:
+    def run(self) -> Cases:
         setup = self.setup
         seconds = self._left()
         tracks = [(scope, name) for scope in shapes(setup) if scope != "pair" for name in self._collectives(scope)]
@@ -101,7 +95,7 @@ class Schedule:
     def _left(self) -> float:
         return self.deadline - self.clock()
 
-    def _levels(self, tracks: list[tuple[str, str]], sizes: list[int], reserve: float) -> Generator[Case, Outcome, None]:
+    def _levels(self, tracks: list[tuple[str, str]], sizes: list[int], reserve: float) -> Cases:
         cases = [(scope, name, size) for size in sizes for scope, name in tracks]
         for number, (scope, name, size) in enumerate(cases):
             left = max(0.0, self._left() - reserve)
@@ -109,7 +103,7 @@ class Schedule:
             share = min(left, 4 * left / (len(cases) - number), MOST_OF_LIMIT * self.setup.case_seconds)
             yield from self._fitted(Case(scope, name, size, self.setup.iterations, self.setup.warmup), share)
 
-    def _pairs(self, sizes: list[int], seconds: float) -> Generator[Case, Outcome, None]:
+    def _pairs(self, sizes: list[int], seconds: float) -> Cases:
         rounds = tournament(len(self.setup.hosts))
         end = min(self.deadline, self.clock() + seconds)
         for turn in range(len(rounds)):
@@ -128,7 +122,7 @@ class Schedule:
                 if fitting:
                     yield from self._fitted(fitting[0], part)
 
-    def _first(self, case: Case, sizes: list[int], share: float) -> Generator[Case, Outcome, None]:
+    def _first(self, case: Case, sizes: list[int], share: float) -> Cases:
         """A case with small sizes, each only where the one before says that it fits into a share of the time."""
         wanted = [min(max(size, self.setup.smallest), sizes[0]) for size in FIRST_BYTES]
         for size in dict.fromkeys(wanted):
@@ -146,7 +140,7 @@ class Schedule:
         known = self._told.get((case.scope, case.collective, case.turn, case.back), {})
         return min((seconds * max(1.0, case.bytes / size) for size, seconds in known.items()), default=0.0)
 
-    def _fitted(self, case: Case, share: float) -> Generator[Case, Outcome, None]:
+    def _fitted(self, case: Case, share: float) -> Cases:
         """The case with as many iterations as the share of the time allows, or a word that it was left out."""
         each = self._each(case)
         allowed = min(share, self._left())
@@ -160,15 +154,15 @@ class Schedule:
         warmup = max(1, min(case.warmup, fitting - iterations + 1))
         yield from self._try(replace(case, iterations=iterations, warmup=warmup, seconds=round(allowed, 3)))
 
-    def _try(self, case: Case) -> Generator[Case, Outcome, None]:
+    def _try(self, case: Case) -> Cases:
         if case.key in self.setup.done or (case.scope, case.collective, case.turn) in self.setup.skip:
             return
         if self._left() <= 0:
             self._leave_out(case, "no time was left")
             return
-        outcome = yield case
-        if outcome.median_s > 0:
-            self._told.setdefault((case.scope, case.collective, case.turn, case.back), {})[case.bytes] = outcome.median_s
+        median_s = yield case
+        if median_s > 0:
+            self._told.setdefault((case.scope, case.collective, case.turn, case.back), {})[case.bytes] = median_s
 
     def _leave_out(self, case: Case, why: str) -> None:
         entry = (case.scope, case.collective, case.bytes, why)

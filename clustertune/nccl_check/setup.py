@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertune.errors import Problem, UserError
+from clustertune.manifest import write_durably
+from clustertune.nccl_check.result import COLLECTIVES, SCOPES
 
 SETUP = "setup.json"
 MEETING = "meeting.json"
@@ -28,6 +30,10 @@ LAUNCHED = "launch.out"
 NODE = "node-{node}.json"
 FACTS = "facts-{node}.json"
 POLL_SECONDS = 0.2
+MARGIN_SECONDS = 60.0
+"""How much later than the time that was asked for a check may be over: its ranks start before it, what hangs is ended after."""
+ENDING_SECONDS = 15.0
+"""Of the time for everything, what is kept for ending processes that do not answer: SIGTERM, and SIGKILL after it."""
 
 
 @dataclass(frozen=True)
@@ -54,32 +60,52 @@ class Case:
         return (self.scope, self.collective, self.bytes, self.turn, self.back)
 
 
-@dataclass(frozen=True)
-class Setup:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a check measures."""
+
+    backend: str
+    """``nccl`` or ``gloo``."""
+    backend_why: str
+    ranks_per_node: int
+    cpus_per_node: int
+    """CPUs that the ranks of a node share."""
+    seconds: float
+    """Time for the measuring, from when the ranks have found each other."""
+    smallest: int = 1 << 10
+    largest: int = 1 << 30
+    factor: int = 4
+    iterations: int = 20
+    """As nccl-tests (``-n``)."""
+    warmup: int = 5
+    """As nccl-tests (``-w``)."""
+    collectives: tuple[str, ...] = COLLECTIVES
+    scopes: tuple[str, ...] = SCOPES
+    place: str = "here"
+    """Of the nodes' facts."""
+    most_seconds: float | None = None
+    """After which all has been ended whatever it does, its start included; None: ``MARGIN_SECONDS`` after ``seconds``."""
+
+    @property
+    def whole_seconds(self) -> float:
+        """Time for everything but the ending of what does not answer."""
+        most = self.seconds + MARGIN_SECONDS if self.most_seconds is None else self.most_seconds
+        return most - min(ENDING_SECONDS, most / 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Options):
     """One round."""
 
     hosts: tuple[str, ...]
     addresses: tuple[str, ...]
     """Of each host, as the others reach it."""
-    ranks_per_node: int
-    backend: str
-    """``nccl`` or ``gloo``."""
-    seconds: float
-    """Time for measuring, from when the ranks have found each other: nothing is begun that does not fit."""
     start_seconds: float
     """How long the ranks may take to find each other."""
     case_seconds: float
     """After how long without an iteration that ended a measurement counts as hung."""
-    collectives: tuple[str, ...]
-    scopes: tuple[str, ...]
-    most_seconds: float
+    most_seconds: float = field()
     """Time for the whole round, from its start on the first node."""
-    smallest: int
-    largest: int
-    """Bytes."""
-    factor: int
-    iterations: int
-    warmup: int
     environment: Mapping[str, str] = field(default_factory=dict)
     """What every rank gets beside what is there: the environment that training has."""
     interface: str | None = None
@@ -99,8 +125,6 @@ class Setup:
     numa_gpus: tuple[tuple[int, ...], ...] = ()
     numa_cpus: tuple[str, ...] = ()
     """As in the cluster file: ranks are bound as those of a training are."""
-    place: str = "here"
-    """Of :class:`clustertune.host.facts.HostFacts`."""
 
     @property
     def world_size(self) -> int:
@@ -138,12 +162,7 @@ class Setup:
 def write_whole(path: Path, document: Any) -> None:
     """A JSON file that readers find whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with partial.open("w") as out:
-        out.write(json.dumps(document) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(path)
+    write_durably(path, json.dumps(document) + "\n")
 
 
 def await_file(path: Path, seconds: float) -> Any:

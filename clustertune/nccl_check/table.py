@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertune.console import escape
-from clustertune.nccl_check.result import show_size
+from clustertune.nccl_check.result import COLLECTIVES, show_size
 
 MARKS = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "pass": "pass"}
 STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "dim", "pass": "green"}
@@ -28,9 +29,7 @@ def render(found: Mapping[str, Any], console: Console) -> None:
     for line in head(found):
         console.print(Text(escape(line)), soft_wrap=True)
     if rows := list(result_rows(found)):
-        console.print(
-            _table(("scope", "collective", "size", "algbw", "busbw", "of nominal", "median", "spread", "result"), rows)
-        )
+        console.print(_table(COLUMNS, rows))
     if rows := list(pair_rows(found)):
         console.print(Text("\nslowest pairs of nodes, one way"))
         console.print(_table(PAIR_COLUMNS, rows), width=WIDTH, crop=False)
@@ -60,7 +59,7 @@ def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
 def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
     """The largest sizes of every collective, worded."""
     kinds = dict.fromkeys((entry["scope"], entry["collective"]) for entry in found["results"])
-    for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), _order(kind[1]))):
+    for scope, name in sorted(kinds, key=lambda kind: ("world intra inter".find(kind[0]), COLLECTIVES.index(kind[1]))):
         same = [entry for entry in found["results"] if (entry["scope"], entry["collective"]) == (scope, name)]
         nominal = nominal_of(found, scope)
         for entry in sorted(same, key=lambda entry: -int(entry["bytes"]))[:SHOWN_SIZES]:
@@ -77,17 +76,12 @@ def result_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
             ]
 
 
-def _order(collective: str) -> int:
-    from clustertune.nccl_check.result import COLLECTIVES
-
-    return COLLECTIVES.index(collective)
-
-
 def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
     """The slowest pairs one way, each beside the median of all pairs."""
-    import statistics
-
-    ways = _largest([entry for entry in found.get("per_pair", []) if entry["collective"] == "p2p"])
+    sized = sorted(found.get("per_pair", []), key=lambda entry: int(entry["bytes"]))
+    ways = {
+        tuple(entry["nodes"]): entry for entry in sized if entry["collective"] == "p2p"
+    }.values()  # the largest size of each
     if not ways:
         return
     middle = statistics.median(entry["busbw_gb_s"] for entry in ways)
@@ -95,14 +89,6 @@ def pair_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
         share = f"{entry['busbw_gb_s'] / middle:.0%}" if middle else ""
         size = show_size(entry["bytes"])
         yield [*entry["nodes"], size, f"{entry['busbw_gb_s']:.4g}", share, f"{entry['spread']:.0%}"]
-
-
-def _largest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each pair the largest size that was measured."""
-    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for entry in sorted(entries, key=lambda entry: int(entry["bytes"])):
-        found[tuple(entry["nodes"])] = entry
-    return list(found.values())
 
 
 def notes(found: Mapping[str, Any]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -15,9 +14,9 @@ from pathlib import Path
 from clustertune.config.cluster_schema import Cluster
 from clustertune.launch import step
 from clustertune.launch.allocation import Allocation
-from clustertune.nccl_check.node import FACTS_SECONDS
+from clustertune.nccl_check.node import FACTS_SECONDS, start
 from clustertune.nccl_check.setup import END, LAUNCHED, NODE, SETUP, Setup, await_file, write_whole
-from clustertune.process import die_with_parent, kill_group
+from clustertune.process import kill_group
 from clustertune.tree import ROOT
 
 NODE_MODULE = "clustertune.nccl_check.node"
@@ -92,17 +91,7 @@ def run_round(target: Target, folder: Path, setup: Setup, tick: Callable[[Path],
     setup.write(folder)
     began = time.monotonic()
     limit = min(setup.limit + SLACK_SECONDS + (FACTS_SECONDS if setup.facts else 0), setup.most_seconds)
-    with (folder / LAUNCHED).open("ab") as out:
-        child = subprocess.Popen(
-            target.command(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            cwd=ROOT,
-            start_new_session=True,
-            preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
-            env=dict(os.environ),
-        )
+    child = start(target.command(folder), folder / LAUNCHED, signal.SIGTERM, cwd=ROOT)
     try:
         while child.poll() is None and time.monotonic() - began < limit:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,11 +107,6 @@ def run_round(target: Target, folder: Path, setup: Setup, tick: Callable[[Path],
         until = min(time.monotonic(), began + setup.most_seconds) + RECORD_SECONDS
         for node in range(len(target.hosts)):
             await_file(folder / NODE.format(node=node), until - time.monotonic())
-
-
-def _in_child() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    die_with_parent(signal.SIGTERM)
 
 
 def round_folder(folder: Path, number: int) -> Path:
@@ -154,11 +138,7 @@ def join(folder: Path, node: int, seconds: float) -> int:
         command = [sys.executable, "-m", NODE_MODULE, "--folder", str(following), "--node", str(node)]
         setup = Setup.read(following)
         limit = setup.limit + SLACK_SECONDS + FACTS_SECONDS
-        with (following / f"launch-{node}.out").open("ab") as out:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, start_new_session=True,
-                preexec_fn=_in_child,  # noqa: PLW1509 - no thread is running here, and it calls libc only
-            )  # fmt: skip
+        child = start(command, following / f"launch-{node}.out", signal.SIGTERM, cwd=ROOT)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(limit)

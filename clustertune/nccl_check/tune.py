@@ -16,7 +16,8 @@ from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.nccl_check import gather
-from clustertune.nccl_check.check import MARGIN_SECONDS, Options, make_setup
+from clustertune.nccl_check.check import make_setup
+from clustertune.nccl_check.setup import MARGIN_SECONDS, Options
 from clustertune.nccl_check.target import Target, round_folder, run_round
 
 SOCKETS = ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (1, 1))

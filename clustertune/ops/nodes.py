@@ -1,8 +1,13 @@
-"""Which machine of a cluster file is meant, and whether it is this one."""
+"""Which machine of a cluster file is meant, whether it is this one, and what is installed on it."""
 
 from __future__ import annotations
 
+import contextlib
+import grp
+import os
+import shutil
 import socket
+from pathlib import Path
 
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.config.load import COMMAND_LINE, did_you_mean
@@ -34,3 +39,20 @@ def require_here(cluster: Cluster, node: Host) -> None:
         message = f"this machine is {socket.gethostname()}, not {node.name}"
         fix = f"run it on {node.name}, or into a tree: --root DIR"
         raise UserError(Problem(message, file=COMMAND_LINE, key="--node", fix=fix))
+
+
+def tool(name: str) -> str | None:
+    """Where a program is; a user's PATH may lack sbin, where daemons and file system tools lie."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin")
+
+
+def has_systemd() -> bool:
+    """Whether systemd runs this machine (sd_booted(3))."""
+    return Path("/run/systemd/system").is_dir()
+
+
+def group_id(name: str | None) -> int | None:
+    """The number of a group; None where this machine has no such group."""
+    with contextlib.suppress(KeyError):
+        return grp.getgrnam(name).gr_gid if name else None
+    return None

@@ -17,6 +17,7 @@ from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
 from clustertune.config.resolve import resolve
 from clustertune.config.resolved import Resolved
+from clustertune.containers import pins
 from clustertune.doctor import recipe_context
 from clustertune.doctor.recipe_findings import recipe_checks
 from clustertune.evaluate import punkt
@@ -145,7 +146,7 @@ def make(root: Path) -> Case:
     return Case(
         root,
         recipe,
-        versions=recipe_context.read_pins(),
+        versions=dict(pins.read()[pins.PY]),
         environment={"NLTK_DATA": str(root / "nltk"), "HF_HOME": str(root)},
         mounts=[Mount("/", "ext4", free_bytes=BIG), Mount(str(root), "xfs", free_bytes=BIG)],
         cluster={"slurm.max_time": "UNLIMITED"},

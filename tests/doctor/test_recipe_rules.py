@@ -16,7 +16,8 @@ from clustertune import manifest
 from clustertune.check.rule import FAIL, UNKNOWN, WARN, exit_code
 from clustertune.config.load import RECIPES
 from clustertune.config.resolved import Resolved
-from clustertune.doctor import recipe_context, recipe_findings, recipe_plan, recipe_training
+from clustertune.containers import pins
+from clustertune.doctor import recipe_findings, recipe_plan, recipe_training
 from clustertune.doctor.recipe_findings import recipe_rules
 from clustertune.errors import Problem, UserError
 from clustertune.host.facts import Mount
@@ -479,7 +480,7 @@ NEAR: list[tuple[str, str | None, Spoil]] = [
     ("gated-model", WARN, both(hub, environment(**{"HF_TOKEN_PATH": "/nowhere/token"}), logged_in)),
     ("gated-model", None, both(hub, environment(**{"HF_TOKEN": "x"}))),
     ("gated-model", None, both(hub, env())),
-    ("versions-differ", None, lambda c: setattr(c, "versions", {**c.versions, **recipe_context.read_pins("REF")})),
+    ("versions-differ", None, lambda c: setattr(c, "versions", {**c.versions, **pins.read()[pins.REF]})),
     ("versions-differ", None, versions(torch="2.13.0+cu130")),
     ("offline-asks-the-hub", None, versions(transformers="4.57.3")),
     ("dataset-absent", None, both(environment(HF_HUB_OFFLINE="1"))),

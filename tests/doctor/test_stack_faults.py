@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clustertune.doctor.recipe_context import read_pins
+from clustertune.containers import pins as containers
 from clustertune.doctor.stack_faults import FAULTS, holds
+from clustertune.host import packages
 from tests.doctor.recipe_case import make
 
 
@@ -41,7 +42,7 @@ def test_versions_are_compared_as_pip_does(version: str, ranges: str, inside: bo
 
 def test_the_pins_themselves_have_no_known_fault(tmp_path: Path) -> None:
     """What the project installs must pass its own table, and the pins must be read at all."""
-    pins = read_pins()
+    pins = containers.read()[containers.PY]
     assert pins["torch"]
     assert pins["lm-eval"]
     assert "pytest" not in pins
@@ -97,3 +98,9 @@ def test_the_sentence_splitter_matters_to_ifeval_alone(tmp_path: Path) -> None:
     case.versions["nltk"] = "3.8.1"
     case.overrides += ["eval.tasks=[gsm8k]"]
     assert "punkt-format" not in {item.rule for item in case.findings()}
+
+
+def test_what_a_recipe_may_need_is_looked_for_on_nodes() -> None:
+    """A package that no node is asked for would be called missing wherever facts come from a node."""
+    needed = {"bitsandbytes", "torchao", "gptqmodel", "fbgemm-gpu", "deepspeed", "flash-attn", "kernels", "liger-kernel"}
+    assert needed <= set(packages.STACK)

@@ -148,7 +148,7 @@ def test_a_recorded_machine(tree: Path) -> None:
     assert (f.iommu, f.acs_redirect, f.port_range) == (True, ["0000:17:00.0"], [32768, 60999])
     assert f.kernel_log_read and f.xids == ["[100.5] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."]
     assert (f.clock_synchronised, f.clock_offset_s) == (True, 0.000012345)
-    assert f.exports == ["/data", "/with", "/more"] and f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
+    assert f.exports == ["/data", "/with space", "/more"] and f.nccl_conf == {"NCCL_ALGO": "Tree (/etc/nccl.conf)"}
     assert f.environment == {} and f.affinity is None and f.memlock_bytes is None, (
         "that is this process, not the recorded machine"
     )

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from clustertune.cli import app
 from clustertune.config.cluster import load_cluster
 from clustertune.errors import UserError
-from clustertune.nccl_check.check import MARGIN_SECONDS, not_judged
+from clustertune.nccl_check.check import not_judged
 from clustertune.nccl_check.result import parse_size, show_size
+from clustertune.nccl_check.setup import MARGIN_SECONDS
 from tests.command import REPO, Done, run
 from tests.nccl_check.asked import asked, program
 

@@ -17,6 +17,7 @@ from clustertune.cluster.cluster import Cluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.launch.allocation import Allocation
 from clustertune.nccl_check import check, gather, prolog
+from clustertune.nccl_check.setup import Options
 from clustertune.nccl_check.target import LocalNode, Nodes
 from tests.command import events
 from tests.launch.machines import machine
@@ -33,7 +34,7 @@ def verdict(status: str) -> prolog.Verdict:
     return prolog.Verdict(status, "the headline", Path("x/result.json"), 3.0, (FAILED,) if status == FAIL else ())
 
 
-def options(seconds: float, **changes: Any) -> check.Options:
+def options(seconds: float, **changes: Any) -> Options:
     return prolog.options_for(seconds, "gloo", "a test", 2, 2, 1, **changes)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from clustertune.nccl_check import schedule
 from clustertune.nccl_check.result import COLLECTIVES, bus_factor
-from clustertune.nccl_check.schedule import Outcome, Schedule, members, shapes, tournament
+from clustertune.nccl_check.schedule import Schedule, members, shapes, tournament
 from clustertune.nccl_check.setup import Case, Setup
 from tests.nccl_check.documents import setup
 
@@ -29,7 +29,7 @@ def play(
             cases.append(case)
             each = latency + case.bytes / gb_s(case) / 1e9
             now[0] += each * (case.iterations + case.warmup + 1)
-            case = run.send(Outcome(each))
+            case = run.send(each)
     except StopIteration:
         return cases, made.left_out, now[0]
 

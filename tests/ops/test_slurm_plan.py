@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,11 +19,11 @@ from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import ExitCode, UserError
 from clustertune.lock import held
 from clustertune.ops import files as files_room
-from clustertune.ops.nodes import choose_node, is_here
+from clustertune.ops.nodes import choose_node, is_here, tool
 from clustertune.ops.slurm import applying
 from clustertune.ops.slurm.applying import apply_plan
 from clustertune.ops.slurm.judge import RULES, judge
-from clustertune.ops.slurm.node import NodeFacts, PathState, search_path
+from clustertune.ops.slurm.node import NodeFacts, PathState
 from clustertune.ops.slurm.planning import Plan, make_plan
 from clustertune.ops.slurm.reading import entries, hide, losses
 from clustertune.ops.slurm.texts import MUNGE_KEY, Version
@@ -191,7 +190,7 @@ def test_own_lines_of_an_operator_stay(rno: Cluster, tmp_path: Path) -> None:
 
 def test_what_slurm_cannot_read_is_not_written(rno: Cluster, tmp_path: Path) -> None:
     """An operator's line with a key that the Slurm of this machine does not know: its parser is asked before anything is."""
-    if not shutil.which("slurmd", path=search_path()):
+    if not tool("slurmd"):
         pytest.skip("not installed: slurmd (apt-get install)")
     apply_plan(plan(rno, tmp_path), tmp_path)
     conf = tmp_path / CONF
@@ -336,7 +335,7 @@ GOOD = NodeFacts(
     minors={f"0000:{10 + number:02x}:00.0": number for number in range(8)},
     cgroup="v2",
     users={"slurm": (64030, 64030), "munge": (111, 111)},
-    places={MUNGE_KEY: PathState(False, 0o400, 111, 111, 1024)},
+    places={MUNGE_KEY: PathState(False, 0o400, 111, 1024)},
 )
 KEY = GOOD.places[MUNGE_KEY]
 JUDGED = [
@@ -424,7 +423,7 @@ def test_a_password_in_the_next_line_is_hidden() -> None:
 
 def test_the_parsers_own_words_hide_passwords(rno: Cluster, tmp_path: Path) -> None:
     """It quotes a line that it cannot read, such as one that lacks its sign."""
-    if not shutil.which("scontrol", path=search_path()):
+    if not tool("scontrol"):
         pytest.skip("not installed: slurm-client (apt-get install)")
     apply_plan(plan(rno, tmp_path), tmp_path)
     (tmp_path / CONF).write_text((tmp_path / CONF).read_text() + "AccountingStoragePass hunter2\n")

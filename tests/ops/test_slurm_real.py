@@ -14,9 +14,10 @@ import pytest
 
 from clustertune.cluster.cluster import Failed
 from clustertune.cluster.rehearsal import shape, try_out
+from clustertune.cluster.spec import search_path
 from clustertune.config.cluster import load_cluster
 from clustertune.config.cluster_schema import Cluster
-from clustertune.ops.slurm.node import search_path
+from clustertune.ops.nodes import tool
 from clustertune.ops.slurm.planning import all_texts, make_plan
 from clustertune.ops.slurm.texts import GRES_CONF, SLURM_CONF
 from tests.command import REPO, run
@@ -212,9 +213,7 @@ def test_on_a_machine_itself(tmp_path: Path) -> None:
 def test_accounting_counts_a_job(tmp_path: Path) -> None:
     """slurmdbd, MariaDB whose user is known by its socket, and sacct with the GPUs; there is no password anywhere."""
     need_slurm()
-    if lacking := [
-        name for name in ("slurmdbd", "mariadbd", "mariadb-install-db") if not shutil.which(name, path=search_path())
-    ]:
+    if lacking := [name for name in ("slurmdbd", "mariadbd", "mariadb-install-db") if not tool(name)]:
         pytest.skip(f"not installed: {', '.join(lacking)} (apt-get install slurmdbd mariadb-server-core mariadb-client-core)")
     cluster = load_cluster("rno-rtxpro6000")
     with Slurm(shape(cluster, texts_of(cluster, accounting=True))) as slurm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from clustertune.config.cluster import known_clusters, load_cluster
 from clustertune.errors import UserError
 from clustertune.launch.slurm import expand_hosts
-from clustertune.ops.slurm.node import search_path
+from clustertune.ops.nodes import tool
 from clustertune.ops.slurm.planning import all_texts, make_plan, parsed
 from clustertune.ops.slurm.texts import (
     Version,
@@ -56,7 +55,7 @@ def test_lists_of_nodes(names: list[str], expression: str) -> None:
 
 def test_slurm_reads_the_lists_alike(tmp_path: Path) -> None:
     """Our rules for widths and zeros against scontrol's, each way."""
-    scontrol = shutil.which("scontrol", path=search_path())
+    scontrol = tool("scontrol")
     if not scontrol:
         pytest.skip("not installed: slurm-client (apt-get install)")
     conf = tmp_path / "slurm.conf"
@@ -101,7 +100,7 @@ def test_odd_clusters_keep_every_name_and_address(odd: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("odd", ["", *ODD])
 def test_slurms_own_parser_takes_the_files(odd: str, tmp_path: Path) -> None:
     """The generated keys, nodes and GPUs through slurmd -G: one unknown key makes every command of a cluster fail."""
-    if not shutil.which("slurmd", path=search_path()):
+    if not tool("slurmd"):
         pytest.skip("not installed: slurmd (apt-get install)")
     clusters = [load(tmp_path, ODD[odd])] if odd else [load_cluster(name) for name in known_clusters()]
     for cluster in clusters:
@@ -121,7 +120,7 @@ def test_slurms_own_parser_takes_the_files(odd: str, tmp_path: Path) -> None:
 )
 def test_the_parser_refuses_what_is_wrong(path: str, line: str) -> None:
     """A check that takes everything is none; and its words name the file, not the folder it was tried in."""
-    if not shutil.which("slurmd", path=search_path()):
+    if not tool("slurmd"):
         pytest.skip("not installed: slurmd (apt-get install)")
     cluster = load_cluster("rno-rtxpro6000")
     texts = all_texts(make_plan(cluster, cluster.compute_nodes[0]))

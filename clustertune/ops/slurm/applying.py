@@ -52,8 +52,7 @@ def apply_plan(plan: Plan, root: Path = NODE) -> Applied:
 
 
 def _apply(plan: Plan, root: Path) -> Applied:
-    written, backups = list[str](), list[str]()
-    modes, notes = list[str](), list[str]()
+    written, backups, modes, notes = list[str](), list[str](), list[str](), list[str]()
     for mode in plan.modes:
         if mode.folder:
             notes += _set(plan, root, mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +11,11 @@ from pathlib import Path
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.host import sight
 from clustertune.ops.files import NODE, inside
-from clustertune.ops.nodes import is_here
+from clustertune.ops.nodes import has_systemd, is_here, tool
 from clustertune.ops.slurm.texts import CGROUP_CONF, ETC, GRES_CONF, LOGS, MUNGE_KEY, SLURM_CONF, SLURMDBD_CONF, SPOOL, STATE
 
 SECONDS = 10.0
 """For one program to answer; each of them only reads this machine."""
-SBIN = ":/usr/local/sbin:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class PathState:
     folder: bool
     mode: int
     uid: int
-    gid: int
     size: int
 
 
@@ -73,19 +70,14 @@ def collect(cluster: Cluster, node: Host, root: Path = NODE) -> NodeFacts:
         cgroup=_cgroup(Path("/sys/fs/cgroup")),
         users=_users(root),
         places=places,
-        systemd=Path("/run/systemd/system").is_dir(),
+        systemd=has_systemd(),
         owns=os.geteuid() == 0,
     )
 
 
-def search_path() -> str:
-    """Where Slurm's daemons lie too, which an ordinary PATH often leaves out."""
-    return os.environ.get("PATH", os.defpath) + SBIN
-
-
 def ask(*words: str) -> str:
     """What a program prints; empty where it is not there, fails or does not answer."""
-    program = shutil.which(words[0], path=search_path())
+    program = tool(words[0])
     answer = sight.ask([program, *words[1:]], SECONDS) if program else sight.ABSENT
     return answer.text.strip() if answer.good else ""
 
@@ -95,7 +87,7 @@ def _path_state(path: Path) -> PathState | None:
         found = path.stat()
     except OSError:
         return None
-    return PathState(stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, found.st_size)
+    return PathState(stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode), found.st_uid, found.st_size)
 
 
 def _devices(folder: Path) -> tuple[int, ...]:

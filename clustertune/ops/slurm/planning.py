@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from clustertune.check.rule import FAIL, UNKNOWN, WARN, Finding, as_json, findin
 from clustertune.config.cluster_schema import Cluster, Host
 from clustertune.errors import Problem, UserError
 from clustertune.ops.files import NODE, Change, block, diff, foreign, read, with_block
-from clustertune.ops.nodes import is_here
+from clustertune.ops.nodes import is_here, tool
 from clustertune.ops.slurm import judge as rules
 from clustertune.ops.slurm import node as node_room
 from clustertune.ops.slurm.judge import PARSER
-from clustertune.ops.slurm.node import NodeFacts, ask, search_path
+from clustertune.ops.slurm.node import NodeFacts, ask
 from clustertune.ops.slurm.reading import entries, hide, losses, repeated
 from clustertune.ops.slurm.steps import Before, Step, steps
 from clustertune.ops.slurm.texts import (
@@ -241,7 +240,7 @@ def _take_over(cluster: Cluster, want: Wanted, before: bytes, adopt: bool) -> tu
 
 def _modes(node: Host, wanted: Sequence[Wanted], facts: NodeFacts) -> tuple[Mode, ...]:
     """Folders that are missing, and owners and modes that are not as they should be."""
-    strict = [(Folder(want.path, want.owner, want.mode, ""), False) for want in wanted if want.owner != "root"]
+    strict = [(Folder(want.path, want.owner, want.mode), False) for want in wanted if want.owner != "root"]
     found = []
     for item, is_folder in [*((folder, True) for folder in wanted_folders(node)), *strict]:
         state = facts.places.get(item.path)
@@ -349,7 +348,7 @@ def parsed(cluster: Cluster, texts: Mapping[str, str]) -> list[Finding]:
     They are read from a folder of their own, for the first node of the cluster, with devices and folders that are there.
     Nothing is asked of a controller. [] also where neither program is installed.
     """
-    slurmd, scontrol = (shutil.which(name, path=search_path()) for name in ("slurmd", "scontrol"))
+    slurmd, scontrol = tool("slurmd"), tool("scontrol")
     if SLURM_CONF not in texts or not (slurmd or scontrol):
         return []
     with tempfile.TemporaryDirectory(prefix="clustertune-slurm-") as name:

@@ -77,7 +77,7 @@ def steps(cluster: Cluster, node: Host, seen: Before, *, key_there: bool, accoun
     if first or new_key:
         found += _munge(cluster)
     found += [] if first else [*_state(cluster, seen), *_rename(cluster, seen)]
-    if accounting and (changed & {SLURMDBD_CONF, MARIADB} or _becomes(seen, "accountingstoragetype")):
+    if accounting and (changed & {SLURMDBD_CONF, MARIADB} or "accountingstoragetype" in _changed_keys(seen)):
         found += _database(cluster)
     found += _daemons(cluster, seen, changed, first=first or new_key)
     if shape or held:
@@ -182,10 +182,6 @@ def _both(seen: Before) -> tuple[str | None, str]:
 def _changed_keys(seen: Before) -> set[str]:
     before, after = (settings(text or "") for text in _both(seen))
     return {key for key in {*before, *after} if before.get(key) != after.get(key)}
-
-
-def _becomes(seen: Before, key: str) -> bool:
-    return key in _changed_keys(seen)
 
 
 def _shape_changes(seen: Before) -> bool:

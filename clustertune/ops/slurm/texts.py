@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import total_ordering
 from itertools import groupby
+from typing import NamedTuple
 
 from clustertune.config.cluster_schema import Cluster, Compute, Host
 from clustertune.host.system import format_cpu_list, parse_cpu_list
@@ -52,7 +52,6 @@ class Folder:
     path: str
     owner: str
     mode: int
-    why: str
 
 
 def wanted_files(cluster: Cluster, node: Host, *, version: Version | None, accounting: bool, hybrid: bool) -> list[Wanted]:
@@ -79,11 +78,11 @@ def wanted_folders(node: Host) -> list[Folder]:
     """The folders of one machine that the daemons need."""
     folders = []
     if "slurmctld" in node.roles:
-        folders.append(Folder(STATE, USER, 0o700, "jobs, their scripts and environments"))
+        folders.append(Folder(STATE, USER, 0o700))  # jobs, their scripts and environments
     if "compute" in node.roles:
-        folders.append(Folder(SPOOL, "root", 0o755, "slurmd's credentials and the scripts of running jobs"))
+        folders.append(Folder(SPOOL, "root", 0o755))  # slurmd's credentials and the scripts of running jobs
     if set(node.roles) & {"slurmctld", "compute"}:
-        folders.append(Folder(LOGS, USER, 0o755, "logs"))
+        folders.append(Folder(LOGS, USER, 0o755))
     return folders
 
 
@@ -302,9 +301,7 @@ def _piece(prefix: str, runs: Sequence[tuple[str, str]]) -> str:
 # ``packaging`` reads versions of Python packages (PEP 440), which ``slurm-wlm 24.11.5-1`` is not.
 
 
-@total_ordering
-@dataclass(frozen=True)
-class Version:
+class Version(NamedTuple):
     """A release of Slurm: year and month, such as 24.11."""
 
     year: int
@@ -312,9 +309,6 @@ class Version:
 
     def __str__(self) -> str:
         return f"{self.year:02d}.{self.month:02d}"
-
-    def __lt__(self, other: Version) -> bool:
-        return (self.year, self.month) < (other.year, other.month)
 
 
 OLDEST, NEWEST = Version(22, 5), Version(24, 11)

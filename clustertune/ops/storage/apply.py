@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import grp
 import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from clustertune.config.cluster_schema import Cluster
 from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask, mount_points
 from clustertune.ops.files import exclusive, put
+from clustertune.ops.nodes import group_id, tool
 from clustertune.ops.storage import devices, points
 from clustertune.ops.storage.devices import Step
 from clustertune.ops.storage.fstab import FSTAB
 from clustertune.ops.storage.layout import Folder
-from clustertune.ops.storage.plan import PROBE_SECONDS, Plan, complaints, lacking, make_plan, own_disk, tool
+from clustertune.ops.storage.plan import PROBE_SECONDS, Plan, complaints, lacking, make_plan, own_disk
 
 LOCK = "clustertune-storage.lock"
 COMMAND_SECONDS = 60.0
@@ -44,10 +43,6 @@ class Done:
     """Each with what to do; the next run takes it up."""
     backups: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The ``--json`` form."""
-        return {"did": self.did, "left": self.left, "backups": self.backups, "notes": self.notes}
 
 
 def apply(
@@ -90,7 +85,7 @@ def _require(plan: Plan, format_device: str | None) -> str | None:
             fix = f"apt-get install {' '.join(packages)}"
             problems.append(Problem(f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed", fix=fix))
         group = plan.layout.group
-        if group and (plan.layout.own or plan.layout.local) and _gid(group) is None:
+        if group and (plan.layout.own or plan.layout.local) and group_id(group) is None:
             fix = f"groupadd {group}, with the same number on every node, then run the same command again"
             problems.append(Problem(f"this node has no group {group}", file="cluster file", key="storage.group", fix=fix))
     formatted = None
@@ -107,13 +102,6 @@ def _require(plan: Plan, format_device: str | None) -> str | None:
     if problems:
         raise UserError(problems)
     return formatted
-
-
-def _gid(group: str) -> int | None:
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError:
-        return None
 
 
 def _verify(plan: Plan, done: Done) -> None:
@@ -258,7 +246,7 @@ def _make_folder(folder: Folder, brick: str | None) -> dict[str, bool]:
     with contextlib.suppress(FileNotFoundError):
         fresh.rmdir()
     fresh.mkdir(0o700)
-    os.chown(fresh, 0, (_gid(folder.group) if folder.group else None) or 0)
+    os.chown(fresh, 0, group_id(folder.group) or 0)
     fresh.chmod(folder.mode)
     fresh.rename(path)
     return {"made": True}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from clustertune.errors import Problem, UserError
 from clustertune.ops.bounded import ask
+from clustertune.ops.nodes import tool
 from clustertune.ops.storage.layout import Mount
 from clustertune.process import captured
 
@@ -35,6 +35,16 @@ class Device:
     ``silent`` (it does not answer) or ``unknown`` (only root can look)."""
     holds: str = ""
     """blkid's word: ``xfs``, ``LVM2_member``, ``gpt``."""
+
+    def __str__(self) -> str:
+        reasons = {
+            "holds": f"holds {self.holds}",
+            "absent": "does not exist",
+            "other": "is no block device",
+            "busy": "is in use",
+            "silent": "does not answer",
+        }
+        return f"{self.path} {reasons.get(self.state, 'cannot be looked at')}"
 
 
 def look(path: str) -> Device:
@@ -73,8 +83,7 @@ def _content(path: str) -> Device:
 
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    program = shutil.which(argv[0], path=path)
+    program = tool(argv[0])
     if program is None:
         raise FileNotFoundError(argv[0])
     return captured([program, *argv[1:]], _SECONDS)
@@ -107,15 +116,14 @@ def steps(mount: Mount) -> Iterator[Step]:
         why = f"the device is blank; clustertune ops storage apply --format {mount.source} runs it"
         yield Step(command, why, by_hand=True)
     elif device.state == "holds" and device.holds != mount.brick.filesystem:
-        why = f"{mount.source} holds {device.holds}, not {mount.brick.filesystem}: look whether this is the brick's device"
+        why = f"{device}, not {mount.brick.filesystem}: look whether this is the brick's device"
         yield Step(("wipefs", "--no-act", mount.source), why, by_hand=True)
     elif device.state in ("absent", "other"):
-        text = "does not exist" if device.state == "absent" else "is no block device"
-        yield Step(("lsblk", "-f"), f"{mount.source} {text}: fix storage.bricks.device", by_hand=True)
+        yield Step(("lsblk", "-f"), f"{device}: fix storage.bricks.device", by_hand=True)
     elif device.state == "silent":
-        yield Step(("dmesg",), f"{mount.source} does not answer: look for errors of the disk", by_hand=True)
+        yield Step(("dmesg",), f"{device}: look for errors of the disk", by_hand=True)
     elif device.state == "busy":
-        yield Step(("lsblk", "-f", mount.source), f"{mount.source} is in use already", by_hand=True)
+        yield Step(("lsblk", "-f", mount.source), f"{device} already", by_hand=True)
 
 
 def require_blank(requested: str, mounts: Iterator[Mount]) -> Mount:
@@ -128,14 +136,7 @@ def require_blank(requested: str, mounts: Iterator[Mount]) -> Mount:
         raise UserError(Problem(f"{requested} is no device of this node's bricks ({names})", file="command line", key=key))
     device = look(requested)
     if device.state != "blank":
-        reasons = {
-            "holds": f"holds {device.holds}",
-            "absent": "does not exist",
-            "other": "is no block device",
-            "busy": "is in use",
-            "silent": "does not answer",
-        }
-        message = f"{requested} {reasons.get(device.state, 'cannot be looked at')}: only a blank device is formatted"
+        message = f"{device}: only a blank device is formatted"
         fix = f"leave {key} out, or make sure that nothing on it is needed and run wipefs yourself"
         raise UserError(Problem(message, file="command line", key=key, fix=fix))
     return mount

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertune.config.cluster_schema import Brick
 from clustertune.errors import Problem
-from clustertune.host.mounts import MountLine, unescape
+from clustertune.host.mounts import MountLine, export_lines, unescape
 
 FSTAB = "/etc/fstab"
 _BLANKS = re.compile(r"[ \t]+")
@@ -83,35 +82,10 @@ def exported(texts: Mapping[str, bytes], paths: Iterable[str]) -> Iterator[Probl
     """Other files that export one of our folders: the server would serve it as one of them says, and nobody knows which."""
     ours = set(paths)
     for file, text in texts.items():
-        for number, line in _logical(text.decode(errors="replace")):
-            folder = _folder(line)
+        for number, line, folder in export_lines(text.decode(errors="replace")):
             if folder in ours:
                 fix = "remove that line: the cluster file says to whom the folder is exported"
                 yield Problem(f"{folder} is exported by this line already: {line[:200]}", f"{file}:{number}", fix=fix)
-
-
-def _logical(text: str) -> Iterator[tuple[int, str]]:
-    """Lines without comments, those that a backslash continues as one (exports(5))."""
-    held, start = "", 0
-    for number, line in enumerate(text.split("\n"), 1):
-        start = start or number
-        held += line.rstrip("\r")
-        if held.endswith("\\"):
-            held = held[:-1]
-            continue
-        bare = held.partition("#")[0].strip() if '"' not in held else held.strip()
-        if bare and not bare.startswith("#"):
-            yield start, bare
-        held, start = "", 0
-
-
-def _folder(line: str) -> str:
-    try:
-        fields = shlex.split(line.replace("\\", "\\\\"), posix=True)
-    except ValueError:
-        fields = line.split()
-    first = fields[0] if fields else ""
-    return os.path.normpath(unescape(first)) if first.startswith("/") else ""
 
 
 def other_exports(folder: Path, own: str) -> list[str]:

@@ -103,11 +103,6 @@ class Layout:
         """The bricks whose disk is in this node."""
         return tuple(brick for brick in self.bricks if brick.node == self.node)
 
-    @property
-    def mode(self) -> int:
-        """Of the folders that users share."""
-        return mode_of(self.group)
-
 
 def mode_of(group: str | None) -> int:
     """2775: what is made inside belongs to the group too. Without a group 1777 as /tmp: all write, none removes another's."""
@@ -195,11 +190,6 @@ def _address(host: Host) -> str:
     return f"[{host.address}]" if ":" in host.address else host.address
 
 
-def branches(cluster: Cluster) -> tuple[str, ...]:
-    """The folders that the pool is made of, in the order of the file, the same on every node."""
-    return tuple(f"{brick.mount}/{DATA}" for brick in cluster.storage.bricks)
-
-
 def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> Mount:
     pool = cluster.storage.pool
     assert pool
@@ -221,7 +211,8 @@ def _pool(cluster: Cluster, free: int, ours: Collection[str]) -> Mount:
         # A brick that is mounted by other means may have no unit to require.
         *(f"x-systemd.requires{'' if b.mount in ours else '-mounts-for'}={b.mount}" for b in cluster.storage.bricks),
     ]
-    return Mount("pool", ":".join(branches(cluster)), pool.mount, "fuse.mergerfs", tuple(options))
+    branches = ":".join(f"{brick.mount}/{DATA}" for brick in cluster.storage.bricks)  # the same on every node
+    return Mount("pool", branches, pool.mount, "fuse.mergerfs", tuple(options))
 
 
 def minfreespace(cluster: Cluster) -> tuple[int, list[str]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import grp
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from clustertune.errors import UserError
 from clustertune.host.mounts import MountLine
 from clustertune.ops.bounded import Answer, Work, ask_all, mounts
 from clustertune.ops.files import NODE, inside, read, with_block
+from clustertune.ops.nodes import group_id
 from clustertune.ops.storage import etab, points, probe
 from clustertune.ops.storage.fstab import FSTAB
 from clustertune.ops.storage.layout import DATA, EXPORT_FILE, Layout
@@ -89,10 +88,6 @@ class Facts:
     """Files that are not what the cluster file says, with how."""
     by_hand: list[str] = field(default_factory=list)
     """Disks that the next boot does not mount, in words."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self)
 
 
 def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Facts:
@@ -181,7 +176,7 @@ def _other_servers(wanted: Layout) -> list[str]:
 
 def _second_round(wanted: Layout, places: list[MountState], root: Path, seconds: float) -> None:
     """A write through every mount that answered and is mounted: on the root disk nothing is ever written."""
-    gid = _gid(wanted.group)
+    gid = group_id(wanted.group)
     works: dict[str, Work] = {}
     pool = wanted.pool.target if wanted.pool else None
     trap = any(state.data if state.fstype is None else state.root_disk for state in places if state.path != pool)
@@ -210,12 +205,6 @@ def _writable(wanted: Layout, mount: str) -> list[str]:
             at = (mount if mount == pool else base) + below
             return [f"{at}/logs", at]
     return []
-
-
-def _gid(group: str | None) -> int | None:
-    with contextlib.suppress(KeyError):
-        return grp.getgrnam(group).gr_gid if group else None
-    return None
 
 
 # --- answers -----------------------------------------------------------------------------------------------------------

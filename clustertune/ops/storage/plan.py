@@ -20,6 +20,7 @@ from clustertune.errors import Problem, UserError
 from clustertune.host.mounts import MountLine
 from clustertune.ops.bounded import Answer, Work, ask_all, mounts
 from clustertune.ops.files import NODE, Change, diff, foreign, inside, read, with_block
+from clustertune.ops.nodes import has_systemd, tool
 from clustertune.ops.storage import devices, etab, points
 from clustertune.ops.storage.devices import Step
 from clustertune.ops.storage.fstab import FSTAB, elsewhere, entries, exported, other_exports, taken
@@ -29,7 +30,6 @@ from clustertune.process import captured
 BLOCK = "storage"
 """The name between the markers."""
 PROBE_SECONDS = 10.0
-_SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 TOOLS = {
     "pool": ("mergerfs", "mergerfs"),
@@ -220,16 +220,6 @@ def as_lines(plan: Plan) -> Iterator[str]:
 
 
 # --- what a live node needs beyond its files ---------------------------------------------------------------------------
-
-
-def tool(name: str) -> str | None:
-    """Where a program is; a user's PATH may lack sbin."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{_SBIN}")
-
-
-def has_systemd() -> bool:
-    """Whether systemd runs this machine (sd_booted(3))."""
-    return Path("/run/systemd/system").is_dir()
 
 
 def lacking(wanted: Layout) -> list[str]:
