@@ -35,8 +35,10 @@ GIT_SHA1 = "git_sha1"
 _WORDS = {SHA256: "SHA-256", XXH3_128: "XXH3-128"}
 _FAST_KINDS = {"merged", "staged"}
 """Kinds of folder whose files may carry XXH3-128."""
-_FAST_NAMES = {"checkpoint": (".distcp", ".safetensors")}
-"""Ends of the names of files that may in a folder of another kind: tensors, which no reader unpickles."""
+TENSORS = (".distcp", ".safetensors")
+"""Ends of the names of a checkpoint's files that no reader unpickles."""
+_FAST_NAMES = {"checkpoint": TENSORS}
+"""Ends of the names of files that may in a folder of another kind."""
 _AROUND = {"parcel", "staged"}
 """Kinds of folder whose manifest names the files of the folders below it."""
 _HUB = "hub"

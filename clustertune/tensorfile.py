@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,12 @@ def read_header(path: Path) -> Header:
     return Header(tensors, metadata, text)
 
 
-def build_header(tensors: Iterable[Tensor]) -> bytes:
-    """The first bytes of a file that holds ``tensors`` one after another, as PyTorch's (``format: pt``), length included."""
-    body: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def build_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The first bytes of a file that holds ``tensors`` one after another, as PyTorch's (``format: pt``), length included.
+
+    ``metadata``: more words for the header.
+    """
+    body: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for t in tensors:
         body[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [position, position + t.size]}

@@ -1,6 +1,6 @@
 """torch's distributed checkpoints read as data: tensors and plain values, never code.
 
-The shards that are written today hold no pickle (:mod:`clustertune.checkpoint.shards`); those of earlier releases do.
+What is written today holds no pickle (:mod:`clustertune.checkpoint.shards`, ``values``); checkpoints of earlier releases do.
 torch 2.13 writes the index (``.metadata``) and every value that is no tensor as pickles, and runs what stands in them when
 it loads: ``FileSystemReader.read_metadata`` is a ``pickle.load``, ``DefaultLoadPlanner.load_bytes`` a ``torch.load`` with
 ``weights_only=False``. Who can write to a checkpoint can seal it anew, so digests do not protect.

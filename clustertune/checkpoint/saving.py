@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from clustertune.checkpoint.shards import Planner, Writer, as_bytes, write_new
 from clustertune.host.sight import Sight
 from clustertune.host.system import memory
-from clustertune.manifest import SHA256, XXH3_128, FileRecord, Ranks, new_hasher
+from clustertune.manifest import SHA256, TENSORS, XXH3_128, FileRecord, Ranks, new_hasher
 from clustertune.plan.host import COPY_SHARE
 from clustertune.storage import is_full, storage_cause
 
@@ -55,8 +55,8 @@ class State:
     """How many of the parts are parameters."""
     small: Mapping[str, bytes] = field(default_factory=dict)
     """Whole files, by their path relative to the checkpoint."""
-    alone: Callable[[Path, Mapping[str, Any]], None] | None = None
-    """Has a library write ``states`` into the folder, where this rank holds all of them."""
+    alone: Callable[[Path, Mapping[str, Any]], Mapping[str, FileRecord]] | None = None
+    """Writes ``states`` into the folder, where this rank holds all of them; returns the files whose digests are known."""
     digest: str | None = None
     """Of the parts where it is known already: they change while they are written."""
 
@@ -183,14 +183,15 @@ class StateWriter:
         """Write this rank's files, durably; returns those whose digests are known."""
         records: dict[str, FileRecord] = {}
         if state.alone is not None:
-            state.alone(folder, state.states)
+            records |= state.alone(folder, state.states)
         else:
             for name, part in state.states.items():
                 writer = Writer(folder / name)
                 dcp.save(part, storage_writer=writer, planner=Planner(), process_group=self._group)
                 records |= {f"{name}/{file}": record for file, record in writer.records.items()}
         for name, content in state.small.items():
-            records[name] = write_new(folder / name, iter([content]), SHA256)
+            algorithm = XXH3_128 if name.endswith(TENSORS) else SHA256
+            records[name] = write_new(folder / name, iter([content]), algorithm)
         return records
 
 

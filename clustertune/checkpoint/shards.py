@@ -37,13 +37,14 @@ INDEX = ".metadata"
 PIECE = 16 << 20
 """Bytes that are hashed and written at a time; both release the interpreter's lock."""
 _FORMAT = "clustertune 1"
-_NAMES = {
+NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""safetensors' names of torch's types."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass
@@ -150,13 +151,13 @@ def _describe(item: Any, planner: Any) -> Tensor:
         size = planner.resolve_data(item).getbuffer().nbytes
         return Tensor(name, "U8", (size,), nowhere, 0, size)
     dtype, shape = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
-    if dtype not in _NAMES:
+    if dtype not in NAMES:
         raise TypeError(f"{name} is of {dtype}, which safetensors has no name for")
-    return Tensor(name, _NAMES[dtype], shape, nowhere, 0, byte_size(_NAMES[dtype], shape))
+    return Tensor(name, NAMES[dtype], shape, nowhere, 0, byte_size(NAMES[dtype], shape))
 
 
 def _width(entry: Tensor) -> int:
-    return int(_DTYPES[entry.dtype].itemsize)
+    return int(DTYPES[entry.dtype].itemsize)
 
 
 def _rest(entry: Tensor) -> tuple[Any, ...]:
@@ -175,7 +176,7 @@ def write_index(metadata: Metadata, places: dict[MetadataIndex, Any]) -> bytes:
             [list(chunk.offsets), list(chunk.sizes), *_spot(places[MetadataIndex(name, chunk.offsets)])]
             for chunk in entry.chunks
         ]
-        tensors[name] = {"dtype": _NAMES[entry.properties.dtype], "size": list(entry.size), "chunks": chunks}
+        tensors[name] = {"dtype": NAMES[entry.properties.dtype], "size": list(entry.size), "chunks": chunks}
     paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
     body = {"format": _FORMAT, "tensors": tensors, "values": values, "paths": paths}
     return json.dumps(body, separators=(",", ":")).encode()
@@ -194,7 +195,7 @@ def parse_index(data: bytes) -> Metadata:
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in body["values"]}
         places = {MetadataIndex(name): Span(str(file), *_counts(span)) for name, (file, *span) in body["values"].items()}
         for name, tensor in body["tensors"].items():
-            dtype, chunks = _DTYPES[tensor["dtype"]], []
+            dtype, chunks = DTYPES[tensor["dtype"]], []
             for offsets, sizes, file, *span in tensor["chunks"]:
                 shape = torch.Size(_counts(sizes))
                 chunks.append(ChunkStorageMetadata(torch.Size(_counts(offsets)), shape))

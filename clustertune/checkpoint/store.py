@@ -22,7 +22,7 @@ from clustertune.errors import Problem, UserError
 KIND = "checkpoint"
 _NAME = re.compile(r"step-(\d{6,})(?:\.a(\d+))?")
 _OF_RANK = re.compile(
-    r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.pth|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.(?:pt|nvme\.json)"
+    r"(?:^|/)(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.(?:safetensors|pth)|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.(?:pt|nvme\.json)"
     r"|offloaded_tensors/rank(\d+)/.*)$"
 )
 

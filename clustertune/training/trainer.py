@@ -18,21 +18,24 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import accelerator
+from accelerate.utils import DeepSpeedSchedulerWrapper, load_fsdp_optimizer
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import set_seed
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import set_rng_state_for_device
+from transformers.training_args import ParallelMode
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer import dpo_trainer
 
-from clustertune.checkpoint import restricted
+from clustertune.checkpoint import restricted, values
 from clustertune.checkpoint.cadence import Cadence
 from clustertune.checkpoint.local import LocalTier
 from clustertune.checkpoint.saving import NotFinite, NotSaved, State, StateWriter, Written, collected, digest, words
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.manifest import SHA256, XXH3_128
+from clustertune.manifest import SHA256, XXH3_128, FileRecord
 from clustertune.storage import free_bytes, is_full, storage_cause
 from clustertune.training import context, deepspeed, fsdp1, tensor
 from clustertune.training.collectives import Group
@@ -602,7 +605,7 @@ class RankTrainer(ZeroTrainer):
             elif self.is_deepspeed_enabled:
                 self._save_optimizer_and_scheduler(str(aside))
             elif self.group.rank == 0:  # every rank has the same
-                torch.save(self.lr_scheduler.state_dict(), aside / SCHEDULER_NAME)
+                self._save_scheduler(aside)
                 found.states, found.alone = self._plain_state()
             else:
                 found.parts, found.trained = [], 0
@@ -619,16 +622,16 @@ class RankTrainer(ZeroTrainer):
                 found.small = {path.relative_to(aside).as_posix(): path.read_bytes() for path in files}
         return found
 
-    def _plain_state(self) -> tuple[Mapping[str, Any], Callable[[Path, Mapping[str, Any]], None]]:
+    def _plain_state(self) -> tuple[Mapping[str, Any], Callable[[Path, Mapping[str, Any]], Mapping[str, FileRecord]]]:
         """What changes in training of a model that is not sharded, and what writes it with what does not."""
         model = self.accelerator.unwrap_model(self.model)
         whole, is_adapter = model.state_dict(), isinstance(model, PeftModel)
         trains = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         moving = {name: value for name, value in whole.items() if trains.get(name, not is_adapter)}
 
-        def write(folder: Path, states: Mapping[str, Any]) -> None:
+        def write(folder: Path, states: Mapping[str, Any]) -> Mapping[str, FileRecord]:
             model.save_pretrained(folder, state_dict={**whole, **states["model"]})
-            torch.save(states["optimizer"], folder / OPTIMIZER_NAME)
+            return values.save(folder, values.OPTIMIZER, states["optimizer"])
 
         return {"model": moving, "optimizer": self.optimizer.state_dict()}, write
 
@@ -671,12 +674,44 @@ class RankTrainer(ZeroTrainer):
         self._save_checkpoint(self.model, None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._is_fsdp1:
+        if self._is_fsdp1:
+            fsdp1.save(self.accelerator, self.model, self.optimizer, Path(output_dir))
+        else:
             super()._save_optimizer_and_scheduler(output_dir)
+        if self.group.rank == 0 and self._has_own_scheduler:
+            Path(output_dir, SCHEDULER_NAME).unlink(missing_ok=True)  # the Trainer's, a pickle
+            self._save_scheduler(Path(output_dir))
+
+    @property
+    def _has_own_scheduler(self) -> bool:
+        """The schedule is not DeepSpeed's, which saves it with the rest of its state."""
+        return not self.is_deepspeed_enabled or not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
+
+    def _save_scheduler(self, folder: Path) -> None:
+        values.put(folder, values.SCHEDULER, self.lr_scheduler.state_dict())
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Replaces the Trainer's, which writes a pickle."""
+        if self.accelerator.scaler is not None and self.group.rank == 0:
+            values.put(Path(output_dir), values.SCALER, self.accelerator.scaler.state_dict())
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.accelerator.scaler is None:
             return
-        fsdp1.save(self.accelerator, self.model, self.optimizer, Path(output_dir))
-        if self.group.rank == 0:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        with restricted.reading(checkpoint):
+            if (found := values.load(Path(checkpoint), values.SCALER)) is not None:
+                self.accelerator.scaler.load_state_dict(found)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Replaces the Trainer's, which writes a pickle."""
+        states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state_all() if self._is_distributed else torch.cuda.get_rng_state()
+        values.put(Path(output_dir), values.random_of(self.group.rank, self.group.world_size), states)
+
+    @property
+    def _is_distributed(self) -> bool:
+        return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with restricted.reading(resume_from_checkpoint):
@@ -691,8 +726,17 @@ class RankTrainer(ZeroTrainer):
             # The states of other ranks: each draws from a seed of its own, as at the start of a run.
             set_seed((self.args.seed + self.start_step * self.group.world_size + self.group.rank) % 2**32)
             return
-        with restricted.reading(checkpoint or ""):
-            super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        with restricted.reading(checkpoint):
+            states = values.load(Path(checkpoint), values.random_of(self.group.rank, self.group.world_size))
+        if states is None:  # of an export, or of a release that kept none: each rank goes on from the seed
+            return
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["cpu"])
+        if torch.cuda.is_available():
+            set_rng_state_for_device("CUDA", torch.cuda, states, self._is_distributed)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The last part of a load; then prove the whole: one that matches no key leaves the start values, without a message."""
@@ -701,9 +745,13 @@ class RankTrainer(ZeroTrainer):
         with restricted.reading(checkpoint):
             if self._is_fsdp1:
                 fsdp1.load_optimizer(self.model, self.optimizer, Path(checkpoint))
-                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-            else:
-                super()._load_optimizer_and_scheduler(checkpoint)
+            elif self.is_fsdp_enabled:
+                plugin = self.accelerator.state.fsdp_plugin
+                load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint, adapter_only=True)
+            elif not self.is_deepspeed_enabled:
+                self.optimizer.load_state_dict(self._stored(checkpoint, values.OPTIMIZER))
+            if self._has_own_scheduler:
+                self.lr_scheduler.load_state_dict(self._stored(checkpoint, values.SCHEDULER))
         same = self._holds_other_ranks(Path(checkpoint)) if self._is_reshaped else self._holds_what_it_held()
         if wrong := [str(rank) for rank, ok in enumerate(self.group.gather(same)) if not ok]:
             raise UserError(
@@ -714,6 +762,14 @@ class RankTrainer(ZeroTrainer):
                 ),
                 ExitCode.FAILED,
             )
+
+    @staticmethod
+    def _stored(checkpoint: str, name: str) -> Any:
+        """A state that every checkpoint has. Raises UserError where this one does not."""
+        if (found := values.load(Path(checkpoint), name)) is None:
+            fix = "go on from another checkpoint, or train anew"
+            raise UserError(Problem(f"the {name}'s state is missing", file=checkpoint, fix=fix))
+        return found
 
     def _holds_what_it_held(self) -> bool:
         """Whether the restored state is this rank's of the save, by its digest."""

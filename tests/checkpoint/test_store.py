@@ -298,7 +298,8 @@ def test_find_checkpoint_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "owner"), [("m/__3_0.distcp", 3), ("rng_state_5.pth", 1), ("m/.metadata", 0), ("scheduler.pt", 0)]
+    ("name", "owner"),
+    [("m/__3_0.distcp", 3), ("rng_state_5.pth", 1), ("rng_state_5.safetensors", 1), ("m/.metadata", 0), ("scheduler.pt", 0)],
 )
 def test_each_rank_syncs_the_files_that_it_wrote(tmp_path: Path, name: str, owner: int) -> None:
     checkpoints, _ = make_store(tmp_path)

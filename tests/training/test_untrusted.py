@@ -111,6 +111,9 @@ class Canary:
 def plant(checkpoint: Path, place: str, canary: Path) -> None:
     """Put a hostile pickle into one place of a checkpoint, and seal it again. ``place``: a file, or ``FOLDER!value``."""
     name, _, value = place.partition("!")
+    if name in OLD:  # read where today's is not there
+        (checkpoint / name).touch()
+        (checkpoint / name).with_suffix(".safetensors").unlink()
     (file,) = checkpoint.glob(name)
     if value:  # the first value of a distributed checkpoint that is no tensor
         index = json.loads((file / ".metadata").read_bytes())
@@ -130,6 +133,8 @@ def plant(checkpoint: Path, place: str, canary: Path) -> None:
     manifest.seal(checkpoint, store.KIND, meta)
 
 
+OLD = {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
+"""Pickles of earlier releases, in whose place safetensors are written today."""
 SHARDED = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0!value", "scheduler.pt", "rng_state_0.pth"]
 PLACES = {
     "fsdp2": SHARDED,
