@@ -109,11 +109,15 @@ class StateWriter:
     def __init__(self, store: Store, ranks: Ranks, group: Any) -> None:
         """``store`` and ``ranks`` meet on ``group``, never the one of training: the collectives of two threads would cross."""
         self._store, self._ranks, self._group = store, ranks, group
-        cuda = torch.cuda.is_available()
+        self._cuda = cuda = torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # pinned, shared, asynchronous, non-blocking
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.copied_bytes = 0
         """Host memory that the copy takes once it was made."""
+        self._places: list[tuple[Any, ...]] = []
+        self._copied: Any = None
+        self._held: list[torch.Tensor] = []
+        """The copy of the save before: where its bytes came from, and where they lie, each place once."""
 
     def room_for(self, size: int, ranks: int) -> str | None:
         """Why a copy of ``size`` bytes for each of so many ranks does not fit into this node's memory; None where it does."""
@@ -133,9 +137,27 @@ class StateWriter:
         return f"a copy of the state takes {need / 1e9:,.1f} GB of this node's memory, {free / 1e9:,.1f} GB are free"
 
     def copy(self, states: Mapping[str, Any], parts: list[torch.Tensor]) -> tuple[Mapping[str, Any], list[torch.Tensor]]:
-        """The same in host memory. Storages that both hold are copied once."""
-        held: Any = self._stager.stage({"states": _local(states), "parts": parts})
-        self.copied_bytes = sum(part.nbytes for part in parts)
+        """The same in host memory. Storages that both hold are copied once.
+
+        The state of a training keeps its place. So the second copy makes nothing anew (torch's stager copies each DTensor's
+        description too, which takes longer than the bytes of a small one): it moves the bytes.
+        """
+        taken = {"states": _local(states), "parts": parts}
+        leaves = list(_leaves(taken))
+        places = [(path, *_place(tensor)) for path, tensor in leaves]
+        if places == self._places:
+            sources = {_place(tensor): tensor for _, tensor in leaves}
+            for target, source in zip(self._held, sources.values(), strict=True):
+                target.copy_(source, non_blocking=self._cuda)
+            if self._cuda:
+                torch.cuda.synchronize()
+        else:
+            self._copied = self._stager.stage(taken)
+            copies = (tensor for _, tensor in _leaves(self._copied))
+            self._held = list({_place(one): copied for (_, one), copied in zip(leaves, copies, strict=True)}.values())
+            self._places = places
+            self.copied_bytes = sum(part.nbytes for part in parts)
+        held = _with_values_of(taken, self._copied)
         return _put(states, held["states"]), held["parts"]
 
     def equals(self, folder: Path, states: Mapping[str, Any]) -> bool:
@@ -193,6 +215,31 @@ class StateWriter:
             algorithm = XXH3_128 if name.endswith(TENSORS) else SHA256
             records[name] = write_new(folder / name, iter([content]), algorithm)
         return records
+
+
+def _leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """This rank's part of each tensor of a nested state, with its keys."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(state, list | tuple):
+        for at, value in enumerate(state):
+            yield from _leaves(value, (*path, at))
+    elif isinstance(state, torch.Tensor):
+        yield path, (state.to_local() if hasattr(state, "to_local") else state).detach()
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _with_values_of(state: Any, copied: Any) -> Any:
+    """The tensors of ``copied``, of an earlier save, among the other values of ``state``, such as the learning rate."""
+    if isinstance(state, Mapping):
+        return {key: _with_values_of(value, copied[key]) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([_with_values_of(one, other) for one, other in zip(state, copied, strict=True)])
+    return copied if isinstance(state, torch.Tensor) else copy.deepcopy(state)
 
 
 def _local(state: Any) -> Any:

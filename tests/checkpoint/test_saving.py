@@ -154,3 +154,20 @@ def test_a_copy_needs_room_for_all_ranks_of_a_node(
     assert (writer.room_for(10**9, 2) is None) is fits
     writer.copied_bytes = 10**9
     assert writer.room_for(10**9, 2) is None, "it is there already"
+
+
+def test_a_second_copy_has_the_values_of_its_own_save(tmp_path: Path) -> None:
+    """The learning rate is no tensor; a list may grow; what lies elsewhere is copied from there."""
+    writer, tensor = make(tmp_path), torch.ones(3)
+    given: dict[str, Any] = {"optimizer_0": {"o": {"lr": 0.5, "steps": [1], "m": tensor, "view": tensor[1:]}}}
+    first, _ = writer.copy(given, [tensor])
+    given["optimizer_0"]["o"] |= {"lr": 0.25, "steps": [1]}
+    tensor += 1
+    second, held = writer.copy(given, [tensor])
+    found = second["optimizer_0"]["o"]
+    assert found["lr"] == 0.25 and first["optimizer_0"]["o"]["lr"] == 0.5
+    assert found["m"].tolist() == [2, 2, 2] and found["view"].tolist() == [2, 2] and held[0].data_ptr() == found["m"].data_ptr()
+    given["optimizer_0"]["o"] |= {"m": torch.full((3,), 7.0), "steps": [1, 2]}
+    third, _ = writer.copy(given, [tensor])
+    assert third["optimizer_0"]["o"]["m"].tolist() == [7, 7, 7] and third["optimizer_0"]["o"]["steps"] == [1, 2]
+    assert third["optimizer_0"]["o"]["view"].tolist() == [2, 2]
