@@ -1,9 +1,10 @@
 """What a save costs a training, and what the machine's memory and disk allow: ``python -m tests.training.measure_saves``.
 
 Ranks of FSDP2 on CPU and gloo hold a random Llama of float32 parameters and AdamW's moments. In turn, on the same state: a
-save that training waits for; one behind training, of which only the copy stops it; the same copy by torch's stager; the machine's own memmove of the same
-bytes; and the same bytes written from one buffer and fsynced. Medians over the turns of the slowest rank; the first copy, which
-touches its memory for the first time, is told apart. Beside the seconds: page faults and CPU seconds of rank 0's copy.
+save that training waits for; one behind training, of which only the copy stops it; the same copy by torch's stager; the
+machine's own memmove of the same bytes; and the same bytes written from one buffer and fsynced. Medians over the turns of the
+slowest rank; the first copy, which touches its memory for the first time, is told apart. Beside the seconds: page faults and
+CPU seconds of rank 0's copy.
 """
 
 from __future__ import annotations
