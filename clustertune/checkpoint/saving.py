@@ -145,7 +145,7 @@ class StateWriter:
         taken = {"states": _local(states), "parts": parts}
         leaves = list(_leaves(taken))
         places = [(path, *_place(tensor)) for path, tensor in leaves]
-        if places == self._places:
+        if self._copied is not None and places == self._places:
             sources = {_place(tensor): tensor for _, tensor in leaves}
             for target, source in zip(self._held, sources.values(), strict=True):
                 target.copy_(source, non_blocking=self._cuda)
