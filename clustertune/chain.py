@@ -107,7 +107,7 @@ def open_run(resolved: Resolved, path: Path, command: Sequence[str], *, take: bo
 
 
 def keep_forecast(run: RunDir, resolved: Resolved, cluster: Cluster | None = None) -> None:
-    """What ``plan`` says of this run into ``run.json``, once: what is learnt later does not change what was said before.
+    """What ``plan`` says of this run into ``run.json``, once: what is learnt later does not change what was predicted before.
 
     ``cluster``: where it runs; None: this machine, which gets a forecast where it has GPUs.
     """
@@ -329,7 +329,7 @@ class Chain:
         """All ranks on this machine, resumed from the newest whole checkpoint."""
         newest, broken = store.newest_whole(self.run.checkpoints)
         if newest is None or not _is_final(newest):
-            for bad, problems in broken if self.quiet else []:  # the ranks' own words go to their logs only
+            for bad, problems in broken if self.quiet else []:  # the ranks' own messages go to their logs only
                 say(f"checkpoint {bad.path.name} is not whole and is passed over: {problems[0]}")
             cost.check(self.run, self.resolved.recipe.budget)
             outcome = self.run_attempt(self.make_plan(self.run.new_attempt(), newest.step if newest else 0))

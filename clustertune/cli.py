@@ -402,7 +402,7 @@ def main() -> int:
 
 # --- front ----------------------------------------------------------------------------------------------------------------
 
-# Around every command: whatever ends it becomes words on stderr, one JSON document if asked for, and an exit code.
+# Around every command: whatever ends it becomes a message on stderr, one JSON document if asked for, and an exit code.
 
 _OF_TRAINING = {
     "accelerate", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub", "jinja2", "matplotlib", "numpy", "peft", "psutil",

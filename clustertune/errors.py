@@ -1,4 +1,4 @@
-"""What a person can do wrong, and how they are told: the problem, where it is, what to do, and an exit code."""
+"""What a person can do wrong, and the message: the problem, where it is, what to do, and an exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, in the words of the person who must fix it."""
+    """One thing that is wrong, in the terms of the person who must fix it."""
 
     message: str
     """What is wrong, with the value found."""
@@ -90,7 +90,7 @@ _LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def storage_error(error: OSError, doing: str, path: str | Path) -> UserError:
-    """What the system said to a file operation, with the path, what was being done, and what to do.
+    """The system's error of a file operation, with the path, what was being done, and what to do.
 
     A path that cannot be is the user's (exit 2); a full, read-only or failing disk is the storage's (exit 73).
     """

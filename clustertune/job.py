@@ -246,7 +246,7 @@ def _cpus(allocation: Allocation, environ: Mapping[str, str]) -> int | None:
 def check_image(run: RunDir, cluster: Cluster, allocation: Allocation) -> None:
     """Hold the cluster's image against its sum, and what it has installed against the pins; run.json keeps both.
 
-    Once in every start of the job: what is missing is told before hours of preparation. Raises UserError.
+    Once in every start of the job: what is missing is reported before hours of preparation. Raises UserError.
     """
     found, notes = image.look(cluster.container)
     if found is None:

@@ -1,4 +1,4 @@
-"""One writer at a time: an flock on a file, and words that name the process which has it."""
+"""One writer at a time: an flock on a file, and a message that names the process which has it."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _superseded(run_path: Path, attempt: int) -> UserError | None:
 
 
 def _reserve(path: Path) -> None:
-    """Take the room of this rank's record: what a full disk did must be told on a full disk. Blanks are no record."""
+    """Take the room of this rank's record: what a full disk did must be recorded on a full disk. Blanks are no record."""
     path.write_bytes(b" " * RECORD_BYTES)
 
 

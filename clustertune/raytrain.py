@@ -120,7 +120,7 @@ def train_loop(config: dict[str, Any]) -> None:
 def _begin(run: RunDir, config: dict[str, Any]) -> int | None:
     """The number of this attempt: the driver's for the first, the next one after a failure.
 
-    None where there is to be no further one: the driver was asked to stop meanwhile, or attempts get nowhere.
+    None where there is to be no further one: the driver was asked to stop meanwhile, or attempts make no progress.
     """
     if Path(config["stop"]).exists():
         return None
@@ -140,7 +140,7 @@ def _newest_step(run: RunDir) -> int:
 
 
 def _meet(run: RunDir, attempt: int, config: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Write the plan as soon as every worker has said where it is, and choose where the ranks meet: on this node."""
+    """Write the plan as soon as every worker has reported its node, and choose the rendezvous: on this node."""
     folder = run.attempt(attempt)
     nodes = tuple(_await_worker(folder / f"worker-{rank}.json") for rank in range(world_size))
     # One "node" for each rank: Ray may place them unevenly, and each worker watches its own.
@@ -224,7 +224,7 @@ class Shown:
         self.attempt = newest_attempt(self.run_path)
 
     def follow(self) -> None:
-        """Show what rank 0 has said since, and why an attempt ended where another one has followed."""
+        """Show what rank 0 has printed since, and why an attempt ended where another one has followed."""
         newest = newest_attempt(self.run_path)
         self._show_progress()
         while self.attempt < newest:
@@ -329,7 +329,7 @@ class RayChain(Chain):
         try:
             plan = Plan.read(folder)
         except UserError:
-            text = (str(error or "").strip().splitlines() or ["it said nothing"])[-1]
+            text = (str(error or "").strip().splitlines() or ["it printed nothing"])[-1]
             problem = Problem(f"Ray started no rank: {text}", file=str(folder))
             return Outcome(ExitCode.AGAIN if self.asked else ExitCode.FAILED, [problem], asked=bool(self.asked))
         outcome = judge(folder, plan, requested=bool(self.asked))

@@ -173,7 +173,7 @@ class RunDir:
         """Record what was decided, and return its number: that of before where it is the same.
 
         Another recipe, cluster or shape of jobs makes a new description, and the one before it is kept in ``earlier``.
-        ``jobs``: the shape of each stage's. None leaves a part as it is recorded. Without ``write`` the number alone is told.
+        ``jobs``: the shape of each stage's. None leaves a part as it is recorded. ``write=False`` only returns the number.
         """
         now: dict[str, Any] = {"recipe": resolved.as_dict()}
         if cluster is not None:

@@ -1,4 +1,4 @@
-"""Was it the storage? Libraries wrap what the system said to a file operation, and a rank that lost its peer fails alike."""
+"""Was it the storage? Libraries wrap the system's error of a file operation, and a rank that lost its peer fails alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_ROOM = 1 << 20
 
 
 def storage_cause(error: BaseException) -> OSError | None:
-    """What the file system said, found in ``error`` or in what it wraps (a DCP error holds each rank's own)."""
+    """The file system's own error, found in ``error`` or in what it wraps (a DCP error holds each rank's own)."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

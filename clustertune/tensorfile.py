@@ -97,7 +97,7 @@ def _parse_entry(name: str, entry: object, path: Path, data_start: int) -> Tenso
 def read_header(path: Path) -> Header:
     """Read and check one file's header against the file's length.
 
-    Raises ValueError, in words, for whatever is not a whole safetensors file, and OSError where it cannot be read.
+    Raises ValueError with a message for whatever is not a whole safetensors file, and OSError where it cannot be read.
     """
     with path.open("rb") as src:
         size = os.fstat(src.fileno()).st_size

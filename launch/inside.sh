@@ -4,7 +4,7 @@
 # The environment of this machine stays outside but for the names below. Tokens are not among them: the first rank reads .env itself.
 set -euo pipefail
 
-# Which node this is and which GPUs it may use, and what the user said of caches and language.
+# Which node this is and which GPUs it may use, and what the user set for caches and language.
 passed=(
     SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_JOB_PARTITION SLURM_JOB_GPUS SLURM_RESTART_COUNT
     SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_STEP_ID SLURM_STEP_GPUS SLURM_STEP_NODELIST SLURM_NODEID SLURM_PROCID SLURM_LOCALID

@@ -2,7 +2,7 @@
 
 The row holds conversations of different lengths, as packing leaves them; the shape is that of an 8-billion-parameter Llama (32
 query heads, 8 of keys and values, 128 elements each). The reference is one conversation at a time, each causal, in float32. A
-kernel that this machine has not ends in words. One JSON document on stdout: milliseconds, MiB, and the largest difference.
+kernel that this machine lacks ends with a message. One JSON document on stdout: milliseconds, MiB, and the largest difference.
 """
 
 from __future__ import annotations

@@ -398,7 +398,7 @@ def fill(disk: Path, room: int) -> None:
 
 
 def staged(place: Place) -> Path:
-    """A parcel of all that the recipe needs."""
+    """An offline bundle of all that the recipe needs."""
 
     def make(folder: Path) -> None:
         code, text = run("stage", RECIPE, "--to", folder, "--tiny", out=folder.with_suffix(".log"))

@@ -39,7 +39,7 @@ class Failed(Exception):
 
 
 class NotHere(Exception):
-    """A part cannot be done on this machine; the words say why."""
+    """A part cannot be done on this machine; the message says why."""
 
 
 @dataclass(frozen=True)

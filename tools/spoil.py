@@ -66,7 +66,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def mutate(path: Path, chance: Random) -> str:
-    """Spoil a YAML or JSON file; what was done, in words."""
+    """Spoil a YAML or JSON file; returns what was done."""
     text = path.read_text()
     if chance.random() < 0.25:
         data = bytearray(text.encode())

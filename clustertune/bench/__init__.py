@@ -1,1 +1,1 @@
-"""How fast a recipe trains here, against what the planner said and against other programs on the same model and data."""
+"""How fast a recipe trains here, against the planner's prediction and against other programs on the same model and data."""

@@ -53,7 +53,7 @@ class Found:
 def measure(bench: Bench, command: list[str], cluster: Cluster | None = None, given: Allocation | None = None) -> Found:
     """Run all rounds. ``cluster`` and ``given``: those of the job that this runs in; without them it is this machine.
 
-    Raises UserError where the recipe's own training fails; what ends a peer is told in the result.
+    Raises UserError where the recipe's own training fails; what ends a peer stands in the result.
     """
     path = bench.request.run_path
     chain.check_folder(bench.measured, path)
@@ -104,7 +104,7 @@ def _ours(made: chain.Chain, found: Found) -> None:
     found.ours.append(_read(folder, plan.world_size))
     found.attempts.append(plan.attempt)
     found.nodes = len(plan.nodes)
-    # The next round begins from the base model too, and nobody wants these.
+    # The next round begins from the base model too, and these are not needed.
     shutil.rmtree(made.run.checkpoints, ignore_errors=True)
 
 

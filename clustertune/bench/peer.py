@@ -42,7 +42,7 @@ NAMES = {
     TRL: "TRL's SFTTrainer with the recipe's own arguments and distribution file",
     DEFAULTS: "TRL's SFTTrainer with its defaults",
 }
-"""The peers that come with the project, in words."""
+"""The peers that come with the project, each with a description."""
 SETTINGS, ORDER, LOG = "settings.json", "order.json", "log.txt"
 MOST_SECONDS = 3600.0
 """A peer that takes longer than this is ended."""
@@ -67,12 +67,12 @@ def words_of(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def take_turns(arguments: Sequence[str], *, here: bool) -> bool:
-    """Whether steps alternate where nobody said: on this machine's CPUs, with peers that know of turns."""
+    """Whether steps alternate by default: on this machine's CPUs, with peers that know of turns."""
     return here and bool(arguments) and set(arguments) <= set(NAMES) and not visible_gpus()
 
 
 def title(word: str) -> str:
-    """A peer in words."""
+    """A peer's description."""
     return NAMES.get(word) or Path(word).name
 
 

@@ -39,12 +39,12 @@ class BenchRequest:
     """Evaluate and save once behind the steps."""
     rounds: int
     against: tuple[str, ...]
-    """Other programs, by the words that ``--against`` takes."""
+    """Other programs, by the names that ``--against`` takes."""
     synthetic: bool
     """Random weights at the recipe's full size, made-up conversations: nothing comes from the Hub."""
     run_path: Path
     elsewhere: bool = False
-    """It runs in a job, or is only told: the recipe keeps its ranks."""
+    """It runs in a job, or is only described: the recipe keeps its ranks."""
     replace: bool = False
     """Another result of the same name may be written over."""
     interleave: bool = False

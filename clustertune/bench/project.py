@@ -107,7 +107,7 @@ def brief(plan: Plan) -> dict[str, Any]:
 def beside_plan(
     plan: Plan | None, why: str | None, measured: Mapping[str, Any], used: Mapping[str, Any], hours: float | None
 ) -> dict[str, Any]:
-    """What the planner said, what was measured, and measured over predicted; ``{"unknown": why}`` without a plan."""
+    """What the planner predicted, what was measured, and measured over predicted; ``{"unknown": why}`` without a plan."""
     if plan is None:
         return {"unknown": why}
     compared = {

@@ -162,7 +162,7 @@ def ends_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, floa
 
 
 def startup_of(events: list[dict[str, Any]], attempts: list[int]) -> dict[str, float]:
-    """Seconds of each part of the start-up, medians over the rounds, in the order in which they were told; empty: not told."""
+    """Seconds of each part of the start-up, medians over the rounds, in the order of their records; empty: unknown."""
     parts: dict[str, list[float]] = {}
     for event in events:
         name, seconds = event.get("part"), event.get("seconds")
@@ -419,7 +419,7 @@ def name_of(body: Mapping[str, Any]) -> str:
 
 
 def file_name(recipe: str, *, tiny: bool, synthetic: bool, kind: str, ranks: int, changed: Sequence[str]) -> str:
-    """Recipe, what it ran on, how many ranks, and what the recipe was changed by: words, and a digest of them all."""
+    """Recipe, what it ran on, how many ranks, and what the recipe was changed by: overrides, and a digest of them all."""
     parts = [recipe, "tiny" if tiny else "", "synthetic" if synthetic else "", kind, f"x{ranks}"]
     if changed:
         pairs = [_pair(text) for text in changed]

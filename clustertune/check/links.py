@@ -41,7 +41,7 @@ def short(host: str) -> str:
 
 
 def gbit(value: float) -> str:
-    """A speed in words."""
+    """A speed for people."""
     return f"{value:g} Gbit/s"
 
 
@@ -78,7 +78,7 @@ class Context:
 
     @cached_property
     def facts(self) -> list[HostFacts]:
-        """Of each node that told them."""
+        """Of each node that reported them."""
         found = []
         for item in self.entries("facts"):
             try:
@@ -148,7 +148,7 @@ class Context:
         return "Socket" in self.over
 
     def used_interfaces(self, host: str) -> list[Device]:
-        """Interfaces that carried TCP on a host: by the log, or what ranks were told."""
+        """Interfaces that carried TCP on a host: by the log, or by what ranks were given."""
         log = self.log
         for known in (log.sockets, log.bootstrap):
             for name, devices in known.items():

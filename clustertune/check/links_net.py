@@ -42,7 +42,7 @@ def _matters(context: Context) -> bool:
 
 @rule("interface-down", LINKS, rank=3)
 def interface_down(context: Context) -> Iterator[Seen]:
-    """The interface that ranks were told is up and has an address.
+    """The interface that ranks were given is up and has an address.
 
     Why: Ranks fail at the start, or take another interface than the one that was meant.
     Fix: bring it up (`ip link set NAME up`, an address), or fix network.interface in the cluster file; the name must be that

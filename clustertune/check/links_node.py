@@ -44,7 +44,7 @@ def p2p_hang(context: Context) -> Iterator[Seen]:
 def p2p_refused() -> None:
     """The driver lets GPUs reach each other's memory.
 
-    Why: NCCL was told that P2P works, and the driver refuses it when the first buffer is opened.
+    Why: NCCL was set to use P2P, and the driver refuses it when the first buffer is opened.
     Fix: give ranks all GPUs of the node (no CUDA_VISIBLE_DEVICES or cgroup of one GPU each); cards without P2P:
       NCCL_P2P_DISABLE=1
     See: https://github.com/NVIDIA/nccl/issues/2079

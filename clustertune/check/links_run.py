@@ -197,7 +197,7 @@ def collective_hung(context: Context) -> Iterator[Seen]:
         began = f"{log.started} ranks" if log.started > 1 else "a rank"
         yield Seen(WARN, f"{began} began to connect, and the log ends before any was ready")
     elif log.networks and not (log.started or log.complete or log.transports or context.entries("results")):
-        # That libibverbs is not there is said in every log of a machine without RDMA.
+        # Every log of a machine without RDMA names libibverbs as missing.
         silent = all(fault.kind == "no-verbs" for fault in log.faults)
         yield from [Seen(UNKNOWN, "the log ends before ranks are connected")] if silent else []
 
@@ -264,7 +264,7 @@ def other_warning(context: Context) -> Iterator[Seen]:
     """No other warnings of NCCL.
 
     Why: NCCL warns where something is broken, or slower than it should be.
-    Fix: look the words up in NCCL's issues: https://github.com/NVIDIA/nccl/issues
+    Fix: look the message up in NCCL's issues: https://github.com/NVIDIA/nccl/issues
     See: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
     faults = [fault for fault in context.log.faults if fault.kind == OTHER and "iommu=pt" not in fault.text]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NODE_GPUS = 8
-"""GPUs of a node where nothing else is said: few machines have more."""
+"""GPUs of a node where the log has no number: few machines have more."""
 
 
 class Device(NamedTuple):
@@ -52,7 +52,7 @@ class Log:
     lines: int = 0
     """Lines that NCCL itself wrote."""
     versions: dict[str, set[str]] = field(default_factory=dict)
-    """Version -> hosts that said so."""
+    """Version -> hosts that logged it."""
     cuda: set[str] = field(default_factory=set)
     """CUDA version that NCCL was built with."""
     drivers: dict[str, set[str]] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class Log:
     ranks: int = 0
     """Of the largest communicator."""
     nodes: int = 0
-    """That it said it spans; 0: not said (before 2.18)."""
+    """That it says it spans; 0: not logged (before 2.18)."""
     local_count: int = 0
-    """Ranks of one node, as a rank of the largest communicator said (since 2.18); 0: not said."""
+    """Ranks of one node, as a rank of the largest communicator logged (since 2.18); 0: not logged."""
     local_ranks: dict[str, set[int]] = field(default_factory=dict)
     """Host -> ranks of the largest communicator on it."""
     processes: set[tuple[str, str]] = field(default_factory=set)
@@ -89,7 +89,7 @@ class Log:
     """The same by channel."""
     edges: Counter[NetEdge] = field(default_factory=Counter)
     gdr_off: dict[str, set[str]] = field(default_factory=dict)
-    """Host -> adapters for which GPUDirect RDMA was said to be disabled."""
+    """Host -> adapters for which the log says that GPUDirect RDMA is disabled."""
     gdr_on: dict[str, set[str]] = field(default_factory=dict)
     rings: int = 0
     trees: bool = False
@@ -123,7 +123,7 @@ class Log:
 
     @property
     def version(self) -> str:
-        """The one version, or the several, of NCCL; empty: not said."""
+        """The one version, or the several, of NCCL; empty: not logged."""
         return " and ".join(sorted(self.versions))
 
     def host_of(self, ranks: int, rank: int) -> str:
@@ -135,7 +135,7 @@ class Log:
         return ""
 
     def node_count(self) -> int:
-        """Nodes, as the log says or its lines show; 0: nothing was said.
+        """Nodes, as the log says or its lines show; 0: not logged.
 
         The log of one rank names one host: more ranks than a node has GPUs are on several.
         """
@@ -262,7 +262,7 @@ KINDS = tuple(dict.fromkeys(kind for kind, _ in _KINDS))
 
 
 _BY_PLACE = (("nvls", "nvls.cc", ("cuda", "gpu-fault", "gpu-missing")), ("p2p-refused", "p2p.cc", ("cuda", "gpu-missing")))
-"""A failure of CUDA whose words say little, in a source file that says what was tried."""
+"""A failure of CUDA whose message says little, in a source file that says what was tried."""
 
 
 def kind_of(text: str, source: str = "") -> str:

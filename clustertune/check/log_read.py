@@ -268,7 +268,7 @@ class _Reader:
     def other(self, record: Record) -> None:
         """A line of another program."""
         text, log = record.text, self.log
-        # torch tells the version of the library that failed: the same one, so it counts where NCCL told none itself.
+        # torch names the version of the library that failed: the same one, so it counts where NCCL named none itself.
         if "version" in text and ("+cuda" in text or "+hip" in text or not log.versions):
             self.version(text, "")
         using = _USING.search(text)
@@ -312,14 +312,14 @@ class _Reader:
         _, last, cause = record.text.partition("Last error:")
         text = cause if last and record.level != WARN and self.kind(cause) == kind else record.text
         if kind in ("nvls", "p2p-refused") and text.lower().startswith("cuda failure"):
-            text = f"{record.place.partition(':')[0]}: {text}"  # the words alone do not say what was tried
+            text = f"{record.place.partition(':')[0]}: {text}"  # the message alone does not say what was tried
         fault = Fault(kind, record.host, text.strip()[:400])
         if fault in log.faults or len(log.faults) < MOST_FAULTS or not any(seen.kind == kind for seen in log.faults):
             log.faults[fault] += 1
 
 
 def _plain(version: str) -> str:
-    """torch before 1.11 told 2.10.3 as 21.0.3: the code 21003, cut as that of 2.8 was."""
+    """torch before 1.11 wrote 2.10.3 as 21.0.3: the code 21003, cut as that of 2.8 was."""
     parts = [int(part) for part in version.split(".")]
     if parts[0] < 20 or len(parts) < 3:
         return version
@@ -328,7 +328,7 @@ def _plain(version: str) -> str:
 
 
 def _named(value: str, names: tuple[str, ...]) -> str:
-    """Until 2.25 algorithms and protocols were told by their numbers, then in capitals."""
+    """Until 2.25 algorithms and protocols were written as numbers, then in capitals."""
     if value.isdigit() and int(value) < len(names):
         return names[int(value)]
     return {name.upper(): name for name in names}.get(value.upper(), value)
@@ -440,7 +440,7 @@ def clean(text: str) -> str:
 
 
 def records(text: str) -> Iterator[Record]:
-    """Everything in a text that NCCL said, in its order; any text is taken."""
+    """Everything in a text that NCCL logged, in its order; any text is taken."""
     error_follows = False
     for line in clean(text).split("\n"):
         if "NCCL " in line:

@@ -19,7 +19,7 @@ RDMA_KINDS = ("infiniband", "roce", "omnipath")
 
 @dataclass
 class Expects:
-    """What a job, or the cluster file, counts on; None: nobody said."""
+    """What a job, or the cluster file, counts on; None: not given."""
 
     gpus: int | None = None
     """GPUs that this node's ranks use."""

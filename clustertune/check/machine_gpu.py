@@ -1,4 +1,4 @@
-"""GPUs: how many there are, who uses them, and whether they are well. Python 3.8, standard library."""
+"""GPUs: how many there are, who uses them, and whether they are healthy. Python 3.8, standard library."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def _is_loopback(text: str) -> bool:
 
 @rule("hostname-loopback", MACHINE)
 def loopback(m: Machine) -> Iterator[Seen]:
-    """The own name is an address that others reach, where gloo is not told an interface.
+    """The own name is an address that others reach, where gloo is given no interface.
 
     Looks at: what the machine's own name resolves to
     Why: gloo binds to it: where it is loopback the other nodes cannot reach this one, and the job waits until its time-out

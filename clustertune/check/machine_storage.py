@@ -284,7 +284,7 @@ def hub_cache(m: Machine) -> Iterator[Seen]:
 
 
 def _written(m: Machine) -> list[Mount]:
-    """The file systems to which jobs write, as far as they told their room."""
+    """The file systems to which jobs write, as far as their free space is known."""
     storage = m.section("storage")
     staging = storage.get("staging") or {}
     named = [*_named(m), str(storage.get("scratch") or ""), str(staging.get("path") or ""), m.environ("TMPDIR") or "/tmp"]  # noqa: S108

@@ -25,7 +25,7 @@ class Several:
 
 
 SKEW_S = 1.0
-"""Difference of clocks that is told, beyond what the time of asking leaves open."""
+"""Difference of clocks that is reported, beyond the uncertainty of the time that the question took."""
 MUNGE_S = 300.0
 """Age at which munge refuses a credential by default (munge(7), TTL)."""
 
@@ -99,7 +99,7 @@ def driver(several: Several) -> Iterator[Seen]:
 
 
 CORE = re.compile(r"(Python|torch|nvidia-nccl-cu\d+|transformers|accelerate|trl|peft|datasets|safetensors): ")
-"""What ranks must have alike; of the others a difference is told."""
+"""What ranks must have alike; for the others a difference is only shown."""
 
 
 @rule("nodes-packages", NODES)
@@ -281,7 +281,7 @@ def _waits(machine: Machine, point: str) -> bool:
 
 
 def skew(remote: float, sent: float, answered: float) -> float:
-    """By how many seconds a clock is surely off that said ``told`` between ``asked`` and ``answered`` of another one."""
+    """By how many seconds a clock is off at least that showed ``told`` between ``asked`` and ``answered`` of another one."""
     return max(0.0, sent - remote, remote - answered) * (1 if remote >= sent else -1)
 
 
@@ -309,7 +309,7 @@ def clocks(several: Several) -> Iterator[Seen]:
 
 @rule("node-silent", NODES)
 def missing(several: Several) -> Iterator[Seen]:
-    """Every node said something; where not, what is known of the reason.
+    """Every node answered; where not, what is known of the reason.
 
     Looks at: nodes that did not say anything
     Why: a node that does not start a step, or hangs in it, keeps the whole job waiting

@@ -42,7 +42,7 @@ def machine_rules() -> tuple[Rule, ...]:
 
 
 def run(looks: Iterable[Callable[[Any], Iterable[Finding]]], context: Any, where: str = "") -> Iterator[Finding]:
-    """What each of ``looks`` finds. One that raises is told as unknown, with what it raised."""
+    """What each of ``looks`` finds. One that raises becomes an unknown, with what it raised."""
     for look in looks:
         try:
             yield from look(context)

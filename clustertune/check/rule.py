@@ -45,7 +45,7 @@ class Rule:
     id: str
     """Lower case words with hyphens, the same for ever: people suppress and search it."""
     title: str
-    """What is looked at, a few words."""
+    """What is looked at, a phrase."""
     why: str
     """Why it hurts, one sentence."""
     link: str
@@ -172,5 +172,5 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def printable(text: str) -> str:
-    """Without what steers a terminal: names of files and devices, and words of scripts and logs, stand in findings."""
+    """Without what steers a terminal: names of files and devices, and text of scripts and logs, stand in findings."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -372,7 +372,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\+?=")
 
 
 def parse(text: str, line: int = 1, depth: int = 0) -> list[Command]:
-    """The commands of a script, in order; those inside substitutions hang on their words."""
+    """The commands of a script, in order; those inside substitutions belong to their words."""
     return _Parser(text, line, depth).commands(None)
 
 

@@ -79,7 +79,7 @@ def _check(value: Any, name: str) -> None:
         for key, one in value.items():
             _check(one if isinstance(key, str) else {str}, name)
     elif not (value is None or isinstance(value, str | int | float)):  # bool is an int
-        raise TypeError(f"{name} is a {type(value).__name__}: a checkpoint keeps tensors, numbers and words")
+        raise TypeError(f"{name} is a {type(value).__name__}: a checkpoint keeps tensors, numbers and text")
 
 
 class Writer(FileSystemWriter):  # type: ignore[misc]

@@ -73,7 +73,7 @@ def _pack(value: Any, found: list[torch.Tensor]) -> Any:
         return ["dict", [[_pack(key, found), _pack(one, found)] for key, one in value.items()]]
     if isinstance(value, list | tuple):
         return ["list" if isinstance(value, list) else "tuple", [_pack(one, found) for one in value]]
-    raise TypeError(f"a {type(value).__name__}: a checkpoint keeps tensors, numbers and words")
+    raise TypeError(f"a {type(value).__name__}: a checkpoint keeps tensors, numbers and text")
 
 
 def _unpack(body: Any, found: list[torch.Tensor]) -> Any:

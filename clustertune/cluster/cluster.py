@@ -53,7 +53,7 @@ class Cluster:
 
     The nodes see this machine's file system, but have a ``/dev/shm`` and ``scratch`` of their own where they are isolated.
     Partition ``gpu`` is the default; a job in ``urgent`` preempts what runs there. Node numbers count from 1; 0 is the login
-    node. Methods raise Failed or TimeoutError with what Slurm said.
+    node. Methods raise Failed or TimeoutError with Slurm's message.
     """
 
     def __init__(self, shape: Spec | None = None, *, keep: bool = False) -> None:

@@ -147,7 +147,7 @@ class Machine:
 
 
 def _call(*command: str) -> None:
-    """Run a set-up command. Raises SystemExit with its own words."""
+    """Run a set-up command. Raises SystemExit with its own message."""
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": PATH}, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

@@ -41,7 +41,7 @@ class State:
     keeper: int
     """Process id."""
     keeper_started: int
-    """Its start in clock ticks since boot, by which a later process of the same id is told from it."""
+    """Its start in clock ticks since boot, which distinguishes it from a later process of the same id."""
     root: str
     """The cluster's folder."""
     login: int

@@ -60,7 +60,7 @@ def rehearse(shape: Spec, script: Path, arguments: Sequence[str], run_dir: Path)
 
 # --- follow ---------------------------------------------------------------------------------------------------------------
 
-# Follow a job to its end in words: what state it is in and why, and what it writes.
+# Follow a job to its end: what state it is in and why, and what it writes.
 
 _LOOK = 0.5
 """Seconds between two looks."""
@@ -124,7 +124,7 @@ def follow(cluster: Cluster, job: int | str, log: Tail | None = None, timeout: f
 
 
 def describe(record: dict[str, str]) -> str:
-    """A job's state in words."""
+    """A job's state as a phrase."""
     state, reason = record["JobState"], record.get("Reason", "None")
     restarts = record.get("Restarts", "0")
     again = f", restarted {restarts} x" if restarts != "0" else ""
@@ -176,7 +176,7 @@ def try_out(cluster: cluster_schema.Cluster, texts: Mapping[str, str]) -> dict[s
     """Start Slurm with the files, run a job on all started nodes that takes all of their GPUs, and end it again.
 
     Returns the names of the nodes, and the seconds until all were idle. Raises UserError where it cannot be started here, or
-    does not work, with Slurm's own words.
+    does not work, with Slurm's own message.
     """
     began = time.monotonic()
     try:

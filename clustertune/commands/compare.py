@@ -27,7 +27,7 @@ def compare(
 ) -> None:
     """Put runs side by side: world size, wall time, tokens per second, memory, and what makes them differ.
 
-    What a run lacks is left empty and said; runs of other recipes or hardware are compared with a warning.
+    What a run lacks is left empty and named; runs of other recipes or hardware are compared with a warning.
     """
     from clustertune.console import emit_json, say, stderr
     from clustertune.errors import storage_error

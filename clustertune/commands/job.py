@@ -160,7 +160,7 @@ def _collected(resolved: Resolved, machine: Cluster) -> Path | None:
 def take_log(run: Path, name: str, job: str) -> None:
     """Move the log of a job by hand from the checkout, where the header of launch/run.sbatch has it begin, to the run's others.
 
-    Nothing happens to a log of another name: somebody chose it. The batch script is asked to follow (SIGUSR2).
+    A log of another name was chosen, and stays as it is. The batch script is asked to follow (SIGUSR2).
     """
     here, there = Path.cwd() / f"{name}-{job}.log", run.resolve() / "logs" / f"{name}-{job}.log"
     try:
@@ -212,7 +212,7 @@ def part(
     run_dir: Annotated[Path, path_option("A run folder.")],
     servers: Annotated[Path | None, path_option("The job's vLLM servers, for the stage eval.")] = None,
 ) -> None:
-    """Run one stage of a run that somebody else holds: what a job starts inside its container."""
+    """Run one stage of a run that another process holds: what a job starts inside its container."""
     from clustertune import chain
     from clustertune.evaluate.servers import GIVEN
 

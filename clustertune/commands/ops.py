@@ -155,7 +155,7 @@ def check(
 ) -> None:
     """Look whether bricks, pool and exports of this machine work; a small file is written, and removed.
 
-    Exit 0: all is well; 1: warnings; 2: what would stop or spoil a job. A hung brick costs twice --seconds at most.
+    Exit 0: no findings; 1: warnings; 2: what would stop or spoil a job. A hung brick costs twice --seconds at most.
     """
     from clustertune.check import rule
     from clustertune.config.cluster import load_cluster

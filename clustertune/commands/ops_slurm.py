@@ -71,7 +71,7 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as plan.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what plan shows, as root. Daemons are left alone: the steps that are left are told in order."""
+    """Write what plan shows, as root. Daemons are left alone: the remaining steps are listed in order."""
     from clustertune.ops.slurm.applying import apply_plan
 
     made = _make(cluster, node, root, accounting, adopt, force)

@@ -47,7 +47,7 @@ def push(
     run = RunDir(existing_folder(run_dir, "a run"))
     name = hub.check_name(repo or secrets.read_env(secrets.DEFAULT, lambda _note: None).get("HF_REPO_ID"))
     _refuse_merged(run)
-    upload = hub.parcel(run, name, licence)
+    upload = hub.upload_for(run, name, licence)
     for left in upload.left_out:
         say(f"note: {left} stays here: only the adapter and its card are pushed")
     if dry_run:

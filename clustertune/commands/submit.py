@@ -222,7 +222,7 @@ class Submission:
         return settings.find_problems(self.resolved)
 
     def _image_problems(self) -> list[Problem]:
-        """An image that is not what its sum says, or cannot be shown the run; what it is, where all is well."""
+        """An image that is not what its sum says, or cannot be shown the run; returns what it is."""
         from clustertune.launch import container, image, places
         from clustertune.tree import ROOT
 

@@ -44,7 +44,7 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal, in its own chat template; answers appear as they are made.
 
-    /new forgets what was said, /exit ends. Sampling is that of the model's generation_config.json.
+    /new forgets the conversation, /exit ends. Sampling is that of the model's generation_config.json.
     """
     facts = _facts(model, max_new_tokens)
     talk = _Talk(facts, device, max_new_tokens, greedy)
@@ -84,14 +84,14 @@ class _Talk:
         self.room = facts.max_length - max_new_tokens
 
     def answer(self, turns: list[dict[str, str]]) -> str:
-        """Print the answer to stdout as it is made; returns it. Raises UserError where what was said leaves no room."""
+        """Print the answer to stdout as it is made; returns it. Raises UserError where the conversation leaves no room."""
         from transformers import TextStreamer
 
         inputs = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         count = inputs["input_ids"].shape[1]
         if count > self.room:
-            text = f"{count} tokens were said, {self.room} leave room for an answer"
-            raise UserError(text, key="--max-new-tokens", fix="/new forgets what was said; or lower it")
+            text = f"{count} tokens of conversation, at most {self.room} leave room for an answer"
+            raise UserError(text, key="--max-new-tokens", fix="/new forgets the conversation; or lower it")
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         made = self.model.generate(**inputs.to(self.model.device), streamer=streamer, **self.settings)
         return str(self.tokenizer.decode(made[0][count:], skip_special_tokens=True))

@@ -60,7 +60,7 @@ _WORDS = {
     "fsdp_backward_prefetch": "FSDP_BACKWARD_PREFETCH",
     "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
 }
-"""Keys that take one of the words of a list in ``accelerate/utils/constants.py``."""
+"""Keys that take one of the names of a list in ``accelerate/utils/constants.py``."""
 
 
 def top_keys() -> frozenset[str]:

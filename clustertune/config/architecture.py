@@ -282,7 +282,7 @@ def scale_down(body: dict[str, Any], tensor_parallel: int = 1) -> dict[str, Any]
 
 
 def _scale_layers(values: Values, layers: int, fields: set[str]) -> dict[str, Any]:
-    """What is said layer by layer, for the layers that are left: one of each kind of attention where there are two kinds."""
+    """What config.json lists by layer, for the layers that are left: one of each kind of attention."""
     small: dict[str, Any] = {}
     for key in _LAYER_NUMBERS:
         if isinstance(given := values.get(key), list):
@@ -312,7 +312,7 @@ def _scale_rope(rope: dict[str, Any], share: float, narrow: float) -> dict[str, 
 
 
 def summary(body: dict[str, Any]) -> str:
-    """The architecture in a few words."""
+    """The architecture in a phrase."""
     return (
         f"{body['architectures'][0]}, {body['num_hidden_layers']} layers, hidden {body['hidden_size']}, "
         f"vocabulary {body['vocab_size']}"

@@ -175,7 +175,7 @@ def check_native(section: NativeSection, given: Mapping[str, Any]) -> tuple[dict
             except ValueError as error:
                 fix = did_you_mean(value, field.choices) if field.choices and isinstance(value, str) else None
                 shown = "" if value is None else f"{show_value(value)}: "
-                known_words = f"{len(field.choices)} words are known here" if fix and len(field.choices) > 8 else str(error)
+                known_words = f"{len(field.choices)} values are known here" if fix and len(field.choices) > 8 else str(error)
                 found.append((path, f"{shown}{known_words}", fix))
         elif key not in section.removed and names_secret(key) and nearest(key, known) is None:
             found.append((path, "looks like a secret (value not shown)", SECRET_FIX))

@@ -1,4 +1,4 @@
-"""Which cluster: a file of ``ops/clusters``, a file anywhere, or this place as it is found by looking."""
+"""Which cluster: a file of ``ops/clusters``, a file anywhere, or this machine as it is found by looking."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load_cluster(name_or_path: str | None = None, *, look: Callable[[], Seen] = 
 def of_gpus(text: str) -> Cluster:
     """The cluster of ``NODESxGPUSxNAME``, as ``2x8xh100-sxm``: nodes, GPUs of one, a GPU of ops/hardware.yaml.
 
-    What nobody said of its nodes is that file's ``nodes``; ``notes`` name it. Raises UserError.
+    What is not given of its nodes is that file's ``nodes``; ``notes`` name it. Raises UserError.
     """
     known, found = read_hardware().gpus, re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,2})x(.+)", text)
     if found is None or found[3] not in known:

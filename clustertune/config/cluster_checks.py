@@ -295,7 +295,7 @@ def _check_gpu(compute: Compute) -> Iterator[Found]:
 
 
 def _check_links(compute: Compute, gpu: Gpu | None) -> Iterator[Found]:
-    """What is said of the link against the GPU, the node and the nominal speed."""
+    """The link's facts against the GPU, the node and the nominal speed."""
     link = compute.interconnect or ""
     if gpu and link.startswith("nvlink") and link != f"nvlink{gpu.nvlink}":
         has = f"NVLink {gpu.nvlink}" if gpu.nvlink else "no NVLink that joins all GPUs of a node"
@@ -452,7 +452,7 @@ def check_storage(storage: Mapping[str, Any], hosts: Sequence[Host | None]) -> I
 
 
 def _root_device(storage: Mapping[str, Any], host: Host | None) -> str | None:
-    """What a machine boots from; None: nobody said, as only compute nodes are alike."""
+    """What a machine boots from; None: unknown, as only compute nodes are alike."""
     root = storage.get("root")
     return root.get("device") if isinstance(root, dict) and host and "compute" in (host.roles or ()) else None
 

@@ -1,4 +1,4 @@
-"""A cluster that nobody described: what Slurm, the driver and the kernel say of it.
+"""A cluster without a file: what Slurm, the driver and the kernel say of it.
 
 :func:`collect` asks, with a time limit for each question, and takes no answer for an answer; :func:`judge` makes a cluster of
 the texts, and is tested on recorded ones.
@@ -151,7 +151,7 @@ def gpus_of(gres: str) -> tuple[int, list[str]]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What makes two nodes alike."""
+    """What makes two nodes equal."""
 
     gpus: int
     types: tuple[str, ...]

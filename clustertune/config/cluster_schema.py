@@ -20,7 +20,7 @@ ROLES = ("login", "compute", "nfs", "slurmctld")
 INTERCONNECTS = ("pcie3", "pcie4", "pcie5", "pcie6", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "none")
 """``pcieN``: PCI Express of that generation only; ``nvlinkN``: NVLink of that generation between all GPUs of a node."""
 NETWORKS = ("ethernet", "infiniband", "roce", "omnipath", "slingshot", "efa", "none", "unknown")
-"""``none``: a single machine. ``unknown``: nobody said, and looking did not tell; a file may not say it."""
+"""``none``: a single machine. ``unknown``: not given, and not found by looking; a file may not hold it."""
 CREATE_POLICIES = ("mfs", "eplfs", "epmfs", "ff", "lfs", "lus", "rand", "pfrd")
 """mergerfs' policies for where a new file goes (https://trapexit.github.io/mergerfs/config/functions_categories_and_policies/)."""
 
@@ -88,7 +88,7 @@ class Host(Section):
 
 
 class Compute(Section):
-    """One compute node; all are alike."""
+    """One compute node; all are equal."""
 
     gpus: Annotated[Count, Field(le=1_000)]
     """GPUs of one node; 0: a CPU cluster."""
@@ -99,9 +99,9 @@ class Compute(Section):
     nvlink_domain: Annotated[Positive, Field(le=10_000)] | None = None
     """GPUs that one NVLink domain joins, over several nodes (NVL72: 72); None: those of one node."""
     mtbf_hours: Quantity | None = None
-    """Mean hours between two failures of one node that end its job; None: nobody counted, and a published figure is taken."""
+    """Mean hours between two failures of one node that end its job; None: not counted, and a published figure is taken."""
     measured_gb_s: Quantity | None = None
-    """Bus bandwidth of an NCCL all-gather over the GPUs of a node (nccl-tests' busbw), GB/s; None: nobody measured."""
+    """Bus bandwidth of an NCCL all-gather over the GPUs of a node (nccl-tests' busbw), GB/s; None: not measured."""
     sockets: Positive = 1
     """CPU packages of one node."""
     cores: Positive
@@ -187,7 +187,7 @@ class Storage(Section):
     nfs_version: Annotated[Literal["3", "4", "4.1", "4.2"], BeforeValidator(_text)] = "4.2"
     pool: Pool | None = None
     shared: AbsolutePath | None = None
-    """Folder that all hosts see, for runs, models and caches; None: nobody said which."""
+    """Folder that all hosts see, for runs, models and caches; None: unknown."""
     caches: StoragePath | None = None
     """Folder for ``HF_HOME`` of every stage and rank; ``~``, ``$USER`` and variables of the shell that submits are put in.
     None: ``hf_cache/$USER`` below ``shared`` where that lies on our bricks, else as the libraries have it (``~/.cache``)."""
@@ -206,7 +206,7 @@ class Storage(Section):
     """None: ranks read models and data from where they are."""
     root: RootDisk | None = None
     read_gb_s: Quantity | None = None
-    """What all nodes together read from ``shared``, GB/s; None: nobody measured."""
+    """What all nodes together read from ``shared``, GB/s; None: not measured."""
     write_gb_s: Quantity | None = None
     """The same for writing."""
 
@@ -351,7 +351,7 @@ class Cluster(ClusterFile):
         return next((host for host in self.nodes if host.name == known), None)
 
     def gres(self, count: int) -> str:
-        """Slurm's words for ``count`` GPUs of a node: ``gpu:rtx_pro_6000:8``."""
+        """Slurm's form for ``count`` GPUs of a node: ``gpu:rtx_pro_6000:8``."""
         return ":".join(part for part in ("gpu", self.slurm.gres if self.slurm else None, str(count)) if part)
 
 

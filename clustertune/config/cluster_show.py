@@ -57,7 +57,7 @@ def _lines(cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield "brick", f"{brick.mount}: {brick.node}:{brick.path}, {brick.filesystem}, {brick.tb:g} TB"
     if storage.pool:
         yield "pool", f"{storage.pool.mount}: {storage.pool.kind}, create={storage.pool.create}"
-    yield "folders", f"shared {storage.shared or 'not said'}, scratch {storage.scratch}"
+    yield "folders", f"shared {storage.shared or 'not given'}, scratch {storage.scratch}"
     kept = {"caches": "~/.cache, or HF_HOME of the shell", "models": "the caches", "runs": "runs of the checkout"}
     for what, default in kept.items():
         yield what, storage.place(what) or default

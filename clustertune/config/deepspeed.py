@@ -98,7 +98,7 @@ class Meant:
         return given if given is not None else train_fields()[key].default
 
     def values(self) -> Iterator[tuple[str, Any, str]]:
-        """DeepSpeed's key, the value that the recipe means, and where that is said."""
+        """DeepSpeed's key, the value that the recipe means, and where it stands."""
         batch = f"micro batch {self.micro_batch} x accumulation {self.accumulation} x {self.dp} data-parallel ranks"
         yield "train_batch_size", self.global_batch, f"train.global_batch_size: {batch}"
         yield "train_micro_batch_size_per_gpu", self.micro_batch, "train.per_device_train_batch_size"
@@ -133,7 +133,7 @@ def read(
     *,
     lora: bool,
 ) -> Meant:
-    """The recipe's own words, ``batch`` being its global batch size."""
+    """The recipe's own keys, ``batch`` being its global batch size."""
     sizes = [(architecture or {}).get(key) for key in ("hidden_size", "vocab_size", "intermediate_size")]
     hidden, vocabulary, inner = (size if isinstance(size, int) else 0 for size in sizes)
     micro = int(train.get("per_device_train_batch_size") or DEFAULT_MICRO_BATCH)
@@ -181,7 +181,7 @@ def filled(body: Mapping[str, Any], meant: Meant) -> list[Derived]:
 
 
 def _check_names(body: Mapping[str, Any]) -> Wrong:
-    """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nobody fills in."""
+    """Keys that DeepSpeed does not know, values of another type, and ``auto`` that nothing fills in."""
     for key, value in body.items():
         yield from _check_key(
             key, value, None, keys.top_keys() - set(_REFUSED), "DeepSpeed has no such key and would ignore it"
@@ -205,7 +205,11 @@ def _check_key(path: str, value: Any, kind: str | None, known: Collection[str], 
         yield path, unknown, did_you_mean(key, known)
     elif value == AUTO:
         if path not in keys.AUTO:
-            yield path, '"auto", which nobody fills in here: DeepSpeed would take its default', "leave it out, or write a value"
+            yield (
+                path,
+                '"auto", which nothing fills in here: DeepSpeed would take its default',
+                "leave it out, or write a value",
+            )
     elif kind == "bool" and not isinstance(value, bool):
         yield path, f"{show_value(value)} is not true or false", None
     elif kind == "int" and not (is_number(value) and value == int(value) and value >= 0):
@@ -244,7 +248,7 @@ def _check_zero(body: Mapping[str, Any], from_command_line: Callable[[str], bool
 
 
 def _check_nvme(path: str, given: Any, from_command_line: Callable[[str], bool]) -> Wrong:
-    """The place is a fact of the cluster. On the command line somebody may know better."""
+    """The place is a fact of the cluster. The command line may name another one."""
     key = f"{path}.nvme_path"
     if given == AUTO or (from_command_line(key) and isinstance(given, str) and given.startswith("/")):
         return

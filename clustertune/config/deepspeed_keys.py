@@ -2,7 +2,7 @@
 
 DeepSpeed takes an unknown key of the top level without a message (runtime/config.py asks for the ones that it knows).
 It refuses one of ``zero_optimization``, ``bf16`` and ``fp16`` only when the model is being wrapped. It reads ``auto`` where
-nobody fills it in as if the key were not there (runtime/config_utils.py, DeepSpeedConfigModel.__init__).
+nothing fills it in as if the key were not there (runtime/config_utils.py, DeepSpeedConfigModel.__init__).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AUTO = frozenset(
         "zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.nvme_path",
     )
 )  # fmt: skip
-"""Keys whose ``auto`` somebody fills in: transformers (integrations/deepspeed.py, HfTrainerDeepSpeedConfig) and accelerate
+"""Keys whose ``auto`` is filled in: transformers (integrations/deepspeed.py, HfTrainerDeepSpeedConfig) and accelerate
 (utils/dataclasses.py, DeepSpeedPlugin.__post_init__; accelerator.py, _prepare_deepspeed)."""
 
 

@@ -177,7 +177,7 @@ def check_precision(train: Mapping[str, Any], accelerate: Mapping[str, Any]) -> 
 
 # --- recomputation --------------------------------------------------------------------------------------------------------
 
-# ``activation_checkpointing``: which decoder layers are recomputed and what of them is kept; said once, in one place.
+# ``activation_checkpointing``: which decoder layers are recomputed and what of them is kept; given once, in one place.
 
 SECTION = "activation_checkpointing"
 ALIASES = (SECTION, "gradient_checkpointing")
@@ -185,7 +185,7 @@ ALIASES = (SECTION, "gradient_checkpointing")
 
 
 def reason(section: ActivationCheckpointing, layers: int) -> str:
-    """What the section makes of a model with ``layers`` decoder layers, in words."""
+    """What the section makes of a model with ``layers`` decoder layers, as a phrase."""
     count = len(recomputed_layers(section.ratio, layers))
     kept = f"; of them {', '.join(section.save)} kept" if section.save else ""
     return f"{SECTION}.ratio {section.ratio:g}: {count} of {layers} layers{kept}"
@@ -219,17 +219,17 @@ def _twice(
     own, fix = f"{SECTION}.{key_of_section}", "keep one of the two"
     for key in ALIASES:
         if train.get(key) is not None:
-            yield ("train", key), f"{train[key]}, and {own} says which layers are recomputed: that is said twice", fix
+            yield ("train", key), f"{train[key]}, and {own} says which layers are recomputed: that is given twice", fix
         named = ("train", f"{key}_kwargs")
         arguments = given if isinstance(given := train.get(named[1]), dict) else {}
         if "every_n_layers" in arguments:
-            yield (*named, "every_n_layers"), f"{own} says which layers are recomputed: that is said twice", fix
+            yield (*named, "every_n_layers"), f"{own} says which layers are recomputed: that is given twice", fix
         if section.save and arguments.get("selective"):
             yield (*named, "selective"), f"TRL's name for {SECTION}.save=[attention], which is given too", fix
         if section.save and arguments.get("use_reentrant"):
             text = f"reentrant checkpointing keeps no results, and {SECTION}.save asks for some"
             yield (*named, "use_reentrant"), text, "leave it out"
     if acc.recomputes(accelerate):
-        text = f"given, and {file} has fsdp_activation_checkpointing: true, for all layers: that is said twice"
+        text = f"given, and {file} has fsdp_activation_checkpointing: true, for all layers: that is given twice"
         what = "accelerate.fsdp_config.fsdp_activation_checkpointing=false, or leave the section out"
         yield (SECTION, key_of_section), text, what

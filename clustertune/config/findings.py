@@ -1,4 +1,4 @@
-"""What checks and pydantic find in a file, in the words of the person who wrote it, with the line of the key."""
+"""What checks and pydantic find in a file, in the terms of the person who wrote it, with the line of the key."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class StorageFacts(Sourced):
 
 
 class NodeFacts(Sourced):
-    """The node around a GPU that nobody described, per GPU."""
+    """The node around a GPU where none is described, per GPU."""
 
     network: Literal[NETWORKS]  # type: ignore[valid-type]
     gbit: Figure
@@ -252,7 +252,7 @@ class Entry(Section):
     """The prices of one GPU."""
 
     on_demand: Money | None = None
-    """Per GPU-hour; None: nobody offers it."""
+    """Per GPU-hour; None: no offer is known."""
     spot: Money | None = None
     """The same for capacity that may be taken back at any time."""
     date: IsoDate | None = None

@@ -154,7 +154,7 @@ def read_layers(folder: Path, shown: str, overrides: Sequence[str]) -> tuple[Lay
         bases = named_bases(asking.data.get("base", []))
     except ValueError as error:
         problems.append(Problem(str(error), file=asking.place(("base",)), key="base"))
-        del asking.data["base"]  # said once: the schema would say it again
+        del asking.data["base"]  # reported once: the schema would report it again
         bases = []
     for base in bases:
         with gathered(problems):

@@ -212,6 +212,6 @@ def lift(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def size_of(architecture: Mapping[str, Any]) -> str:
-    """Parameters in words: 8.2B."""
+    """Parameters for people: 8.2B."""
     count = parameter_count(architecture)
     return "of unknown size" if count is None else f"{count / 1e9:.3g}B"

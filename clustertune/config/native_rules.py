@@ -307,9 +307,9 @@ class NativeField:
     kinds: list[Kind] | None
     """What its value may be, one of them; None where the field takes a Python object that YAML cannot give."""
     expected: str
-    """What the field takes, in words."""
+    """What the field takes, as a phrase."""
     choices: tuple[str, ...] = ()
-    """The words that it takes, where they are numbered."""
+    """The values that it takes, where they are a closed set."""
 
 
 @cache

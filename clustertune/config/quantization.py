@@ -1,4 +1,4 @@
-"""``train.model_init_kwargs.quantization_config``: a base that is loaded quantised, in transformers' words, and its size."""
+"""``train.model_init_kwargs.quantization_config``: a base that is loaded quantised, with transformers' keys, and its size."""
 
 from __future__ import annotations
 

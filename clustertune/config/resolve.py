@@ -143,7 +143,7 @@ class _Work:
             self.problems += problems
 
     def check(self) -> None:
-        """Everything that can be said without a machine, each part as far as the others allow."""
+        """Everything that can be checked without a machine, each part as far as the others allow."""
         distribution = self.accelerate.data if self.accelerate else {}
         accelerate_shown = self.accelerate.file if self.accelerate else self.accelerate_file
         kind = str(self.architecture["model_type"]) if self.architecture else None
@@ -189,7 +189,7 @@ class _Work:
             self.accelerate = replace(self.accelerate, data={**distribution, "parallelism_config": section})
 
     def _check_beneath_tiny(self) -> None:
-        """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit matters to nobody then."""
+        """What is wrong in values that ``--tiny`` is about to replace; whether they divide or fit does not matter then."""
         self.report(checks.check_schema(self.values, self.place))
         given = self.values.get("train")
         if isinstance(given, dict):

@@ -14,7 +14,7 @@ from clustertune.config.distribution import Distribution
 from clustertune.config.schema import CHOOSING, Recipe, is_address
 
 _WITHOUT_EFFECT = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "save_total_limit")
-"""Training arguments that change what is said or kept, not what is computed."""
+"""Training arguments that change what is shown or kept, not what is computed."""
 
 _SIZES = ("num_processes", "num_machines", "machine_rank", "parallelism_config")
 """Keys of an accelerate file that are shape: another number of ranks or mesh goes on with the run."""

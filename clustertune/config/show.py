@@ -106,7 +106,7 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
 
 
 def _deepspeed(resolved: Resolved, derived: Mapping[str, Derived]) -> Iterator[tuple[str, Any, str]]:
-    """DeepSpeed's file, the values in the place of its ``auto``; what the command line gave was told before."""
+    """DeepSpeed's file, the values in the place of its ``auto``; what the command line gave was shown before."""
     if not resolved.deepspeed:
         return
     file = (resolved.accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")

@@ -196,7 +196,7 @@ def parse_yaml(text: str, shown: str, *, core: bool = True) -> Document:
 
 
 def _compose(text: str, core: bool) -> yaml.Node | None:
-    """The nodes of a text. What libyaml refuses is read again by PyYAML's own scanner: its words name the place better."""
+    """The nodes of a text. What libyaml refuses is read again by PyYAML's own scanner: its message names the place better."""
     *fast, slow = _LOADERS[core]
     for loader in fast:
         try:

@@ -204,5 +204,5 @@ _PASSED = re.compile(
 
 
 def environ() -> dict[str, str]:
-    """What engines are told of the caller's environment: tokens of other programs are none of theirs."""
+    """What of the caller's environment engines receive: tokens of other programs stay out."""
     return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}

@@ -1,4 +1,4 @@
-"""Apptainer (or Singularity), Docker and Podman: found, started, and told no more than they need."""
+"""Apptainer (or Singularity), Docker and Podman: found, and started with no more of the environment than they need."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def find_apptainer() -> str:
 
 
 def _as_user(command: list[str], scratch: Path) -> list[str]:
-    """The build rootless: an ordinary user's is by itself, root's where it is told, with a range of ids to map."""
+    """The build rootless: an ordinary user's always is, root's where asked for, with a range of ids to map."""
     if os.geteuid() != 0:
         return command
     command = [*command[:2], "--fakeroot", *command[2:]]

@@ -207,7 +207,7 @@ def _query(address: str, pairs: list[tuple[str, str]]) -> list[Mapping[str, list
 
 
 def judge(found: Iterable[Known], lived_with: Mapping[str, str]) -> list[Problem]:
-    """A problem for each package that the database knows something of and nobody gave a reason for."""
+    """A problem for each package with a known vulnerability and no written reason to keep it."""
     by_package: dict[tuple[str, str], list[str]] = {}
     for known in found:
         if known.id not in lived_with:

@@ -24,7 +24,7 @@ def document(
 ) -> dict[str, Any]:
     """What the image holds: each Python package with its licence and the hash of its file, and the distribution's packages.
 
-    ``inventory``: what ``selftest.py --inventory`` said in the image. Raises ValueError where it is not what was installed.
+    ``inventory``: what ``selftest.py --inventory`` printed in the image. Raises ValueError where it is not what was installed.
     """
     by_name = {wheel.entry.name: wheel for wheel in wheels}
     if strange := sorted({item["name"] for item in inventory["python"]} ^ set(by_name)):

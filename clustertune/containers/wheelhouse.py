@@ -98,7 +98,7 @@ def _target(lock: Lock) -> list[str]:
 
 
 def _pip(python: Path, verb: str, entries: list[Entry], lock: Lock, options: list[str]) -> None:
-    """pip with the entries' hashes; nothing that they do not name. Its own words are the error, without the index's address."""
+    """pip with the entries' hashes; nothing that they do not name. Its message is the error, without the index's address."""
     requested = python.parent.parent / f"asked-{os.getpid()}.txt"
     requested.write_text("".join(entry.text() for entry in entries))
     command = [

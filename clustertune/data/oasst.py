@@ -1,6 +1,6 @@
 """Open-Assistant message trees -> one conversation per tree.
 
-Two exports are read, told apart record by record: flat rows (one message each, as in OpenAssistant/oasst2) and nested trees
+Two exports are read, distinguished record by record: flat rows (one message each, as in OpenAssistant/oasst2) and nested trees
 (``{"message_tree_id": ..., "prompt": {..., "replies": [...]}}``). The flat rows of a tree may stand in any order and between
 those of other trees; "file order" is the order of the rows, in a nested tree that of a depth-first reading.
 

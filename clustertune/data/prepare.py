@@ -197,7 +197,7 @@ def _line(conversation: Conversation, source: Mapping[str, str]) -> str:
 
 
 def _assign(read: _Read, seed: int, fraction: float, own_splits: list[bool]) -> tuple[list[str], list[str]]:
-    """The split of each conversation, and what is to be said about it."""
+    """The split of each conversation, and the notes on it."""
     warnings, own = [], list(own_splits)
     for number, has_own in enumerate(own_splits):
         given = {split for (_, split), part in zip(read.keys, read.parts, strict=True) if part == number}

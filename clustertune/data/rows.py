@@ -178,7 +178,7 @@ def _array(stream: Any, location: RowLocation, shown: str, *_: Any) -> Iterator[
 
 
 def _broken_array(shown: str, text: str, error: JsonError) -> UserError:
-    """Behind a fault in the middle of an array no record can be told from the next: no row is left out, the file is refused."""
+    """Behind a fault in the middle of an array the limits of records are lost: no row is left out, the file is refused."""
     line = text.count("\n", 0, error.position) + 1
     column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
     return UserError(

@@ -42,7 +42,7 @@ class Encoder:
     tokenizer: Any
     template: str
     answers: bool
-    """Only the assistant's words carry labels."""
+    """Only the assistant's turns carry labels."""
     completions: bool = True
     """Of prompt and completion, only the completion carries labels."""
 
@@ -110,7 +110,7 @@ class Encoder:
         for (location, _), example in zip(lines, examples, strict=True):
             for ids, heads in islice(made, len(_whole(example)) or 1):
                 if heads[3] == 0:
-                    raise Refused(location, "no token carries a label: the chat template marks no assistant's words in it")
+                    raise Refused(location, "no token carries a label: the chat template marks no assistant's turns in it")
                 yield ids, heads
 
 

@@ -40,7 +40,7 @@ def look_at_one(cluster: Cluster) -> tuple[HostFacts | None, str]:
     if found:
         return next(iter(found.values())), ""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return None, next(iter(faults.values()), lines[-1] if lines else "the node said nothing")
+    return None, next(iter(faults.values()), lines[-1] if lines else "the node printed nothing")
 
 
 def accounts() -> list[str]:

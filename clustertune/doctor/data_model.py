@@ -90,7 +90,7 @@ def gated(context: Context) -> Iterator[Seen]:
 
 
 def _has_token(context: Context) -> bool:
-    """Whether a token of the Hub is at hand; its value is looked at by nobody."""
+    """Whether a token of the Hub is at hand; its value is never read."""
     if context.environment.get(SECRET[0]) or context.environment.get("HUGGING_FACE_HUB_TOKEN"):
         return True
     try:
@@ -178,10 +178,10 @@ def no_template(context: Context) -> Iterator[Seen]:
 
 @rule("template-without-marks", RECIPE)
 def no_marks(context: Context) -> Iterator[Seen]:
-    """Looks at: generation marks in the chat template, for a loss on the assistant's words
+    """Looks at: generation marks in the chat template, for a loss on the assistant's turns
 
     Why: no token carries a label and nothing is learnt, or the ranks end at their start
-    Fix: a template with {% generation %} around the assistant's words, as model.chat_template; else the ranks refuse it
+    Fix: a template with {% generation %} around the assistant's turns, as model.chat_template; else the ranks refuse it
     See: https://github.com/huggingface/trl/issues/4879
     """
     template = _template(context)

@@ -35,12 +35,12 @@ MAX_BYTES = 256 << 20
 
 @dataclass
 class Looked:
-    """What the nodes said."""
+    """What the nodes reported."""
 
     facts: dict[str, HostFacts] = field(default_factory=dict)
     """By Slurm's name of the node."""
     faults: dict[str, str] = field(default_factory=dict)
-    """Why a node said nothing."""
+    """Why a node reported nothing."""
     asked: float = 0.0
     answered: float = 0.0
     """Seconds since 1970 before and after, by this machine's clock."""
@@ -61,7 +61,7 @@ def collector(cluster: Cluster, nodes: Sequence[str], seconds: float) -> list[st
     storage = cluster.storage
     pool, staging = storage.pool, storage.staging
     folders = [storage.shared, storage.scratch, pool.mount if pool else None, staging.path if staging else None]
-    # said, not found by looking: what a container sees of Slurm's variables is what is named to it
+    # from the environment, not found by looking: what a container sees of Slurm's variables is what is named to it
     place = STEP if cluster.container.runtime == "none" else CONTAINER_STEP
     command = facts_command(place, seconds) + [f"--folder={folder}" for folder in dict.fromkeys(folders) if folder]
     return command + [f"--name={name}" for name in (nodes if len(nodes) <= 64 else ())]
@@ -111,7 +111,7 @@ def look(cluster: Cluster, allocation: Allocation, *, binds: Sequence[str] = (),
             looked.facts[node] = found[name]
         else:
             own = [line for line in lines if node in line] or lines
-            reason = own[-1][:300] if own else "it said nothing"
+            reason = own[-1][:300] if own else "it printed nothing"
             looked.faults.setdefault(node, f"no answer within {seconds + START_SECONDS:.0f} s" if late else reason)
     return looked
 

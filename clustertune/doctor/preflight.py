@@ -1,4 +1,4 @@
-"""Before the ranks of a job start: every node is looked at for some seconds, and what would stop the training is said then."""
+"""Before the ranks of a job start: every node is looked at for some seconds, and what would stop the training is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.launch.allocation import Allocation
 
 SECONDS = 50.0
-"""How long a node may look; one that is well takes less than one, with eight GPUs some. Without persistence mode the driver
+"""How long a node may look; a healthy one takes less than one, with eight GPUs some. Without persistence mode the driver
 wakes one GPU after the other: only beyond host.gpus.SMI_SECONDS it is known to hang."""
 
 STOPS = frozenset(
@@ -26,7 +26,7 @@ STOPS = frozenset(
     """.split()  # noqa: SIM905 (one word a rule is what a person can read and extend)
 )
 """Rules whose failure is sure to stop or spoil the job that is about to start. What else fails (a full brick, an error of a GPU
-that may have been reset since, a name that nobody may ask for) is told in the log, and the job goes on."""
+that may have been reset since, a name that nobody may ask for) is written to the log, and the job goes on."""
 
 
 def ignored(cluster: Cluster) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class Context:
     resolved: Resolved
     cluster: Cluster
     facts: HostFacts | None
-    """Of the machine on which this runs; None: nobody collected them."""
+    """Of the machine on which this runs; None: not collected."""
     run_dir: Path | None
     """The run folder that is asked about, which need not exist."""
     plan: Plan | None
@@ -270,7 +270,7 @@ def build(
     env_file: Path = secrets.DEFAULT,
     arch: str | None = None,
 ) -> Context:
-    """Everything that the rules need; what cannot be had is left out and said. Never raises for what a user can cause."""
+    """Everything that the rules need; what cannot be had is left out and named. Never raises for what a user can cause."""
     plan, why = _plan(resolved, cluster)
     variables = os.environ if environment is None else environment
     versions, versions_of = _versions(cluster, facts)
@@ -317,7 +317,7 @@ def _plan(resolved: Resolved, cluster: Cluster) -> tuple[Plan | None, str]:
         return make_plan(resolved, where.machine(resolved.recipe.slurm.nodes), where.constants), ""
     except UserError as error:
         return None, str(error.problems[0])
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # an architecture that nobody foresaw
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # an unforeseen architecture
         return None, f"the planner does not understand this model: {type(error).__name__}: {error}"
 
 

@@ -29,7 +29,7 @@ def recipe_findings(
     """What the rules of recipe, stack, data and run folder find. Reads headers and small files only; imports no torch.
 
     ``facts``: of this machine, its versions those of the ranks' Python; None: what is installed here is looked at.
-    ``run_dir``: the run folder, which need not exist; None: nothing is said of one. ``environment``: what a job will
+    ``run_dir``: the run folder, which need not exist; None: no findings on one. ``environment``: what a job will
     inherit; None: this process's.
     """
     context = build(resolved, cluster, facts, run_dir=run_dir, environment=environment, env_file=env_file)

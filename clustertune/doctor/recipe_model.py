@@ -154,5 +154,5 @@ def _size(path: Path) -> int:
 
 
 def has_generation_marks(template: str) -> bool:
-    """Whether a chat template marks the assistant's words (trl/chat_template_utils.py, has_generation_markers)."""
+    """Whether a chat template marks the assistant's turns (trl/chat_template_utils.py, has_generation_markers)."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

@@ -15,7 +15,7 @@ from clustertune.doctor import stack_faults
 from clustertune.doctor.recipe_context import Context
 
 LORA_RATES, FULL_RATES = (1e-5, 1e-3), (1e-7, 1e-4)
-"""Learning rates outside of which a fine-tuning rarely gets anywhere: TRL's guide has 2e-5 for all parameters and ten times
+"""Learning rates outside of which a fine-tuning rarely learns: TRL's guide has 2e-5 for all parameters and ten times
 that for LoRA (https://huggingface.co/docs/trl/peft_integration); a factor of 20 to 50 around it."""
 LONG_WARMUP = 0.5
 """Share of all steps."""
@@ -210,7 +210,7 @@ def packed(context: Context) -> Iterator[Seen]:
 def evaluation(context: Context) -> Iterator[Seen]:
     """Looks at: an eval split where evaluation is asked for
 
-    Why: no evaluation happens, and overfitting is seen by nobody
+    Why: no evaluation happens, and overfitting stays unseen
     Fix: data.eval_fraction, or train.eval_strategy=no
     See: https://huggingface.co/docs/transformers/main_classes/trainer
     """

@@ -137,7 +137,7 @@ def no_metadata(context: Context) -> Iterator[Seen]:
         for shards in shards_of(checkpoint.path):
             if not (shards / ".metadata").is_file():
                 text = f"{checkpoint.path.name}/{shards.name} holds shards and no .metadata"
-                # A broken one is passed over: that it is broken was said, this is what may be behind it.
+                # A broken one is passed over: that it is broken was reported, this is what may be behind it.
                 yield Seen(FAIL if checkpoint is whole else WARN, text, where=str(shards))
 
 

@@ -77,7 +77,7 @@ class ServersLM(LocalCompletionsAPI):  # type: ignore[misc]
         return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos_prefix(string, bos) else {}))
 
     async def get_batched_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """lm-eval's, with its last error in words."""
+        """lm-eval's, with its last error as text."""
         # Hundreds of requests may end with the same error: asyncio would print each that nobody looked at.
         asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
         try:

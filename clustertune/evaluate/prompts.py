@@ -251,7 +251,7 @@ def _is_drawn(instruction: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def hash_landmark(row: Mapping[str, Any]) -> str:
-    """A short digest of a prompt's words."""
+    """A short digest of a prompt's text."""
     return hashlib.sha256(str(row["prompt"]).encode()).hexdigest()[:16]
 
 

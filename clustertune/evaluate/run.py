@@ -75,7 +75,7 @@ def evaluate(
             raise UserError(Problem("is the model that is scored", file=str(base), key="--base", fix=fix))
         _check_out(out)
         plain = settings.model_copy(update={"pass_mark": {}, "pass_difference": {}, "base": False})
-        # What is wrong with the tuned model is said before the base is scored.
+        # Problems of the tuned model are reported before the base is scored.
         with _prepared(model, adapter, settings, tokenizer, data, benchmark, device):
             pass
         evaluate(base, base_out, settings=plain, data=data, benchmark=benchmark, device=device, tokenizer=tokenizer)
@@ -170,7 +170,7 @@ class _Run:
     loaded: dict[str, Any]
     """lm-eval's tasks and groups."""
     places: dict[str, str]
-    """Where each data set came from: a commit of the Hub, or words."""
+    """Where each data set came from: a commit of the Hub, or a description."""
     prompts: str
     """Digest of all requests."""
     rows: ifeval.Inputs | None

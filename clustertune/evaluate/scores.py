@@ -147,7 +147,7 @@ def require_pass(result: Mapping[str, Any]) -> None:
 
 
 def render(result: Mapping[str, Any], console: Console) -> None:
-    """The scores as tables, with what was scored said above and below them."""
+    """The scores as tables, with what was scored above and below them."""
     marks, missed = result["pass"]["marks"], result["pass"]["missed"]
     table = Table(title=Text(", ".join(title(name, result) for name in result["tasks"])), title_justify="left")
     table.add_column("task")

@@ -43,7 +43,7 @@ HOST = "127.0.0.1"
 START_SECONDS = 3600.0
 """Until all servers answer, where the model's size does not say: 406 GB a node at 0.2 GB/s are 34 minutes."""
 VERSION_SECONDS = 300.0
-"""Until vLLM has said its version: it imports torch."""
+"""Until vLLM has printed its version: it imports torch."""
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0
 """Between SIGTERM and SIGKILL: a follower whose head was gone did not end within 5 s."""
@@ -53,7 +53,7 @@ _LOG_LINES = 15
 
 @dataclass(frozen=True)
 class Job:
-    """What every node of an evaluation must know alike to start its servers."""
+    """What every node of an evaluation must know, the same for all, to start its servers."""
 
     model: str
     """The folder of the merged model, or of the base of ``adapter``."""
@@ -389,7 +389,7 @@ def model_for(model: ModelFacts, settings: Eval, *, adapter: Path | None = None)
     """lm-eval's ``LM`` over servers, which are ended with the context.
 
     Raises UserError where a tensor is missing, before a server starts; where one does not start; and where no server gives an
-    answer within ``settings.stall_seconds``, with the last words of each log.
+    answer within ``settings.stall_seconds``, with the last lines of each log.
     """
     from clustertune.evaluate.client import ServersLM
 
@@ -430,7 +430,7 @@ def _ask_for(folder: Path, model: ModelFacts, adapter: Path | None) -> Job:
     # Other ports each time: the last ones may still be in use.
     job = replace(_of(template, model, adapter), folder=str(folder / str(number)), port=template.port + 16 * number)
     job.write(folder / ASKED.format(number))
-    _await(folder, READY.format(number), job.start_seconds + END_SECONDS)  # the nodes' own words come first
+    _await(folder, READY.format(number), job.start_seconds + END_SECONDS)  # the nodes' own messages come first
     return job
 
 
@@ -442,7 +442,7 @@ def _of(job: Job, model: ModelFacts, adapter: Path | None) -> Job:
 
 
 def _await(folder: Path, name: str, seconds: float) -> dict[str, Any]:
-    """What a node writes. Raises UserError with the words of a node that gave up, or after ``seconds``."""
+    """What a node writes. Raises UserError with the message of a node that gave up, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := _given_up(folder):
@@ -456,7 +456,7 @@ def _await(folder: Path, name: str, seconds: float) -> dict[str, Any]:
 
 
 def _given_up(folder: Path) -> UserError | None:
-    """What the nodes of a Slurm job said that gave up."""
+    """The messages of the nodes of a Slurm job that gave up."""
     names = [name for name in os.listdir(folder) if name.startswith(FAILED) and name.endswith(".json")]  # noqa: PTH208
     bodies = [json.loads((folder / name).read_bytes()) for name in sorted(names)]
     problems = [Problem(**problem) for body in bodies for problem in body["problems"]]

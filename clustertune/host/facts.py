@@ -121,7 +121,7 @@ class Probe:
     ok: bool | None = None
     """None: it could not be tried, because nothing can be written there, or nothing answered in time."""
     said: str = ""
-    """What the system said against it."""
+    """The system's error."""
 
 
 @dataclass

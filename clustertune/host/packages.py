@@ -30,7 +30,7 @@ def look() -> dict[str, Any]:
         try:
             package = metadata.distribution(name)
             version, location = package.version, str(package.locate_file(""))
-        except Exception:  # noqa: S112 - a broken installation has any fault; what is not told is not there
+        except Exception:  # noqa: S112 - a broken installation has any fault; what has no metadata is not there
             continue
         found.append({"name": name, "version": version or "", "location": os.path.realpath(location)})
     torch = next((item["location"] for item in found if item["name"] == "torch"), None)

@@ -19,12 +19,12 @@ MAX_OUTPUT = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said."""
+    """What a command printed."""
 
     text: str = ""
     """Its standard output; also of a command that failed half-way."""
     fault: str = ""
-    """Why it said nothing, or not everything, in one line; empty where it ended well."""
+    """Why it printed nothing, or not everything, in one line; empty where it ended well."""
     present: bool = True
     """Whether it is installed."""
 
@@ -36,7 +36,7 @@ class Answer:
 
 if TYPE_CHECKING:  # 3.8 cannot subscript collections.abc
     Ask = Callable[[Sequence[str], float], Answer]
-    """A command and its time limit in seconds in, what it said out."""
+    """A command and its time limit in seconds in, its output out."""
 
 ABSENT = Answer(present=False)
 
@@ -74,7 +74,7 @@ def ask(command: Sequence[str], seconds: float, text: str = "") -> Answer:
 
 
 def _after_the_end(child: subprocess.Popen[bytes]) -> bytes:
-    """What a killed command had said, where it dies at once."""
+    """What a killed command had printed, where it dies at once."""
     try:
         return child.communicate(timeout=1.0)[0]
     except subprocess.TimeoutExpired as late:

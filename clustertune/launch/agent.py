@@ -28,7 +28,7 @@ PEER_SECONDS = 10.0
 MONITOR_SECONDS = 5.0
 """How long the sampler and the live page may take to write what they have, once the ranks have ended."""
 LINGER_SECONDS = 20.0
-"""How long a node whose ranks failed waits for the words of the other nodes: the scheduler kills them when it ends."""
+"""How long a node whose ranks failed waits for the messages of the other nodes: the scheduler kills them when it ends."""
 
 
 def launcher_pid_file(folder: Path, node: int) -> Path:
@@ -37,7 +37,7 @@ def launcher_pid_file(folder: Path, node: int) -> Path:
 
 
 def log_file(folder: Path, node: int) -> Path:
-    """What the launcher of a node said: mostly tracebacks of its own when a rank fails."""
+    """What the launcher of a node printed: mostly tracebacks of its own when a rank fails."""
     return folder / f"node-{node}.log"
 
 
@@ -99,7 +99,7 @@ class Agent:
 
         Returns OK where the ranks ended by themselves, AGAIN where this agent ended them (hung, superseded, asked before
         there was anything to save), FAILED otherwise. What it means for the attempt is judged from all records together.
-        The launcher's own words go to ``node-N.log``: what it prints when a rank fails is a traceback of its own code.
+        The launcher's own output goes to ``node-N.log``: what it prints when a rank fails is a traceback of its own code.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with log_file(self.folder, self.node).open("ab") as log:
@@ -196,7 +196,7 @@ class Agent:
 
     def linger(self) -> None:
         """Wait until every node has left its record: a scheduler ends the others as soon as this one ends with a failure."""
-        for number in stop_signals():  # what is asked of the ranks has been told by their records
+        for number in stop_signals():  # the records of the ranks say what they were asked
             signal.signal(number, signal.SIG_IGN)
         deadline = time.monotonic() + LINGER_SECONDS
         missing = [node for node in range(len(self.plan.nodes)) if node != self.node]

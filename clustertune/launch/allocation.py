@@ -39,7 +39,7 @@ class Allocation:
     """Of the node with the fewest."""
     tasks_per_node: int | None
     memory_mb: int | None
-    """MiB on each node; None: all of it, or not said."""
+    """MiB on each node; None: all of it, or unknown."""
     limit_minutes: float | None = None
     """The time limit; None: none, or not known."""
     left_minutes: float | None = None
@@ -217,7 +217,7 @@ def _fit_problems(
 
 
 def insert_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The words of a job with further overrides, before its first option."""
+    """The arguments of a job with further overrides, before its first option."""
     at = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     return [*arguments[:at], *overrides, *arguments[at:]]
 
@@ -246,7 +246,7 @@ def _count(number: int, what: str) -> str:
 
 # --- first node -----------------------------------------------------------------------------------------------------------
 
-# What a job's first node lacks of what the cluster file says: told at once, not after hours of preparation.
+# What a job's first node lacks of what the cluster file says: reported at once, not after hours of preparation.
 
 INTERFACES = Path("/sys/class/net")
 HELP_SECONDS = 30.0

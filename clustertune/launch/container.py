@@ -1,6 +1,6 @@
-"""The words that put a command into the cluster's container: Apptainer or Singularity in front of it, pyxis as options of srun.
+"""The arguments that put a command into the cluster's container: Apptainer or Singularity in front, pyxis as options of srun.
 
-Apptainer is told ``--containall --cleanenv``: of the node the program sees what the words name and nothing else, so that two
+Apptainer runs with ``--containall --cleanenv``: of the node the program sees only what the arguments name, so that two
 nodes, or two users, run the same. What has to come in is named: folders here, variables and devices, which differ from node to
 node, by launch/inside.sh on the node itself. Pyxis cleans nothing: there the allow-list of srun's ``--export`` is the border.
 """
@@ -68,7 +68,7 @@ def place(command: Sequence[str], cluster: Cluster, *, binds: Sequence[str | Pat
     launched = ("python3", *command[1:])
     if settings.runtime == "pyxis":
         return Placed(launched, tuple(_pyxis(settings, places, work)), PYXIS_EXPORTED, ("PYTHONNOUSERSITE=1",))
-    # Apptainer and Singularity take the same words.
+    # Apptainer and Singularity take the same arguments.
     start = (str(repo / INSIDE), settings.command, "exec")
     return Placed((*start, *_contained(settings, gpus), *_seen(places, work), settings.image or "", *launched))
 

@@ -50,7 +50,7 @@ def environment(
     """What every rank of a job must find in its environment before Python starts.
 
     ``cpus_per_node``: CPUs of the allocation on one node, in Slurm's count (hardware threads). ``present``: CPUs that the node
-    really has, where Slurm may have been told of more. ``job``: the scheduler's id of the job, for folders of its own.
+    really has, where slurm.conf may list more. ``job``: the scheduler's id of the job, for folders of its own.
     ``traces``: folder for the flight recorder's files, best the attempt's own; None: the job's folder on the node.
     ``cpu_only``: no rank has a GPU, so that gloo is all they talk through. No reading of this machine goes in: two calls with
     the same arguments give the same list anywhere.

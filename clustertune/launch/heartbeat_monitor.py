@@ -70,7 +70,7 @@ class HeartbeatMonitor:
         return found
 
     def _stopped(self, rank: int, rank_state: _RankState, now: float) -> str | None:
-        """Held by the kernel: certain, whatever its beats say."""
+        """Held by the kernel: certain, whatever its heartbeats say."""
         pid = read_text(self.folder / f"rank-{rank}.pid").strip()
         if not pid.isdigit() or process_state(int(pid)) not in ("T", "t"):
             rank_state.stopped_since = None

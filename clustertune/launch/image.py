@@ -98,7 +98,7 @@ class Image:
 def look(settings: Container) -> tuple[Image | None, list[str]]:
     """The cluster's image with its sum and labels, and what to warn of; None where there is no container.
 
-    A file of some GB is read once: whether it still is the one that was read is told by its size, time and inode. Raises
+    A file of some GB is read once: size, time and inode show whether it still is the one that was read. Raises
     UserError where it is not there, or is not what the ``.sha256`` beside it says.
     """
     if settings.runtime == "none" or settings.image is None:
@@ -132,7 +132,7 @@ def _stated(path: Path) -> tuple[str | None, list[str]]:
         with beside.open("rb") as file:
             text = file.read(_MAX_SUM).decode(errors="replace")
     except FileNotFoundError:
-        path.stat()  # the image itself is what is told to be missing
+        path.stat()  # the image itself is named as missing
         fix = f"cd {path.parent} && sha256sum {path.name} > {beside.name}"
         return None, [f"{beside} is not there: whether the image is whole is not checked -> {fix}"]
     found = re.fullmatch(r"([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*", text)
@@ -198,7 +198,7 @@ def _recall(path: Path, identity: Mapping[str, int]) -> str | None:
 
 
 def _remember(path: Path, identity: Mapping[str, int], digest: str) -> None:
-    """A cache folder that is missing, full or somebody else's means that the next one reads again."""
+    """A cache folder that is missing, full or of another user means that the next one reads again."""
     with contextlib.suppress(OSError, RuntimeError):
         memory = _memory(path)
         memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

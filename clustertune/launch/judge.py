@@ -34,7 +34,7 @@ class Outcome:
     code: ExitCode
     problems: list[Problem] = field(default_factory=list)
     nodes_gone: tuple[str, ...] = ()
-    """Nodes that said nothing: lost, cut off, or ended from outside."""
+    """Nodes that left no record: lost, cut off, or ended from outside."""
     asked: bool = False
     """It ended because it was asked to: ahead of a limit, for a preemption, or by a person."""
     port_taken: bool = False
@@ -210,4 +210,4 @@ def _unique(problems: Iterable[Problem]) -> list[Problem]:
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"

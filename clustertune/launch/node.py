@@ -46,7 +46,7 @@ def main(run_path: Path, attempt: int, node: int, *, quiet: bool, around: Around
         address, port = _meet(run_path, folder, plan, node)
     except UserError as error:
         leave_record(folder, node, error.code, error.problems)
-        raise  # where the folder cannot be seen the words are still to be said
+        raise  # the message is still printed where the folder cannot be seen
     run = RunDir(run_path)
     resolved = run.resolved()
     agent = Agent(run_path, plan, node, patient=True)
@@ -80,7 +80,7 @@ def _read_plan(folder: Path) -> Plan:
 
 
 def _check_interface(plan: Plan, node: int) -> None:
-    """NCCL and gloo fail with words of their own, minutes later, where the interface is not there."""
+    """NCCL and gloo fail with messages of their own, minutes later, where the interface is not there."""
     if plan.interface is None or (INTERFACES / plan.interface).exists() or not INTERFACES.is_dir():
         return
     there = ", ".join(sorted(entry.name for entry in INTERFACES.iterdir()))

@@ -145,7 +145,7 @@ def _absolute(name: str, value: str) -> str:
 
 
 def flags(found: Sequence[Setting]) -> list[str]:
-    """The words by which a job gets them."""
+    """The arguments by which a job gets them."""
     return [word for setting in found for word in ("--env", f"{setting.name}={setting.value}")]
 
 

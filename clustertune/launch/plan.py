@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every process of an attempt must know alike."""
+    """What every process of an attempt must know, the same for all."""
 
     attempt: int
     nodes: tuple[Node, ...]

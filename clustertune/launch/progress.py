@@ -1,4 +1,4 @@
-"""Whether a job still gets anywhere: attempts that end without a new checkpoint are counted, and the reason is looked for."""
+"""Whether a job still makes progress: attempts that end without a new checkpoint are counted, and the reason is looked for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_attempts(run_path: Path) -> list[Attempt]:
 
 
 def _seconds(path: Path) -> float:
-    """How long an attempt lived, by the times of its files: the ranks write beats and logs until they end."""
+    """How long an attempt lived, by the times of its files: the ranks write heartbeats and logs until they end."""
     try:
         return max(0.0, max(entry.stat().st_mtime for entry in path.iterdir()) - (path / PLAN).stat().st_mtime)
     except (OSError, ValueError, RecursionError):
@@ -135,7 +135,7 @@ def _mark(run_path: Path) -> list[int]:
 
 
 def _advice(attempts: Sequence[Attempt]) -> str:
-    """What the words of the attempts have in common."""
+    """What the messages of the attempts have in common."""
     texts = [" ".join(attempt.problems) for attempt in attempts]
     places = Counter(word for text in texts for word in set(_places(text)))
     if places:
@@ -170,7 +170,7 @@ def taken_over(run: RunDir, job: str, restart: int, is_running: Callable[[str], 
     """Hold the run folder for a job. ``is_running`` tells whether another job, by its id, runs now.
 
     A former self of the same job (the scheduler restarted it: a node was lost or cut off) may still hold the lock on a node
-    that the scheduler cannot reach. It lets go as soon as it sees the new attempt's folder; where it cannot even see that,
+    that the scheduler cannot reach. It exits as soon as it sees the new attempt's folder; where it cannot even see that,
     it cannot write here either. Raises UserError (exit 75) where another job or command works here, or a later start of this
     one: the late start of a cut-off node would fence off its own successor.
     """

@@ -1,4 +1,4 @@
-"""Where the ranks of several nodes meet: a port that is free on the first node, told to the others through the run folder."""
+"""Where the ranks of several nodes meet: a port that is free on the first node, passed to the others through the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long before its time limit a job must be warned: it ends the step it is in, saves, and lets go.
+"""How long before its time limit a job must be warned: it ends the step it is in, saves, and exits.
 
 Slurm looks at its jobs now and then and may send the signal up to 60 seconds early (sbatch(1), --signal): that only costs
 time. A signal that comes too late costs everything since the last save.
@@ -100,7 +100,7 @@ def warning(given: int | None, wanted: SignalMargin, limit_minutes: float | None
     """What to say at the start of a job whose script warns too late, or halfway to its limit or before; None if it is right.
 
     ``limit_minutes``: the job's time limit, None where there is none or it is not known. What sbatch was given on its command
-    line replaces the script's, and Slurm tells nobody of it: the words name the script.
+    line replaces the script's, and Slurm does not report it: the message names the script.
     """
     again = f"-> sbatch --signal=B:USR1@{wanted.seconds} ..."
     if given is None or given < wanted.seconds:
@@ -119,7 +119,7 @@ def warning(given: int | None, wanted: SignalMargin, limit_minutes: float | None
 
 
 def find_problems(wanted: SignalMargin, minutes: float, *, file: str) -> list[Problem]:
-    """A time limit that the warning would use up: the job would be told to stop as soon as it starts."""
+    """A time limit that the warning would use up: the job would be asked to stop as soon as it starts."""
     if wanted.seconds > LONGEST_SECONDS:
         text = f"a warning {wanted.seconds} s ahead is needed ({wanted.reason}); Slurm knows at most {LONGEST_SECONDS} s"
         return [Problem(text, file=file, key="slurm.time", fix="save more often than once in many hours: smaller steps")]

@@ -1,4 +1,4 @@
-"""Slurm's commands, each with a time limit and an answer in words; nothing here needs accounting (``sacct``)."""
+"""Slurm's commands, each with a time limit and an error as a message; nothing here needs accounting (``sacct``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertune.errors import ExitCode, Problem, UserError
 from clustertune.process import captured
 
 Run = Callable[[Sequence[str]], str]
-"""A command's words in, its stdout out; raises UserError where it fails. Tests give their own."""
+"""A command's arguments in, its stdout out; raises UserError where it fails. Tests give their own."""
 
 TIMEOUT_SECONDS = 60.0
 """A busy slurmctld answers late; MessageTimeout is 10 s by default and clients try again several times."""
@@ -34,7 +34,7 @@ class Unreachable(UserError):
 def call(arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout: float = TIMEOUT_SECONDS) -> str:
     """Run one of Slurm's commands and return its stdout.
 
-    Raises Unreachable (exit 2 where the command is absent, else 75) or UserError with what Slurm said.
+    Raises Unreachable (exit 2 where the command is absent, else 75) or UserError with Slurm's message.
     """
     try:
         done = captured(arguments, timeout, environ)
@@ -78,7 +78,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def submit(options: Sequence[str], script: str, arguments: Sequence[str]) -> str:
-    """``sbatch --parsable``: the id of the new job. Raises UserError with what sbatch said."""
+    """``sbatch --parsable``: the id of the new job. Raises UserError with sbatch's message."""
     command = ["sbatch", "--parsable", *options, script, *arguments]
     answer = call(command, environ=submission_environment(os.environ)).strip()
     job = answer.splitlines()[-1].partition(";")[0] if answer else ""
@@ -158,7 +158,7 @@ def parse_jobs(text: str) -> list[dict[str, str]]:
     """The records of ``scontrol show job`` (several for an array).
 
     The form of several lines is read and not ``-o``: there a job's name, command or folder with blanks and equal signs cannot
-    be told from the keys after it.
+    be separated from the keys after it.
     """
     blocks: list[str] = []
     for block in re.split(r"\n\s*\n(?=JobId=)", text):

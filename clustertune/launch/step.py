@@ -132,7 +132,7 @@ def on_first_node(
 
 POLL_SECONDS = 0.5
 END_SECONDS = 60.0
-"""How long a step may take to end after a node of it has failed: 20 s for the others' words, then Slurm's KillWait (30 s)."""
+"""How long a step may take to end after one of its nodes failed: 20 s for messages, then Slurm's KillWait (30 s)."""
 
 
 def run_step(
@@ -146,7 +146,7 @@ def run_step(
 
     SIGUSR1 goes on through srun to every process of the step: measured on Slurm 22.05, also to those in sessions of their
     own. SIGTERM Slurm itself sends to all of them; where only the batch script got it, it is passed on as SIGUSR1, which
-    asks for a save. ``failed`` tells whether a node has said that it failed: srun waits without end for the tasks of a node
+    asks for a save. ``failed`` tells whether a node has recorded that it failed: srun waits without end for the tasks of a node
     that lost its power and came back before Slurm noticed. ``ask`` asks the ranks for a save in place of SIGUSR1 through srun.
     """
     child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, preexec_fn=in_srun)  # noqa: PLW1509 - libc only

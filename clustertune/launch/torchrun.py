@@ -1,6 +1,6 @@
 """How calls on several machines, started by hand or by ssh in any order, become one attempt: files in the run folder.
 
-Node 0's call opens a meeting: ``torchrun/call.json`` with an id that nobody has used before, and a beat that shows it lives.
+Node 0's call opens a rendezvous: ``torchrun/call.json`` with an id of its own, and a heartbeat that shows it lives.
 Every other call answers that id with a file which only one process can create, and then waits for what node 0 tells: the
 attempt to take part in, or that there is nothing to do. What an earlier round of calls left behind has another id: two rounds
 never mix, whoever was killed at which moment. No clock is compared between machines.
@@ -33,8 +33,8 @@ TOLD = "told.json"
 HEARTBEAT = "beat"
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 120.0
-"""Without a beat for so long, node 0's call is taken for dead: 24 beats, twice the 60 s that an NFS client may cache a file's
-attributes (acregmax, acdirmax of nfs(5))."""
+"""Without a heartbeat for so long, node 0's call counts as dead: 24 of them, twice the 60 s that an NFS client may cache
+a file's attributes (acregmax, acdirmax of nfs(5))."""
 POLL_SECONDS = 0.3
 AGAIN = "start the same calls again"
 
@@ -80,7 +80,7 @@ def network_environment(interface: str | None) -> dict[str, str]:
 
 @dataclass
 class RendezvousServer:
-    """Node 0's side. Use it as a context manager: the beat stops at its end, and who still waits is told the exit code."""
+    """Node 0's side. Use it as a context manager: the heartbeat stops at its end, and who waits receives the exit code."""
 
     run_path: Path
     nodes: int
@@ -175,7 +175,7 @@ class RendezvousClient:
             now, call_id = time.monotonic(), str(call.get("id", ""))
             folder = self.run_path / FOLDER / call_id
             if call_id and call_id not in (answered, refused):
-                # An end that was told before this answer belongs to an earlier round, unless nothing is left to train.
+                # An end that was announced before this answer belongs to an earlier round, unless nothing is left to train.
                 over = read_anew(folder / TOLD)
                 if over == {"code": 0}:
                     return ExitCode.OK

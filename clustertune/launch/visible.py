@@ -44,7 +44,7 @@ def find_problems(
 ) -> list[Problem]:
     """Folders (with what they are) that other nodes of the cluster cannot see. ``host``, ``mounts``: None are this machine's.
 
-    Nothing is said where the cluster file does not tell what is shared, or where this machine is not one of the cluster's, or
+    None where the cluster file does not list what is shared, or where this machine is not one of the cluster's, or
     its only one: what it has mounted tells nothing then.
     """
     shared = shared_places(cluster)

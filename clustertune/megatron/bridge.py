@@ -31,7 +31,7 @@ IMAGE_FIX = "run it in the image of containers/megatron.def: container.megatron 
 
 
 class Watcher(Protocol):
-    """Who is told what NVIDIA's loop does."""
+    """Who receives what NVIDIA's loop reports."""
 
     def on_step(self, step: int, loss: float | None, rate: float | None, norm: float | None, memory: int) -> Path: ...
 

@@ -41,7 +41,7 @@ def read_exactly(fd: int, view: memoryview, offset: int) -> None:
 
 
 class Source:
-    """The input files, opened once each for all threads. A failing read is told with the file's name."""
+    """The input files, opened once each for all threads. A failing read names the file."""
 
     def __init__(self) -> None:
         self._fds: dict[Path, int] = {}

@@ -17,7 +17,7 @@ from clustertune.monitor.status import Status
 PREFIX = "clustertune"
 _RUN = {
     "step": "Optimizer steps taken.", "steps": "Optimizer steps of the whole training.",
-    "step_seconds": "Median seconds of the recent steps.", "planned_step_seconds": "Seconds of a step that the plan said.",
+    "step_seconds": "Median seconds of the recent steps.", "planned_step_seconds": "Seconds of a step that the plan predicts.",
     "tokens_per_second": "Tokens per second over all ranks.", "mfu": "Model FLOPs utilisation, 0 to 1.",
     "loss": "Training loss, nats per token.", "grad_norm": "Gradient norm before clipping.",
     "eta_seconds": "Seconds to the last step.",

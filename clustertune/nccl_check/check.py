@@ -77,7 +77,7 @@ def make_setup(target: Target, options: Options, changes: Mapping[str, str] | No
 def measure(
     target: Target, options: Options, folder: Path, report: Callable[[str], None], tick: Callable[[Path], None] = lambda _: None
 ) -> list[gather.Round]:
-    """The rounds of a check, at least one. ``said`` is told what goes on, ``tick`` is called with the folder of a round now and
+    """The rounds of a check, at least one. ``said`` receives progress, ``tick`` is called with the folder of a round now and
     then. Raises OSError where the folder cannot be written.
     """
     began, spent = time.monotonic(), 0.0
@@ -166,7 +166,7 @@ def document(target: Target, options: Options, rounds: list[gather.Round], secon
 
 
 def transport(backend: str, part: gather.Round, logs: Mapping[str, str]) -> str:
-    """How bytes go between nodes (inside one where there is one), as NCCL says; of gloo the interface that it was told."""
+    """How bytes go between nodes (inside one where there is one), as NCCL says; of gloo the interface that it was given."""
     if backend == "nccl":
         log = read(logs.values())
         between = [f"NET/{plugin}" for plugin, _ in log.between().most_common()] if len(part.setup.hosts) > 1 else []

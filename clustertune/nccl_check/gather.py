@@ -45,7 +45,7 @@ class Step:
     hung: dict[int, float] = field(default_factory=dict)
     """Seconds after which a rank gave up."""
     failed: dict[int, str] = field(default_factory=dict)
-    """What a rank said."""
+    """What a rank reported."""
 
     @property
     def whole(self) -> bool:
@@ -71,7 +71,7 @@ class Round:
     met: set[int] = field(default_factory=set)
     """Ranks that reached the first one."""
     early: dict[int, str] = field(default_factory=dict)
-    """Ranks that failed or waited in vain before that, with their words."""
+    """Ranks that failed or waited in vain before that, with their messages."""
     left_out: list[dict[str, Any]] = field(default_factory=list)
     nodes: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -270,7 +270,7 @@ def faults(rounds: Sequence[Round]) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def _hung(part: Round, step: Step) -> dict[str, Any]:
-    """Who is to blame: a rank that said nothing more, or one that failed by itself; the others waited for it."""
+    """Who is to blame: a rank that went silent, or one that failed by itself; the others waited for it."""
     silent = [r for r in step.ranks if r not in step.done and r not in step.hung and r not in step.failed]
     broke = [rank for rank, text in step.failed.items() if not _of_others(text)]
     text = next((step.failed[rank] for rank in broke), next(iter(step.failed.values()), ""))

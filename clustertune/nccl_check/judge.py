@@ -55,7 +55,7 @@ def headline(document: Mapping[str, Any], log: Log, findings: Sequence[Finding])
     if context.nodes and context.ranks:
         many = f"{context.nodes} nodes" if context.nodes > 1 else "1 node"
         of = f"{many} of {context.ranks} rank{'s' if context.ranks > 1 else ''}"
-        # The log of one rank, before NCCL said how many are on a node.
+        # The log of one rank, before NCCL logged how many are on a node.
         parts.append(f"{log.ranks} ranks on {many}" if log.ranks > context.nodes * context.ranks else of)
     over = ", ".join(sorted(log.transports)) or context.text("transport")
     if over:

@@ -97,7 +97,7 @@ def show(log: Log, findings: Sequence[Finding], verdict: str) -> Iterator[str]:
     """The report for people, line by line."""
     yield verdict
     cuda = f" (CUDA {', '.join(sorted(log.cuda))})" if log.cuda else ""
-    yield f"  version      {', '.join(sorted(log.versions)) + cuda if log.versions else 'not said'}"
+    yield f"  version      {', '.join(sorted(log.versions)) + cuda if log.versions else 'not logged'}"
     if log.ranks or log.hosts:
         yield f"  size         {log.ranks or '?'} ranks on {log.node_count() or '?'} nodes"
     for title, counted in (("transports", log.transports), ("between nodes", log.between())):

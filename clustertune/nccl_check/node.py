@@ -76,7 +76,7 @@ class NodeCheck:
         return ["--folder", str(self.folder), "--node", str(self.node)]
 
     def _lacks_interface(self) -> bool:
-        """gloo and NCCL say it with words of their own, a minute later."""
+        """gloo and NCCL report it with messages of their own, a minute later."""
         wanted, names = self.setup.interface, sorted(name for _, name in socket.if_nameindex())
         if wanted is None or wanted in names:
             return False

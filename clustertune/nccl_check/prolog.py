@@ -22,7 +22,7 @@ ITERATIONS = 10
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check before a job said."""
+    """The verdict of the check before a job."""
 
     status: str
     """One of clustertune.check.rule.STATUSES; ``unknown``: it could not be made."""

@@ -180,7 +180,7 @@ class Rank:
         return Plan(self.setup, self._deadline(), min(int(self.store.get(key)) for key in rooms))
 
     def _deadline(self) -> float:
-        """When nothing more is begun: with time left for one measurement that hangs, and for the last words."""
+        """When nothing more is begun: with time left for one measurement that hangs, and for the last messages."""
         setup = self.setup
         return min(time.monotonic() + setup.seconds, self.began + setup.most_seconds - setup.case_seconds - 3)
 
@@ -274,7 +274,7 @@ class Plan:
 
 
 def _message(error: Exception) -> str:
-    """The first lines of what a library said: those of torch hold C++ frames from the second on."""
+    """The first lines of a library's message: those of torch hold C++ frames from the second on."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:600]
 

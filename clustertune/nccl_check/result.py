@@ -9,7 +9,7 @@ schema that a saved file must have is :class:`clustertune.plan.measured.CheckFil
       "backend": "nccl",                        // "gloo": sockets between CPUs
       "backend_why": "2 GPUs on each node",     // why this backend: also "one GPU has no peer: gloo, 2 CPU ranks"
       "transport": "NET/IB",                    // between nodes (inside one where there is one): "gloo TCP on eth0"
-      "interface": "bond0",                     // that ranks of several nodes were told to use; absent: none was told
+      "interface": "bond0",                     // that ranks of several nodes were to use; absent: none was given
       "hosts": ["n1", "n2"],                    // in the order of ranks: rank r runs on hosts[r // gpus_per_node]
       "seconds": 118.2,                         // the whole check
       "connect_s": {"world": 2.1, "intra": 0.4},    // making the communicators before anything is measured; the slowest rank

@@ -50,7 +50,7 @@ def head(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def nominal_of(found: Mapping[str, Any], scope: str) -> float | None:
-    """What the links of a scope carry nominally, GB/s; None where nobody knows."""
+    """What the links of a scope carry nominally, GB/s; None where it is unknown."""
     level = (found.get("expected") or {}).get("intra" if scope == "intra" else "inter") or {}
     value = level.get("nominal_gb_s")
     return float(value) if isinstance(value, int | float) and value > 0 else None

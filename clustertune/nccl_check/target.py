@@ -1,4 +1,4 @@
-"""Where a check runs: on this machine, on the nodes of a Slurm job, or on machines that are each told their number."""
+"""Where a check runs: on this machine, on the nodes of a Slurm job, or on machines that are each given their number."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def run_round(target: Target, folder: Path, setup: Setup, tick: Callable[[Path],
                 child.wait(TICK_SECONDS)
             tick(folder)
     finally:
-        if child.poll() is None:  # it took too long, or this process was told to stop
+        if child.poll() is None:  # it took too long, or this process was asked to stop
             child.send_signal(signal.SIGTERM)  # srun ends its tasks, a node ends its ranks and leaves its record
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(5)

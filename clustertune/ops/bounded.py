@@ -32,7 +32,7 @@ class Answer:
 
     found: dict[str, Any] | None = None
     errno: int | None = None
-    """What the system said instead."""
+    """The system's error instead."""
     left: int | None = None
     """The child that did not answer in time and could not be ended."""
     silent: bool = False

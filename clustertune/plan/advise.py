@@ -288,7 +288,7 @@ class _Search:
 
 
 def _spent(one: Step) -> str:
-    """The largest part of a step in words."""
+    """The largest part of a step, as a phrase."""
     parts = {
         "computing": sum(term.value for term in one.compute),
         "exposed communication": one.exposed.value,

@@ -1,4 +1,4 @@
-"""What a plan says in words: the bottleneck in one sentence, every assumption, and the arithmetic of one part."""
+"""A plan explained: the bottleneck in one sentence, every assumption, and the arithmetic of one part."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ class Link:
     bytes_per_s: float
     """Bus bandwidth as nccl-tests defines it: inside a node per GPU; between nodes per NODE and direction, all its ports."""
     nominal_bytes_per_s: float
-    """The same, nominal; where nobody said, what was measured."""
+    """The same, nominal; where it is not given, what was measured."""
     source: Literal["measured", "nominal"]
     note: str
-    """Where the bandwidth is from, in words for people."""
+    """Where the bandwidth is from, for people."""
     latency_s: float
     """Of one step of a ring."""
 
@@ -168,7 +168,7 @@ def _link(note: str, gb_s: float, nominal: float, latency_us: float, transport: 
 
 
 def _of(gb_s: float, nominal: float, transport: str) -> str:
-    """The share of nominal in words, and what to do where it is so low that something must be broken."""
+    """The share of nominal as a phrase, and what to do where it is so low that something must be broken."""
     went = f" over {transport}" if transport else ""
     if not nominal:
         return went
@@ -189,7 +189,7 @@ def _intra(cluster: Cluster, measured: Measured | None) -> Link:
     if compute.measured_gb_s:
         return _link(f"measured_gb_s of {cluster.source}", compute.measured_gb_s, nominal, latency)
     if facts is None:
-        raise AssertionError("machine() refuses a cluster whose interconnect nobody said")
+        raise AssertionError("machine() refuses a cluster whose interconnect is not given")
     note = f"{_interconnect(compute.interconnect or '')} {nominal:g} GB/s, {100 * facts.share:.0f} % expected ({FIGURES})"
     return Link(nominal * facts.share * GB, nominal * GB, "nominal", _hinted(note, facts.hint), latency / 1e6)
 
@@ -203,7 +203,7 @@ def _hinted(note: str, hint: str) -> str:
 
 
 def _network_nominal(cluster: Cluster) -> float:
-    """GB/s of all ports of a node; 0 where nobody said."""
+    """GB/s of all ports of a node; 0 where it is not given."""
     return (cluster.network.gbit or 0.0) * cluster.network.ports / 8
 
 

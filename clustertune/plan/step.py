@@ -40,7 +40,7 @@ class Offload:
     transfer: Term | None = None
     """The weights' way of one micro batch."""
     place: str = ""
-    """Where the weights come from, in words."""
+    """Where the weights come from, as a phrase."""
 
 
 def offload(shape: Shape, machine: Machine) -> Offload:

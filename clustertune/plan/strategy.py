@@ -22,7 +22,7 @@ HALF, FULL = 2.0, 4.0
 _SIZES = {"bfloat16": HALF, "float16": HALF, "float32": FULL}
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEFAULT_DTYPE = "float32"
-"""TRL loads a model in float32 where nothing is said (trl/trainer/utils.py:1332)."""
+"""TRL loads a model in float32 by default (trl/trainer/utils.py:1332)."""
 _DEFAULT_OPTIM = "adamw_torch_fused"
 
 _BLOCK = 256

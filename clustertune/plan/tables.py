@@ -44,7 +44,7 @@ def render(plan: Plan, price: Price | None, console: Console) -> None:
 
 
 def _table(*columns: str, title: str | None = None, text_columns: int = 1) -> Table:
-    """A plain table, whose first columns hold ``words`` and the others numbers."""
+    """A plain table, whose first columns hold text and the others numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < text_columns else "right", overflow="fold")

@@ -13,7 +13,7 @@ class Term:
     """A part of the step or of the memory."""
 
     name: str
-    """What it is, in a few words."""
+    """What it is, in a phrase."""
     value: float
     unit: str
     formula: str = ""

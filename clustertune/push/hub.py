@@ -60,7 +60,7 @@ def check_name(repo: str | None) -> str:
     return repo
 
 
-def parcel(run: RunDir, repo: str, licence: str | None = None) -> Upload:
+def upload_for(run: RunDir, repo: str, licence: str | None = None) -> Upload:
     """What would be sent of a run, looked through for the secrets of ``.env``. Raises UserError."""
     found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
     return pack(run, repo, licence, [found[key] for key in secrets.SECRET if key in found])
@@ -71,7 +71,7 @@ def send(
 ) -> tuple[Upload, Pushed]:
     """Send a run's adapter and its card with the token of ``.env``, as :func:`push` does. Raises UserError."""
     found = secrets.read_env(secrets.DEFAULT, lambda _note: None)
-    upload = parcel(run, check_name(repo), licence)
+    upload = upload_for(run, check_name(repo), licence)
     if not (token := found.get("HF_TOKEN")):
         fix = "add a line HF_TOKEN=... to it; a token that may write: https://huggingface.co/settings/tokens"
         raise UserError("has no HF_TOKEN", file=str(secrets.DEFAULT), key="HF_TOKEN", fix=fix)
@@ -83,7 +83,7 @@ def send(
 
 
 def push(upload: Upload, target: Target, token: str, say: Callable[[str], None]) -> Pushed:
-    """Send a parcel in one commit. Raises UserError: what is there is something else, the token, the network.
+    """Send an upload in one commit. Raises UserError: what is there is something else, the token, the network.
 
     Nothing appears in the repository before the commit: after a failure the same command begins anew.
     """
@@ -185,9 +185,9 @@ def _url(api: HfApi, target: Target) -> str:
 
 @contextlib.contextmanager
 def _message(target: Target, token: str) -> Iterator[None]:
-    """Everything that a client of the Hub raises, in words, and without the token.
+    """Everything that a client of the Hub raises, as a message without the token.
 
-    What it prints meanwhile is dropped: warnings of the client name requests, and a person has the words below.
+    What it prints meanwhile is dropped: warnings of the client name requests, and a person sees the message below.
     """
     import warnings
 

@@ -104,7 +104,7 @@ def pack(run: RunDir, repo: str, licence: str | None, secrets: Iterable[str] = (
 
 
 def _refusals(run: RunDir, document: Mapping[str, Any]) -> list[Problem]:
-    """A run that has no adapter to push, in words."""
+    """Why a run has no adapter to push."""
     if run.adapter.is_dir():
         return []
     recipe = (document.get("recipe") or {}).get("recipe") or {}

@@ -1,6 +1,6 @@
 """Runs side by side, as the published FSDP validation puts one node beside two: run folders, bench results, metrics JSON.
 
-A column for each, a row for each figure. What one lacks is left empty, and what makes two of them differ is said: another
+A column for each, a row for each figure. What one lacks is left empty, and what makes two of them differ is named: another
 model, other data, other hardware, a run that was killed.
 """
 

@@ -1,4 +1,4 @@
-"""What the page says: plain values, tables and words, from a run's documents and metrics. No drawing, no files."""
+"""What the page shows: plain values, tables and sentences, from a run's documents and metrics. No drawing, no files."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def expected_rows(expect: Any, metrics: Metrics, stages: Mapping[str, Any], scor
 
 
 def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float, float | None]]:
-    """What ``plan`` said before the first step, by name, and what happened.
+    """What ``plan`` predicted before the first step, by name, and what happened.
 
     Of steps the median behind the first two, which hold warm-up; None where nothing happened yet.
     """
@@ -208,7 +208,7 @@ def forecast(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, A
 
 
 def forecast_rows(planned: Any, metrics: Metrics, stages: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The same in words, with the error of the plan."""
+    """The same as a sentence, with the error of the plan."""
     return [
         [
             name,
@@ -324,7 +324,7 @@ def environment_rows(run: Mapping[str, Any]) -> list[Row]:
 
 
 def eval_content(scored: Any) -> dict[str, Any] | None:
-    """Rows, numbers for the bars and what must be said beside them; None where nothing was scored."""
+    """Rows, numbers for the bars and the notes beside them; None where nothing was scored."""
     tasks, marks = get(scored, "tasks"), get(scored, "pass", "marks") or {}
     if not isinstance(tasks, Mapping) or not all(isinstance(row, Mapping) for row in tasks.values()):
         return None

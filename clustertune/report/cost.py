@@ -48,7 +48,7 @@ class Rates:
 
     price: Price | None = None
     co2: float | None = None
-    """kg per kWh, as the site says; None or 0: not told."""
+    """kg per kWh, as the site says; None or 0: unknown."""
 
     @property
     def usd(self) -> float | None:
@@ -77,7 +77,7 @@ class AttemptCost:
     code: int | None = None
     """Exit code of its outcome."""
     kwh: float | None = None
-    """None: no GPU told of energy or power."""
+    """None: no GPU reported energy or power."""
     lost_seconds: float = 0.0
     """Spent on steps that a later attempt had to do again."""
 
@@ -168,7 +168,7 @@ def of_run(
 
 
 def _gpus_of(document: Mapping[str, Any], stage: str) -> int | None:
-    """GPUs that a stage beside the training holds: its job's, or all of the machine that runs the chain; None: not told.
+    """GPUs that a stage beside the training holds: its job's, or all of the machine that runs the chain; None: unknown.
 
     A machine without a GPU counts as one, as its processes do.
     """
@@ -248,7 +248,7 @@ def limit_hours(budget: Budget, rates: Rates) -> float:
 
 
 def used(budget: Budget, cost: Cost) -> float | None:
-    """The share of its budget that a run has used; None where it cannot be said."""
+    """The share of its budget that a run has used; None where it is unknown."""
     try:
         return (cost.training.gpu_hours or 0.0) / limit_hours(budget, cost.rates)
     except UserError:

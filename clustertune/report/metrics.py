@@ -206,7 +206,7 @@ class StartupRecord:
 
     attempt: int
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part, as they were told."""
+    """Seconds by part, in the order in which they were recorded."""
     seconds: float | None = None
     """Of all parts; None where the line of the sum is missing."""
     read_bytes: float | None = None

@@ -33,7 +33,7 @@ def build(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of ``run_dir`` to ``out`` (its own ``report.html`` by default) and return the path.
 
     Beside it comes the same name with ``.json``: what the page answers, for programs. Whatever is missing or unreadable but
-    ``run.json`` is left out or said on the page: a run that failed is the one that a person wants to look at. The same run
+    ``run.json`` is left out or named on the page: a run that failed is the one that a person wants to look at. The same run
     gives the same bytes. Raises UserError where ``run_dir`` is no run folder, and with exit code 73 where the page cannot be
     written.
     """
@@ -303,7 +303,7 @@ def _machine_plots(history: telemetry.History) -> Iterator[plots.Plot | None]:
 
 
 def _read(read: Callable[[Path], Any], path: Path) -> Any:
-    """What is read there, or None where there is nothing or it cannot be read (then said on stderr)."""
+    """What is read there, or None where there is nothing or it cannot be read (then named on stderr)."""
     try:
         return read(path)
     except FileNotFoundError:

@@ -175,7 +175,7 @@ def bars(
 ) -> Plot | None:
     """Horizontal bars below their labels, first on top, those of a label's groups side by side, each with its value.
 
-    ``form`` words a value; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard error on the last group,
+    ``form`` formats a value; ``notes`` stand behind the labels; ``errors`` are whiskers of one standard error, last group only,
     ``marks`` ticks across a label's bars; ``limit``: where the scale ends. None where nothing has a finite value.
     """
     known = [value for values in groups.values() for value in values if value is not None and _finite(value)]
@@ -263,7 +263,7 @@ def draw_sizes(
 ) -> str:
     """Values over sizes in bytes, both scales logarithmic, a line for each of up to five series; the nominal value across.
 
-    ``show`` words a size. Values of 0 are gaps: a logarithmic scale has no place for them.
+    ``show`` formats a size. Values of 0 are gaps: a logarithmic scale has no place for them.
     """
     styles = ((FIRST, "-"), (SECOND, "-"), (STRONG, "-"), (WARN, "--"), (INK, ":"))
     with _figure(3.2) as (figure, axes):

@@ -24,11 +24,11 @@ HUB, MODEL, DATA, EVAL, NLTK, CONTAINER, RECIPES, SUMS = (
     "SHA256SUMS",
 )
 STAGED = "staged"
-"""The recipe key that names a parcel."""
+"""The recipe key that names a bundle."""
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a parcel. Raises UserError where the folder is none."""
+    """The manifest of a bundle. Raises UserError where the folder is none."""
     try:
         return read_manifest(folder, KIND)
     except UserError as error:
@@ -37,18 +37,18 @@ def read(folder: Path) -> Manifest:
 
 
 def parts(found: Manifest) -> dict[str, Any]:
-    """What a parcel holds: ``model``, ``data``, ``benchmark``, ... with name, revision and path."""
+    """What a bundle holds: ``model``, ``data``, ``benchmark``, ... with name, revision and path."""
     held = found.meta.get("parts")
     return held if isinstance(held, dict) else {}
 
 
 def model_folder(folder: Path) -> Path | None:
-    """The base model in a parcel; None where its recipe makes its own."""
+    """The base model in a bundle; None where its recipe makes its own."""
     return _place(folder, "model")
 
 
 def data_input(resolved: Resolved) -> Path | None:
-    """The file or folder with a recipe's conversations in its parcel; None where they lie where the recipe says.
+    """The file or folder with a recipe's conversations in its bundle; None where they lie where the recipe says.
 
     A recipe scaled down has conversations of its own, which come with the project.
     """
@@ -59,7 +59,7 @@ def data_input(resolved: Resolved) -> Path | None:
 
 
 def data_inputs(resolved: Resolved) -> dict[str, Path]:
-    """Files and folders with a recipe's conversations by their keys, of its parcel where it has one; none of the Hub."""
+    """Files and folders with a recipe's conversations by their keys, of its bundle where it has one; none of the Hub."""
     staged = data_input(resolved)
     return {"data.input": staged} if staged is not None else resolved.inputs
 
@@ -75,7 +75,7 @@ def missing_inputs(resolved: Resolved) -> list[Problem]:
 
 
 def prompts(resolved: Resolved) -> Path | None:
-    """The file of prompts that a recipe's parcel was given; None: the benchmark in the cache, or the project's own."""
+    """The file of prompts in a recipe's bundle; None: the benchmark in the cache, or the project's own."""
     folder = staged_folder(resolved)
     return _place(folder, "benchmark") if folder else None
 
@@ -86,12 +86,12 @@ def _place(folder: Path, what: str) -> Path | None:
 
 
 def staged_folder(resolved: Resolved) -> Path | None:
-    """The parcel that a recipe reads from, as an absolute path."""
+    """The bundle that a recipe reads from, as an absolute path."""
     return expand_home(resolved.recipe.staged).absolute() if resolved.recipe.staged else None
 
 
 def find_problems(resolved: Resolved) -> list[Problem]:
-    """What keeps a recipe from running on the parcel that it names: none there, or one of another model or dataset."""
+    """What keeps a recipe from running on the bundle that it names: none there, or one of another model or dataset."""
     folder = staged_folder(resolved)
     if folder is None:
         return []
@@ -115,7 +115,7 @@ def find_problems(resolved: Resolved) -> list[Problem]:
 
 
 def offered(resolved: Resolved, models: Path | None) -> tuple[Path | None, list[str]]:
-    """The parcel that lies for a recipe in the cluster's folder of models, under the recipe's name, and why it is passed over.
+    """The bundle for a recipe in the cluster's folder of models, under the recipe's name, and why it is passed over.
 
     It is taken where nobody else can have written it: who names ``staged=DIR`` trusts the folder, this is found by its name.
     """
@@ -154,7 +154,7 @@ def _as_text(found: dict[str, Any]) -> str:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The environment in which every library finds what it needs in a parcel, and asks nobody else."""
+    """The environment in which every library finds what it needs in a bundle, and asks nobody else."""
     return {
         "HF_HUB_CACHE": str(folder / HUB),
         "HF_HUB_OFFLINE": "1",
@@ -164,7 +164,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def enter(resolved: Resolved, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have this process, and all that it starts, read from the recipe's parcel. Call before a library of the Hub is loaded.
+    """Have this process, and all that it starts, read from the recipe's bundle. Call before a library of the Hub is loaded.
 
     Nothing happens for a recipe without one. Raises UserError where it does not fit the recipe.
     """

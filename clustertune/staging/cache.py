@@ -36,7 +36,7 @@ SPARE = 64 << 20
 
 @dataclass(frozen=True)
 class Tree:
-    """What lies on the shelf under one key."""
+    """What lies in the cache under one key."""
 
     key: str
     bytes: int
@@ -73,14 +73,14 @@ class StagingCache:
         return sorted(found, key=lambda tree: tree.used)
 
     def shared(self, key: str, *, wait: Callable[[str], None]) -> Lock:
-        """Share a tree with all who read from it. ``wait``: told once whom it waits for, who fills or removes it."""
+        """Share a tree with all who read from it. ``wait``: called once with who fills or removes it."""
         taken = _take(self.lock_file(key), fcntl.LOCK_SH, wait)
         assert taken is not None
         return taken
 
     @contextlib.contextmanager
     def alone(self, key: str, *, wait: Callable[[str], None] | None) -> Iterator[Lock | None]:
-        """Hold a tree alone. ``wait``: told once whom it waits for; None: gives None at once where somebody has it."""
+        """Hold a tree alone. ``wait``: called once with who holds it; None: gives None at once where somebody has it."""
         taken = _take(self.lock_file(key), fcntl.LOCK_EX, wait)
         try:
             yield taken
@@ -155,7 +155,7 @@ class Lock:
 
 
 def open_cache(staging: Staging) -> StagingCache:
-    """This user's shelf on this node, made where it is missing.
+    """This user's staging cache on this node, made where it is missing.
 
     ``storage.staging.path`` itself is made only where its parent is there: on a node whose disk is not mounted it would fill
     the system's. Raises UserError.

@@ -40,7 +40,7 @@ class Part:
     """``model``, ``data``, ``benchmark``, ``task``, ``nltk``, ``container`` or ``recipe``."""
     name: str
     target: str
-    """Its folder below the parcel."""
+    """Its folder below the bundle."""
     root: Path | None = None
     """Where it lies here; None: on the network."""
     files: list[SourceFile] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Part:
     """The files to load, where it is on the network."""
     revision: str | None = None
     path: str | None = None
-    """What of it a run reads, below the parcel, where that is not found by its name."""
+    """What of it a run reads, below the bundle, where that is not found by its name."""
     fetch: Callable[[Path], None] | None = None
 
     @property

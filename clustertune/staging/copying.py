@@ -59,7 +59,7 @@ def copy_files(
 ) -> None:
     """Copy files, several at once. ``advance(bytes)`` is called for every block, ``done`` for every whole file.
 
-    Raises what the first failing one met: OSError with the path, UserError where a file is not as said.
+    Raises what the first failing one met: OSError with the path, UserError where a file is not as recorded.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(max(1, workers)) as pool:

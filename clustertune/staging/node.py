@@ -87,7 +87,7 @@ def cluster_of(run: RunDir) -> Cluster | None:
 
 
 def _stage(run: RunDir, resolved: Resolved, cluster: Cluster, leases: list[Staged]) -> list[str]:
-    """Fill ``leases``; what could not be copied, in words."""
+    """Fill ``leases``; returns messages on what could not be copied."""
     bounds, warnings = Bounds(), []
     mounts = visible.mounts_here()
     assert cluster.storage.staging is not None

@@ -1,4 +1,4 @@
-"""The chain up to its first step from a parcel alone: ``python -m clustertune.staging.rehearsal``, an order as JSON on stdin.
+"""The chain up to its first step from a bundle alone: ``python -m clustertune.staging.rehearsal``, an order as JSON on stdin.
 
 Started by :mod:`clustertune.staging.verify` without a network, and with empty caches of its own. Answers with one JSON object a
 line, for each step what it found or what is wrong.
@@ -33,7 +33,7 @@ MADE_PARAMETERS = 200e6
 
 
 class Lacking(Exception):
-    """A step that has nothing to work on, for one before it has failed: that one is told, and once is enough."""
+    """A step that has nothing to work on, for one before it has failed: that one is reported, and once is enough."""
 
 
 class Rehearsal:
@@ -75,7 +75,7 @@ class Rehearsal:
             self._out.flush()
 
     def recipe(self) -> str:
-        """Resolved, and the parcel is its."""
+        """Resolved, and the bundle belongs to it."""
         from clustertune.config.resolve import resolve
 
         overrides = [*self._order["overrides"], f"{bundle.STAGED}={self._folder}"]
@@ -93,7 +93,7 @@ class Rehearsal:
         return ", ".join(name.split(".")[0] for name in wanted)
 
     def data(self) -> str:
-        """The conversations, prepared from what lies in the parcel."""
+        """The conversations, prepared from the bundle."""
         from clustertune.data.prepare import prepare
 
         recipe = self.resolved.recipe

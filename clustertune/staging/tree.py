@@ -1,4 +1,4 @@
-"""One tree on the shelf: known by what the source holds, filled, verified, and leased for as long as somebody reads from it."""
+"""One tree in the staging cache: known by what the source holds, filled, verified, and leased while it is read."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ def key_of(source: Source, files: Sequence[SourceFile]) -> str:
 
 
 class Stager:
-    """Brings trees onto a shelf."""
+    """Copies trees into a staging cache."""
 
     def __init__(self, on: StagingCache, bounds: Bounds, *, deep: bool = True, tell: Callable[[str], None] = say) -> None:
         """``deep``: hash a tree that is there, byte for byte; else look only whether it was written to since."""
-        self._shelf, self._bounds, self._deep, self._tell = on, bounds, deep, tell
+        self._cache, self._bounds, self._deep, self._tell = on, bounds, deep, tell
 
     def plan(self, source: Source) -> dict[str, Any]:
         """What :meth:`stage` would do. Raises UserError."""
         files = worker.survey(source.root, source.what, self._bounds)
         key = key_of(source, files)
         size = sum(file.size for file in files)
-        there = (self._shelf.folder(key) / manifest.MANIFEST).exists()
-        target = self._shelf.folder(key) / source.name
+        there = (self._cache.folder(key) / manifest.MANIFEST).exists()
+        target = self._cache.folder(key) / source.name
         return {
             **{"what": source.what, "name": source.name, "from": str(source.root), "path": str(target)},
             **{"bytes": size, "files": len(files), "there": there},
@@ -112,11 +112,11 @@ class Stager:
         began = time.perf_counter()
         files = worker.survey(source.root, source.what, self._bounds)
         key, size = key_of(source, files), sum(file.size for file in files)
-        folder = self._shelf.folder(key)
+        folder = self._cache.folder(key)
         copied, removed, deep = 0, list[str](), self._deep
         try:
             while True:
-                lease = self._shelf.shared(key, wait=lambda holder: self._waits(holder, folder))
+                lease = self._cache.shared(key, wait=lambda holder: self._waits(holder, folder))
                 wrong = self._find_wrong(folder, source, files, deep=deep)
                 if wrong == []:
                     lease.touch()
@@ -136,7 +136,7 @@ class Stager:
     def _alone(self, key: str, folder: Path, *, damaged: bool) -> Iterator[Lock]:
         """Hold the tree alone, to fill or fix it. Raises UserError where a job reads from what has to be fixed."""
         wait = None if damaged else lambda holder: self._waits(holder, folder)
-        with self._shelf.alone(key, wait=wait) as lock:
+        with self._cache.alone(key, wait=wait) as lock:
             if lock is None:
                 fix = "the shared storage is read until that job has ended"
                 raise UserError("is damaged, and another job reads from it", file=str(folder), fix=fix)
@@ -146,8 +146,8 @@ class Stager:
         self._tell(f"waits for {holder}, which uses or fills {folder}")
 
     def _make_room(self, key: str, size: int) -> list[str]:
-        self._shelf.folder(key).mkdir(mode=0o700, exist_ok=True)
-        return [str(self._shelf.folder(tree.key)) for tree in self._shelf.make_room(key, size, self._tell)]
+        self._cache.folder(key).mkdir(mode=0o700, exist_ok=True)
+        return [str(self._cache.folder(tree.key)) for tree in self._cache.make_room(key, size, self._tell)]
 
     def _find_wrong(self, folder: Path, source: Source, files: Sequence[SourceFile], *, deep: bool) -> list[str] | None:
         """The files of a tree that are not as they were sealed; None where there is no tree. Changes nothing."""

@@ -1,4 +1,4 @@
-"""``stage --verify``: the sums of a parcel, then the chain up to its first step with the network off, reading nothing else."""
+"""``stage --verify``: the checksums of an offline bundle, then the chain up to its first step with the network off."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Verdict:
 def verify(
     folder: Path, recipe: str | None, overrides: Sequence[str], *, tiny: bool, bounds: Bounds, tell: Callable[[str], None]
 ) -> Verdict:
-    """Check a parcel. Problems are in the verdict; raises UserError where the folder is no parcel.
+    """Check an offline bundle. Problems are in the verdict; raises UserError where the folder is none.
 
-    ``recipe``: another one than the copy in the parcel.
+    ``recipe``: another one than the copy in the bundle.
     """
     folder = folder.absolute()
     verdict = Verdict()

@@ -22,7 +22,7 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
 def apply(config_file: Path, world_size: int) -> bool:
     """Set what ``accelerate launch`` would have set, unless it did; before torch is imported. Returns whether it was set.
 
-    A variable that is there already stays: whoever started the rank chose it.
+    A variable that is there already stays: it was set on purpose.
     """
     if is_launched():
         return False

@@ -1,4 +1,4 @@
-"""A base that is quantised: which strategy can train over it, said before a byte of its weights is read.
+"""A base that is quantised: which strategy can train over it, checked before a byte of its weights is read.
 
 FSDP2 casts every floating parameter to the compute dtype as it gathers it, float8 too (torch 2.13, ``_fsdp_param.py``), and
 tensor parallelism splits weights without their scales: both would train on other weights, without a message. transformers takes

@@ -1,4 +1,4 @@
-"""From a resolved recipe to TRL's arguments: what this machine can do of what the recipe asks, said where they differ."""
+"""From a resolved recipe to TRL's arguments: what this machine can do of what the recipe asks."""
 
 from __future__ import annotations
 

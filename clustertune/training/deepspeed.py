@@ -169,7 +169,7 @@ def elements(parameter: Any) -> int:
 
 
 def local_part(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a parameter that ZeRO-3 split, without its padding, which nobody initialises; None of another.
+    """This rank's part of a parameter that ZeRO-3 split, without its padding, which is never initialised; None of another.
 
     Empty where the part lies on NVMe.
     """

@@ -43,5 +43,5 @@ class Heartbeat:
             line = f"{self._counter} {phase} {self.step}".ljust(_WIDTH) + "\n"
             try:
                 os.pwrite(self._fd, line.encode(), 0)
-            except OSError:  # a full disk is met, and told, by a save
+            except OSError:  # a save meets a full disk, and reports it
                 return

@@ -1,4 +1,4 @@
-"""torch.compile on a rank: what accelerate would hand it wrongly, and what it made of the model, told once it has settled."""
+"""torch.compile on a rank: what accelerate would hand it wrongly, and what it made of the model, reported once settled."""
 
 from __future__ import annotations
 

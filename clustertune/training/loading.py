@@ -64,7 +64,7 @@ class Loading:
     def __init__(self, distribution: Distribution, startup: Startup, group: Group | None = None) -> None:
         from accelerate.utils import str_to_bool
 
-        # Whoever started the rank may have said otherwise than the file: then accelerate does not fill what is hollow.
+        # The rank's environment may differ from the file: then accelerate does not fill empty storage.
         wanted = distribution.kind == "FSDP2" and distribution.efficient_loading
         self._wanted = wanted and str_to_bool(os.environ.get(EFFICIENT, "true")) == 1
         self._unfit = ""
@@ -149,7 +149,7 @@ class Loading:
         return None
 
     def _hold(self, model: Any, files: list[Path], load_config: Any) -> Any:
-        """Leave the model without weights; what transformers is told was loaded."""
+        """Leave the model without weights; returns what transformers counts as loaded."""
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise Unfollowed("transformers made it with its weights")
         sources = self._find(model, files, load_config, model.state_dict())
@@ -161,7 +161,7 @@ class Loading:
         return self._told(model, sources)
 
     def _take_parts(self, model: Any, files: list[Path], load_config: Any) -> Any:
-        """Fill what ZeRO-3 keeps in this rank; what transformers is told was loaded."""
+        """Fill what ZeRO-3 keeps in this rank; returns what transformers counts as loaded."""
         sources = self._find(model, files, load_config, zero.whole(model))
         likes = zero.likes(model, sources.by_name)
         wanted = {name: sources.by_name[name] for name in likes}
@@ -365,7 +365,7 @@ class Loading:
 
 
 def _without_values(model: Any, name: str, source: Source) -> tuple[torch.nn.Module, str, Any]:
-    """A parameter or buffer of the model, as it is to be but hollow; with its module and its name there."""
+    """A parameter or buffer of the model, as it is to be but without storage; with its module and its name there."""
     parent, _, own = name.rpartition(".")
     module = model.get_submodule(parent)
     before = getattr(module, own)

@@ -21,7 +21,7 @@ def empty_storage(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> to
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
-def hollow_part(shape: torch.Size, dtype: torch.dtype, mesh: Any, placement: Placement) -> DTensor:
+def empty_part(shape: torch.Size, dtype: torch.dtype, mesh: Any, placement: Placement) -> DTensor:
     """A DTensor over a mesh of one dimension whose part here is :func:`empty_storage`.
 
     Not by ``DTensor.from_local``, which moves the part to the mesh's device: there it would take its memory.

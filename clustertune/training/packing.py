@@ -228,6 +228,6 @@ def is_isolated(small_architecture: Mapping[str, Any], attention: str) -> bool:
             return model(**batch, use_cache=False).logits[0, -len(conversations[-1]) :].double()
 
         alone, behind_one, behind_other = (last_logits(*c) for c in (tokens[2:], tokens[0::2], tokens[1:]))
-    # bf16 keeps 8 bits: its rounding is told from attention to another conversation by two decimal places.
+    # bf16 keeps 8 bits: two decimal places separate its rounding from attention to another conversation.
     tolerance = (2e-2 if half else 1e-4) * float(alone.abs().max())
     return max(float((alone - other).abs().max()) for other in (behind_one, behind_other)) <= tolerance

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from clustertune.config import accelerate_file as acc
 from clustertune.errors import Problem, UserError
-from clustertune.training.loading_place import hollow_part, is_empty_storage
+from clustertune.training.loading_place import empty_part, is_empty_storage
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 """The styles of transformers' plans (transformers/distributed/tensor_parallel.py) that are carried out here."""
@@ -129,7 +129,7 @@ class _Split:
     def _part_of(self, parameter: nn.Parameter, placement: Replicate | Shard) -> DTensor:
         dtype = torch.float32 if self.upcast and parameter.requires_grad else parameter.dtype
         if is_empty_storage(parameter):  # read later, by rows (clustertune/training/loading.py)
-            return hollow_part(parameter.shape, dtype, self.mesh, placement)
+            return empty_part(parameter.shape, dtype, self.mesh, placement)
         # Every rank holds the whole tensor: nothing is sent.
         return distribute_tensor(parameter.data, self.mesh, [placement], src_data_rank=None).to(dtype)
 

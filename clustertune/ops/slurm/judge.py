@@ -35,7 +35,7 @@ PARSER = Rule("slurm-parser", "what Slurm's own parser says", "every command wou
 
 RULES = (SHAPE, MEMORY, DEVICES, ORDER, CGROUP, VERSION, USERS, MUNGE, NAMES, FOREIGN, EXTRA, PARSER)
 BLOCKING = frozenset({CGROUP.id, VERSION.id, USERS.id, NAMES.id, FOREIGN.id, PARSER.id})
-"""Rules whose failure keeps ``apply`` from writing; the others are told, and fixed elsewhere."""
+"""Rules whose failure keeps ``apply`` from writing; the others are reported, and fixed elsewhere."""
 
 
 def judge(cluster: Cluster, node: Host, facts: NodeFacts, *, version: Version | None) -> list[Finding]:
@@ -59,7 +59,7 @@ def _version(cluster: Cluster, facts: NodeFacts, version: Version | None) -> Ite
         yield finding(VERSION, WARN, text, "slurm: version: what sinfo --version shows on all machines")
     if version is None:
         fix = "install Slurm here, or write slurm.version into the cluster file"
-        yield finding(VERSION, UNKNOWN, f"not installed here, not in the cluster file: words that all since {OLDEST} know", fix)
+        yield finding(VERSION, UNKNOWN, f"not installed here, not in the cluster file: keys that all since {OLDEST} know", fix)
     elif version < OLDEST:
         yield finding(
             VERSION, WARN, f"Slurm {version}: the files were tried with {OLDEST} to {NEWEST}", f"install {OLDEST} or later"

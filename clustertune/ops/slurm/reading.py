@@ -1,4 +1,4 @@
-"""What stands in a file of Slurm's form that somebody else wrote: settings and records, and what of it a new one lacks."""
+"""What stands in a file of Slurm's form that others wrote: settings and records, and what of it a new one lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 RECORDS = ("nodename", "partitionname", "downnodes", "nodeset", "frontendname", "name")
 """Keys that stand several times, each with a name (``Name`` in gres.conf)."""
 SECRET = re.compile(r"(?im)(?<![a-z_])([a-z_]*(?:pass|secret|jwt_key)[a-z_]*(?:[ \t]*=|[ \t])(?:[ \t]|\\\r?\n)*)([^\s\\].*)$")
-"""A setting whose value is nobody's business: in a comment too, behind another one, in the next line, or without its sign."""
+"""A setting whose value is secret: in a comment too, behind another one, in the next line, or without its sign."""
 _PAIR = re.compile(r'(?<!\S)[\w.]+ ?[-*+/]?= ?(?:"[^"]*"|\S+)(?= |$)')
 """One of several settings that stand in one line, as Slurm's own parser takes them."""
 

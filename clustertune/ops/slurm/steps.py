@@ -99,7 +99,7 @@ def _others(cluster: Cluster) -> list[str]:
 def _files(cluster: Cluster, node: Host, accounting: bool, applied: bool) -> Iterator[Step]:
     assert cluster.slurm
     word = f"clustertune ops slurm apply --cluster {shlex.quote(_stated(cluster))}"
-    if accounting != cluster.slurm.accounting:  # one slurm.conf for all: what was said here must be said there
+    if accounting != cluster.slurm.accounting:  # one slurm.conf for all: what is changed here must be changed there
         word += " --accounting" if accounting else " --no-accounting"
     others = [host.name for host in cluster.nodes if host.name != node.name]
     if not applied:

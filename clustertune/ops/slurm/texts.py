@@ -105,7 +105,7 @@ def hosts_lines(nodes: Sequence[Host]) -> list[str]:
 
 
 def gres_lines(cluster: Cluster) -> tuple[str, ...]:
-    """The file's lines. It is one for all nodes, which are alike; no GPUs leave a comment."""
+    """The file's lines. It is one for all nodes, which are equal; no GPUs leave a comment."""
     cores, note = gpu_cores(cluster.compute)
     lines = []
     for group_key, group in groupby(range(cluster.compute.gpus), key=lambda gpu: cores[gpu]):
@@ -115,7 +115,7 @@ def gres_lines(cluster: Cluster) -> tuple[str, ...]:
 
 
 def gpu_cores(compute: Compute) -> tuple[list[str], str]:
-    """Of each GPU the cores next to it, as ``0-63``, empty where that is not to be told; and in words where it comes from.
+    """Of each GPU the cores next to it, as ``0-63``, empty where it is unknown; and a sentence on where it comes from.
 
     ``Cores=`` counts cores (not hardware threads) from the first of the first socket on, whatever their numbers in Linux
     (gres.conf(5)): NUMA nodes in the order of their first CPU, each with as many cores as it has CPUs over threads per core.
@@ -159,7 +159,7 @@ MEMORY_SHARE = 0.98
 installed for its page table entries (64 bytes of struct page to 4096) before it counts."""
 GRACE_SECONDS = 1800
 """Between the warning and the end of a preempted job. Of the steps that are known here the longest, 14 minutes of a 405B model
-on 16 GPUs, asks for 1.5 steps + a save + 30 s = 1410 s (``--signal`` of its jobs); a job that has saved lets go earlier."""
+on 16 GPUs, asks for 1.5 steps + a save + 30 s = 1410 s (``--signal`` of its jobs); a job that has saved exits earlier."""
 DOWN_SECONDS = 120
 """Until a silent node counts as lost and its job is requeued. Slurm's 300 s leave all other GPUs of the job idle as long; much
 less takes a node for lost whose slurmd waits for storage."""
@@ -191,7 +191,7 @@ def from_template(template: str, **values: object) -> tuple[str, ...]:
 
 
 def conf_lines(cluster: Cluster, *, version: Version | None, accounting: bool) -> tuple[str, ...]:
-    """The lines of the file. ``version``: the release that will read it, None where nobody knows."""
+    """The lines of the file. ``version``: the release that will read it, None where it is unknown."""
     compute, controller = cluster.compute, cluster.controller
     assert cluster.slurm and controller
     shape = f"Sockets={compute.sockets} CoresPerSocket={compute.cores // compute.sockets} "
@@ -296,7 +296,7 @@ def _piece(prefix: str, runs: Sequence[tuple[str, str]]) -> str:
 
 # --- version --------------------------------------------------------------------------------------------------------------
 
-# Slurm's versions, and the words that only some of them know: an unknown key makes every client command fail.
+# Slurm's versions, and the keys that only some of them know: an unknown key makes every client command fail.
 #
 # ``packaging`` reads versions of Python packages (PEP 440), which ``slurm-wlm 24.11.5-1`` is not.
 

@@ -14,7 +14,7 @@ from clustertune.ops.bounded import ask_all
 ETAB = "/var/lib/nfs/etab"
 _CLIENT = re.compile(r"(\S+?)\(([^)]*)\)")
 _KEPT = ("rw", "sync", "root_squash", "no_subtree_check")
-"""The options that etab repeats in the words of exports."""
+"""The options that etab writes as exports does."""
 
 
 def read(path: Path = Path(ETAB)) -> str:
@@ -55,7 +55,7 @@ def others(lines: Iterable[str], text: str, names: Mapping[str, str]) -> Iterato
 
 
 def _written(client: str, folder: str, now: Mapping[tuple[str, str], frozenset[str]], names: Mapping[str, str]) -> str:
-    """The client in etab's words: a network may stand there with its mask written out, a host by its full name."""
+    """The client as etab writes it: a network may stand there with its mask written out, a host by its full name."""
     if (folder, client) in now:
         return client
     if "/" not in client:

@@ -72,7 +72,7 @@ def _applies(name: str, facts: Facts, wanted: Layout) -> bool:
 
 
 def _unseen(name: str, facts: Facts, wanted: Layout) -> str:
-    """What a rule that found nothing could not look at: a brick that is absent or hangs is not well in all else."""
+    """What a rule that found nothing could not look at: a brick that is absent or hangs is not healthy in all else."""
     if (name.startswith("brick-") and name != "brick-mounted") or name == "storage-clock":
         bricks = [brick for brick in wanted.bricks if brick.mount in facts.bricks]
         if name in ("brick-options", "storage-clock"):
@@ -95,15 +95,15 @@ def _seen(state: MountState, wanted: Layout, *, written: bool) -> bool:
 # --- bricks ------------------------------------------------------------------------------------------------------------
 
 
-def _bricks(s: Storage, *, well: bool = False) -> Iterator[SeenBrick]:
-    """The bricks that were looked at; ``well``: of them those that are mounted and answer."""
+def _bricks(s: Storage, *, healthy: bool = False) -> Iterator[SeenBrick]:
+    """The bricks that were looked at; ``healthy``: of them those that are mounted and answer."""
     for brick, address in zip(s.wanted.bricks, s.wanted.addresses, strict=True):
         state = s.facts.bricks.get(brick.mount)
         if state is None:
             continue
         absent = state.fstype is None and s.wanted.at(brick.mount) is not None
         seen = SeenBrick(brick, state, address, brick.node == s.wanted.node, absent)
-        if not well or not (absent or seen.silent or state.errno):
+        if not healthy or not (absent or seen.silent or state.errno):
             yield seen
 
 
@@ -182,7 +182,7 @@ def root_disk(s: Storage) -> Iterator[Seen]:
         if seen.absent and seen.place.data and s.wanted.pool:
             fix = f"unmount the pool, move {mount}/{DATA} away, then clustertune ops storage apply"
             yield Seen(FAIL, f"{mount}/{DATA} exists below the mount point: the pool writes there", fix, seen.where)
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         if seen.place.root_disk:
             at = seen.brick.path if seen.own else seen.brick.mount
             fix = f"mount the brick's file system at {at}, then move what was written here"
@@ -196,7 +196,7 @@ def writable(s: Storage) -> Iterator[Seen]:
     Why: checkpoints that were to go there fail
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         state, at = seen.place, "here" if seen.own else f"on {seen.brick.node}"
         if state.read_only or "ro" in state.options or state.written == "EROFS":
             folder = seen.brick.path if seen.own else seen.brick.mount
@@ -209,7 +209,7 @@ def writable(s: Storage) -> Iterator[Seen]:
             reasons = {"absent": "there is no shared folder on it", "forbidden": "this user may not write there"}
             yield Seen(UNKNOWN, reasons.get(state.written, "no write was tried"), where=seen.where)
         elif state.written not in ("ok", "", "ENOSPC", "EDQUOT"):
-            fix = f"dmesg {at}; xfs_repair after umount where the disk is well"
+            fix = f"dmesg {at}; xfs_repair after umount where the disk is healthy"
             yield Seen(FAIL, f"{state.write_step} of a file fails with {state.written}", fix, seen.where)
 
 
@@ -221,7 +221,7 @@ def space(s: Storage) -> Iterator[Seen]:
     Fix: remove old checkpoints (clustertune keeps what retention says), or add a brick
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         state, least = seen.place, s.wanted.minfreespace
         if state.free is None or state.total is None:
             continue
@@ -243,7 +243,7 @@ def data(s: Storage) -> Iterator[Seen]:
     Why: without it the pool passes the brick over
     See: https://manpages.ubuntu.com/manpages/lunar/man1/mergerfs.1.html
     """
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         if s.wanted.pool and seen.place.data is False:
             fix = f"on {seen.brick.node}: clustertune ops storage apply"
             yield Seen(FAIL, f"there is no {seen.brick.mount}/{DATA}", fix, seen.where)
@@ -256,7 +256,7 @@ def source(s: Storage) -> Iterator[Seen]:
     Why: nodes see different files at one path
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         mount, state = s.wanted.at(seen.brick.mount), seen.place
         again = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
         if mount and mount.kind == "bind" and state.as_meant is False:
@@ -279,7 +279,7 @@ def options(s: Storage) -> Iterator[Seen]:
     Why: soft mounts give up, and lose what was written
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         soft = {"soft", "softerr"} & set(seen.place.options)
         if seen.place.fstype and seen.place.fstype.startswith("nfs") and soft:
             fix = f"umount {seen.brick.mount} && mount {seen.brick.mount}"
@@ -423,7 +423,7 @@ def _size(text: str) -> int:
 _COMPARED: dict[str, Callable[[str, str], bool]] = {
     "category.create": lambda meant, now: now in (meant, ""),
     "minfreespace": lambda meant, now: _size(meant) == _size(now),
-    # It is told as the policy that chooses the brick.
+    # It is reported as the policy that chooses the brick.
     "moveonenospc": lambda meant, now: (meant == "true") == (now != "false"),
     "cache.files": lambda meant, now: meant == now,
 }
@@ -526,7 +526,7 @@ def clock(s: Storage) -> Iterator[Seen]:
     Fix: chronyc tracking on both; systemctl enable --now chrony where it does not run
     See: https://man7.org/linux/man-pages/man5/nfs.5.html
     """
-    for seen in _bricks(s, well=True):
+    for seen in _bricks(s, healthy=True):
         skew = seen.place.skew or 0.0
         if not seen.own and abs(skew) >= SKEW_WARN:
             text = f"the clock of {seen.address} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this node's"

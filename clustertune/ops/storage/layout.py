@@ -136,7 +136,7 @@ def layout(cluster: Cluster, node: str, elsewhere: Mapping[str, str] | None = No
         mounts.append(_pool(cluster, free, {mount.target for mount in mounts}))
         notes += _pool_notes(cluster, own)
     if storage.shared is None:
-        notes.append("storage.shared is not said: no folders for models, caches and checkpoints are made")
+        notes.append("storage.shared is not given: no folders for models, caches and checkpoints are made")
     return Layout(
         node=host.name,
         mounts=tuple(mounts),
@@ -270,7 +270,7 @@ def _pool_notes(cluster: Cluster, own: Sequence[Brick]) -> Iterator[str]:
 
 
 def _export(cluster: Cluster, brick: Brick, elsewhere: Mapping[str, str]) -> str:
-    """One line: the folder, and for the subnet, or each other machine where none is said, the same options."""
+    """One line: the folder, and for the subnet, or each other machine where none is given, the same options."""
     options = ["rw", "sync", "root_squash", "no_subtree_check", "sec=sys"]
     # Only while the disk is mounted: else clients would write to the server's root disk.
     if _device(brick, elsewhere):

@@ -87,7 +87,7 @@ class Facts:
     stale: list[str] = field(default_factory=list)
     """Files that are not what the cluster file says, with how."""
     by_hand: list[str] = field(default_factory=list)
-    """Disks that the next boot does not mount, in words."""
+    """Disks that the next boot does not mount, as messages."""
 
 
 def collect(wanted: Layout, root: Path, seconds: float, source: str = "") -> Facts:

@@ -318,7 +318,7 @@ def _folders(wanted: Layout) -> tuple[list[Folder], list[str]]:
 
 
 def _compare(folders: Iterable[Folder], answers: Mapping[str, Answer]) -> tuple[list[Folder], list[str]]:
-    """Those that are absent, and words on those that are not as they are meant."""
+    """Those that are absent, and a message for each that is not as it should be."""
     absent, notes = [], []
     for folder in folders:
         seen = (answers[folder.path].found or {}).get("mode")
@@ -416,7 +416,7 @@ def complaints(old: bytes, new: bytes, mounts: Iterable[Mount]) -> list[str] | N
 
 
 def _ask(program: str, analyze: str, text: bytes) -> tuple[set[str], list[str]]:
-    """The mount units that come of a text, and what was said."""
+    """The mount units that come of a text, and the generator's messages."""
     with tempfile.TemporaryDirectory(prefix="clustertune-") as name:
         folder = Path(name)
         places = [folder / part for part in ("normal", "early", "late")]

@@ -146,7 +146,7 @@ def missing(point: Point, *, live: bool) -> str | None:
 def make(points: Iterable[Point], root: Path) -> tuple[list[str], dict[str, str]]:
     """Make what is absent, and on a live node set the flag, below what is mounted.
 
-    Returns the mount points that are as they can be, and words on each that is not as it is meant: NO_FLAG or a failure.
+    Returns the mount points that are as they can be, and a message for each that is not: NO_FLAG or a failure.
     """
     wanted = [point.path for point in points if point.kind in ("absent", "folder")]
     if root != NODE:
