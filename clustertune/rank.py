@@ -7,6 +7,7 @@ import faulthandler
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from clustertune.monitor.nvml import gpu_names
 from clustertune.plan.saves import seconds_between_ends
 from clustertune.process import die_with_parent
 from clustertune.report import cost
+from clustertune.report.saves import failures
 from clustertune.rundir import RunDir
 from clustertune.staging import bundle, needs, node, worker
 from clustertune.storage import is_full, storage_cause
@@ -240,11 +242,18 @@ def train(run: RunDir, number: int, stop: StopFlag, heartbeat: Heartbeat, out: T
 
 
 def _between_ends(run: RunDir, plan: Plan | None) -> float:
-    """Seconds between two failures of the nodes of an attempt; the time limit of its job is known to Slurm's jobs alone."""
+    """Seconds between two failures of the nodes of an attempt; the time limit of its job is known to Slurm's jobs alone.
+
+    The rate of failures is the cluster file's, else this run's own, else a published one. Infinite on ranks other than the
+    first, which alone decides when a save is due.
+    """
+    if not _is_first():
+        return math.inf
     body = run.read()
     cluster, jobs = body.get("cluster") or {}, body.get("jobs") or {}
     limit = jobs.get("train", {}).get("minutes") if plan is not None and plan.launcher == "slurm" else None
-    return seconds_between_ends(len(plan.nodes) if plan is not None else 1, cluster.get("compute", {}).get("mtbf_hours"), limit)
+    mtbf = cluster.get("compute", {}).get("mtbf_hours") or failures(cost.of_attempts(run.path)).mtbf_hours
+    return seconds_between_ends(len(plan.nodes) if plan is not None else 1, mtbf, limit)
 
 
 def _is_first() -> bool:

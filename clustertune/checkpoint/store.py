@@ -252,6 +252,20 @@ class CheckpointStore:
             raise OSError(*failure, str(path))
         return path
 
+    def change(self, path: Path, **meta: Any) -> None:
+        """Change what the manifest of a whole checkpoint says of it, at once; its files stay. Raises as :meth:`commit` does."""
+        self.ranks.barrier()
+        self.check_fence()
+        error = None
+        if self.ranks.rank == 0:
+            try:
+                found = manifest.read_manifest(path, KIND)
+                manifest.seal(path, KIND, {**found.meta, **meta}, found.files)
+            except (OSError, UserError) as caught:
+                error = f"rank 0: {caught}"
+        if error := self.ranks.broadcast(error):
+            raise OSError(error)
+
     def commit(self, path: Path, meta: Mapping[str, Any], records: Mapping[str, manifest.FileRecord] | None = None) -> int:
         """Make the folder whole: rank 0 writes the manifest last. Returns bytes.
 

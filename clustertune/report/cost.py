@@ -76,6 +76,9 @@ class AttemptCost:
     ranks: int
     code: int | None = None
     """Exit code of its outcome."""
+    nodes: int = 1
+    failed: bool = False
+    """It ended, or was last seen, without an announcement: no outcome, a fault of a rank, a node or the storage."""
     kwh: float | None = None
     """None: no GPU reported energy or power."""
     lost_seconds: float = 0.0
@@ -189,7 +192,8 @@ def of_attempts(
         kwh = joules[number] / 3.6e6 if joules and number in joules else None
         lost = lost_seconds.get(number, 0.0) if lost_seconds else 0.0
         seen, ended, code = _last_sign(folder, plan), outcome.get("time"), outcome.get("code")
-        found.append(AttemptCost(number, plan.begun, ended, seen, plan.world_size, code, kwh, lost))
+        failed = code in (None, ExitCode.FAILED, ExitCode.STORAGE) or (code == ExitCode.AGAIN and bool(outcome.get("problems")))
+        found.append(AttemptCost(number, plan.begun, ended, seen, plan.world_size, code, len(plan.nodes), failed, kwh, lost))
     return found
 
 

@@ -175,7 +175,7 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint that was saved or removed."""
+    """A checkpoint that was saved, on shared storage (``saved``) or on the nodes' own disks (``local``), or ``removed``."""
 
     step: int
     attempt: int
@@ -185,6 +185,13 @@ class CheckpointRecord:
     seconds: float | None = None
     time: float | None = None
     """Unix seconds."""
+    copy: float | None = None
+    """Seconds of the copy to host memory."""
+    stall: float | None = None
+    """Seconds that training stood still."""
+    write: float | None = None
+    every: float | None = None
+    """Seconds from here to the next save, where saves come by time."""
 
 
 @dataclass(frozen=True)
@@ -370,6 +377,7 @@ class Reader:
                 _number(event.get("bytes")),
                 _number(event.get("seconds")),
                 _number(event.get("time")),
+                *(_number(event.get(f"save_{name}_s")) for name in ("copy", "stall", "write", "every")),
             )
         )
 

@@ -18,7 +18,7 @@ from clustertune.nccl_check.check import RESULT
 from clustertune.nccl_check.prolog import FOLDER
 from clustertune.nccl_check.result import COLLECTIVES, SCHEMA, show_size
 from clustertune.nccl_check.table import nominal_of, pair_rows, result_rows
-from clustertune.report import answer, content, cost, plots, telemetry
+from clustertune.report import answer, content, cost, plots, saves, telemetry
 from clustertune.report.content import duration, moment, number, percent, plain, size
 from clustertune.report.cost import AttemptCost
 from clustertune.report.metrics import Metrics, read_metrics
@@ -77,6 +77,7 @@ class _Run:
         self.status = content.status_of(self.metrics, self.stages)
         require_whole(run.eval)
         self.scores = _read(read_result, run.eval)
+        self.saves = saves.as_dict(document, self.metrics, self.cost.attempts)
         self.points = cost.of_points(self.cost, content.get(self.scores, "paired"))
         self.adapter = _read_json(run.adapter / MANIFEST)
         self.data = content.get(_read_json(run.data / MANIFEST), "meta") or {}
@@ -102,6 +103,7 @@ class _Run:
             "planned": {name: {"planned": planned, "actual": is_} for name, planned, is_ in self._forecast()},
             "scores": self.points,
             "cost": self.cost.as_dict(),
+            "saves": self.saves,
         }
 
     def _forecast(self) -> list[tuple[str, float, float | None]]:
@@ -135,6 +137,7 @@ class _Run:
             "stages": content.stage_rows(stages),
             "attempts": content.attempt_rows(metrics),
             "startups": content.startup_rows(metrics),
+            "saves": saves.rows(self.saves),
             "checkpoints": content.checkpoint_rows(metrics, _present(run)),
             "details": [
                 part for part in (

@@ -349,6 +349,7 @@ class Session:
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except NothingLeft:
-            if trainer.is_at_end and not trainer.eval_skipped:
-                trainer.save_final()
+            if checkpoint is not None and trainer.is_at_end and not trainer.eval_skipped:
+                trainer.store.change(checkpoint, final=True, eval_skipped=False)
+                self.tell(f"{checkpoint.name} is evaluated now: it is the final checkpoint")
         trainer.finish_save()

@@ -182,6 +182,8 @@ class Store(Protocol):
 
     def begin(self, step: int) -> Path: ...
 
+    def change(self, path: Path, **meta: Any) -> None: ...
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -668,10 +670,6 @@ class RankTrainer(ZeroTrainer):
         """The checkpoint that this attempt goes on from is of another number of ranks, or of another mesh."""
         world, mesh = self.group.world_size, self._mesh
         return (self._resumed.get("world_size", world), self._resumed.get("mesh", mesh)) != (world, mesh)
-
-    def save_final(self) -> None:
-        """Save the last step again once its evaluation has been made up: the checkpoint that it went on from is not final."""
-        self._save_checkpoint(self.model, None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._is_fsdp1:

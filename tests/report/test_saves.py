@@ -1,0 +1,105 @@
+"""The report's part on saves, and the failure rate of a run, by which ``save.every: auto`` chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertune import rank
+from clustertune.errors import ExitCode
+from clustertune.launch.plan import Node, Plan
+from clustertune.plan.saves import NODE_MTBF_HOURS, best_seconds, seconds_between_ends
+from clustertune.report import cost, saves
+from clustertune.report.metrics import read_metrics
+from clustertune.rundir import RunDir
+
+PROBLEM = {"message": "rank 1 left no record"}
+ENDS: dict[str, dict[str, Any] | None] = {
+    "finished": {"code": 0, "problems": []},
+    "warned, saved": {"code": int(ExitCode.AGAIN), "problems": []},
+    "refused": {"code": int(ExitCode.CONFIG), "problems": [PROBLEM]},
+    "not finite": {"code": int(ExitCode.STOP), "problems": [PROBLEM]},
+    "a rank was killed": {"code": int(ExitCode.AGAIN), "problems": [PROBLEM]},
+    "failed": {"code": int(ExitCode.FAILED), "problems": [PROBLEM]},
+    "a full disk": {"code": int(ExitCode.STORAGE), "problems": [PROBLEM]},
+    "the node went": None,
+}
+FAULTS = ["a rank was killed", "failed", "a full disk", "the node went"]
+
+
+def run_of(folder: Path, ends: list[str], nodes: int = 2, hours: float = 3.0) -> RunDir:
+    """A run whose attempts took so many hours each, and ended so."""
+    for number, end in enumerate(ends, 1):
+        attempt = folder / "attempts" / str(number)
+        attempt.mkdir(parents=True)
+        names = tuple(Node(f"n{at}", f"n{at}") for at in range(nodes))
+        Plan(number, names, 4, begun=1e6).write(attempt)
+        (attempt / "rank-0.log").touch()
+        os.utime(attempt / "rank-0.log", (0, 1e6 + hours * 3600))
+        if (body := ENDS[end]) is not None:
+            (attempt / "outcome.json").write_text(json.dumps({**body, "time": 1e6 + hours * 3600}))
+    (folder / "run.json").write_text(json.dumps({"cluster": {"compute": {}}}))
+    return RunDir(folder)
+
+
+@pytest.mark.parametrize("end", sorted(ENDS))
+def test_an_end_without_a_warning_is_a_failure(end: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, [end, "finished"])
+    assert saves.failures(cost.of_attempts(run.path)).count == (end in FAULTS)
+
+
+def test_what_runs_has_not_failed(tmp_path: Path) -> None:
+    assert saves.failures(cost.of_attempts(run_of(tmp_path, ["the node went"]).path)).count == 0
+
+
+def test_the_rate_counts_the_hours_of_all_nodes(tmp_path: Path) -> None:
+    met = saves.failures(cost.of_attempts(run_of(tmp_path, ["failed", "a full disk", "finished"]).path))
+    assert met.node_hours == pytest.approx(3 * 3 * 2) and met.mtbf_hours == pytest.approx(9)
+    assert saves.Failures(1, 18.0).mtbf_hours is None, "one failure says little"
+
+
+def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster file's figure comes first; a published one where the run has met too little."""
+    plan = Plan(3, (Node("n0", "n0"), Node("n1", "n1")), 4)
+    often, once = (
+        run_of(tmp_path / name, ends) for name, ends in (("often", ["failed"] * 3), ("once", ["failed", "finished"]))
+    )
+    monkeypatch.setenv("RANK", "0")
+    assert rank._between_ends(often, plan) == pytest.approx(6 / 2 * 3600)
+    assert rank._between_ends(once, plan) == pytest.approx(NODE_MTBF_HOURS / 2 * 3600)
+    (often.path / "run.json").write_text(json.dumps({"cluster": {"compute": {"mtbf_hours": 500}}}))
+    assert rank._between_ends(often, plan) == pytest.approx(500 / 2 * 3600)
+    monkeypatch.setenv("RANK", "1")
+    assert rank._between_ends(often, plan) == float("inf"), "rank 0 alone decides"
+
+
+def test_the_report_shows_what_saves_took(tmp_path: Path) -> None:
+    run = run_of(tmp_path, ["failed", "the node went", "finished"])
+    event = {"event": "checkpoint", "attempt": 3, "bytes": 2**30, "save_copy_s": 0.2, "save_write_s": 40.0}
+    lines = [
+        {**event, "step": at, "save_stall_s": 0.3, "save_every_s": 600, "path": f"c/{at}", "status": "saved"} for at in (5, 9)
+    ]
+    lines.append({**event, "step": 7, "save_stall_s": 0.1, "save_every_s": 60, "path": "/nvme/7", "status": "local"})
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    document = {"recipe": {"recipe": {"save": {"every": "auto", "milestones": [9]}, "slurm": {"nodes": 2}}}}
+    found = saves.as_dict(document, read_metrics(run.metrics), cost.of_attempts(run.path))
+    assert found is not None
+    assert (found["shared"], found["local"], found["every_seconds"], found["stall_seconds"]) == (2, 1, 600, 0.3)
+    assert found["stall_share"] == pytest.approx(0.7 / sum(one.seconds(2e6) for one in cost.of_attempts(run.path)))
+    assert (found["failures"], found["mtbf_from"]) == (2, "this run")
+    assert found["auto_seconds"] == pytest.approx(best_seconds(0.3, 40.0, seconds_between_ends(2, found["mtbf_hours"], None)))
+    shown = dict(saves.rows(found))
+    assert shown["saved every"] == "auto: 10 min 00 s in the end; and at 9"
+    assert shown["saves"].startswith("2 on shared storage, 1 on the nodes' own disks, 1.00 GiB")
+    assert shown["ends without a warning"].startswith("2 in ")
+    none = saves.as_dict(document, read_metrics(run.metrics), cost.of_attempts(run_of(tmp_path / "quiet", ["finished"]).path))
+    assert "at least 2.00 node-hours" in dict(saves.rows(none))["ends without a warning"]
+
+
+def test_a_run_without_saves_has_no_such_part(tmp_path: Path) -> None:
+    run = run_of(tmp_path, ["failed"])
+    assert saves.as_dict({}, read_metrics(run.metrics), ()) is None and saves.rows(None) == []
