@@ -37,7 +37,7 @@ def file_of(name: str) -> str:
 
 
 def save(folder: Path, name: str, value: Any) -> dict[str, FileRecord]:
-    """Write a value, durably; returns its record. TypeError for more than tensors, arrays, numbers and words, nested."""
+    """Write a value, durably; returns its record. TypeError for more than tensors, arrays, numbers and text, nested."""
     return {file_of(name): write_new(folder / file_of(name), content(value), XXH3_128)}
 
 

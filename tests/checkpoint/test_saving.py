@@ -68,7 +68,7 @@ def test_parameters_that_are_not_finite_make_no_checkpoint(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("value", [{1, 2}, ({3: "int"},), b"bytes", object()])
 def test_a_value_that_json_does_not_give_back_is_not_saved(value: object, tmp_path: Path) -> None:
-    with pytest.raises(NotSaved, match="numbers and words"):
+    with pytest.raises(NotSaved, match="numbers and text"):
         save(tmp_path, states() | {"other_0": {"o": {"x": [value]}}})
 
 

@@ -77,7 +77,9 @@ def test_scores_sort_the_other_way(sweep: Sweep) -> None:
     """More is better there; a finished point without the score comes behind those that have it."""
     assert [r.index for r in collect(sweep, "prompt_level_strict_acc")][:2] == [1, 0]
     schedule(sweep, 5, [3.0], done=True, scores={"prompt_level_strict_acc": 0.75})
-    assert [r.index for r in collect(sweep, "prompt_level_strict_acc")][:3] == [5, 1, 0]
+    found = collect(sweep, "prompt_level_strict_acc")
+    assert [r.index for r in found][:3] == [5, 1, 0]
+    assert "more is better" in results.build(sweep, "prompt_level_strict_acc", found).read_text()
     with pytest.raises(UserError, match="there is no metric 'best'"):
         check_metric("best")
 
