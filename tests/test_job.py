@@ -17,7 +17,7 @@ from clustertune import chain, job
 from clustertune.config.cluster_schema import Container, Doctor, Storage
 from clustertune.config.resolve import resolve
 from clustertune.errors import ExitCode, Problem, UserError
-from clustertune.launch import progress, slurm
+from clustertune.launch import judge, progress, slurm
 from clustertune.launch.allocation import Allocation
 from clustertune.launch.judge import Outcome
 from clustertune.launch.plan import Node, Plan
@@ -285,7 +285,7 @@ def test_a_full_disk_does_not_hide_what_an_attempt_had_to_tell(tmp_path: Path, m
 
     told = Outcome(ExitCode.STORAGE, [Problem("the checkpoint of step 8 was not saved")])
     monkeypatch.setattr(Outcome, "write", full)
-    monkeypatch.setattr(job, "judge", lambda *words, **named: told)
+    monkeypatch.setattr(judge, "judge", lambda *words, **named: told)
     monkeypatch.setattr(job, "step_command", lambda *words: ["true"])
     run = RunDir(tmp_path)
     run.attempt(1).mkdir(parents=True)

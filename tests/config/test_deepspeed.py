@@ -77,7 +77,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
         ({"mics_shard_size": 8}, {}, "zero_optimization.mics_shard_size", "FSDP2"),
         ({"stage3_prefetch_buket_size": 1}, {}, "zero_optimization.stage3_prefetch_buket_size", "did you mean stage3_prefetch_bucket_size?"),
         ({"overlap_comm": "yes"}, {}, "zero_optimization.overlap_comm", "not true or false"),
-        ({"overlap_comm": "auto"}, {}, "zero_optimization.overlap_comm", "nobody fills in"),
+        ({"overlap_comm": "auto"}, {}, "zero_optimization.overlap_comm", "nothing fills in"),
         ({"sub_group_size": 1.5}, {}, "zero_optimization.sub_group_size", "not a whole number"),
         ({"stage": 4}, {}, "zero_optimization.stage", "not 0, 1, 2 or 3"),
         ({"stage": True}, {}, "zero_optimization.stage", "not 0, 1, 2 or 3"),
@@ -110,7 +110,7 @@ def test_auto_is_what_the_recipe_says(write: Write) -> None:
         ({}, {"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "hashed"),
         ({}, {"wandb": {"enabled": True}}, "wandb", "report_to"),
         ({}, {"activation_checkpointing": {}}, "activation_checkpointing", "train.activation_checkpointing"),
-        ({}, {"gradient_predivide_factor": "auto"}, "gradient_predivide_factor", "nobody fills in"),
+        ({}, {"gradient_predivide_factor": "auto"}, "gradient_predivide_factor", "nothing fills in"),
         ({}, {"zero_optimization": {"stage": 3, "offload_param": 3}}, "zero_optimization.offload_param", "no keys and values"),
     ],
 )  # fmt: skip

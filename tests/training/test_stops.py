@@ -24,7 +24,7 @@ from clustertune.training.evaluation import TokenMeans
 from clustertune.training.events import EventLog
 from clustertune.training.heartbeat import Heartbeat
 from clustertune.training.stop import StopFlag
-from clustertune.training.trainer import NothingLeft, TimedTrainer, Trainer, state_parts
+from clustertune.training.trainer import NothingLeft, Trainer, state_parts
 
 
 class Ranks:
@@ -201,9 +201,11 @@ def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked_for(handlers: Non
 def test_a_state_that_is_not_the_saved_one_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that matches no key leaves the start values, and would train from them."""
     trainer = make(monkeypatch)
-    trainer.optimizer, trainer.accelerator = SimpleNamespace(state={}), SimpleNamespace(state=None)
-    trainer.is_fsdp_enabled = False
-    monkeypatch.setattr(TimedTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
+    loads_nothing = SimpleNamespace(state={}, load_state_dict=lambda _: None)
+    trainer.optimizer = trainer.lr_scheduler = loads_nothing
+    trainer.accelerator = SimpleNamespace(state=None)
+    trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
+    monkeypatch.setattr(trainer, "_stored", lambda *_: {})
     parts = state_parts(trainer.model, trainer.optimizer)
     # None: saved before digests were kept; SHA-256: by a former release.
     for saved in (None, digest(parts, manifest.SHA256), digest(parts)):
