@@ -70,19 +70,25 @@ def _open(path: Path) -> int:
     return fd
 
 
-def take(path: Path, how: int = fcntl.LOCK_EX, wait: Callable[[str], None] | None = None) -> int | str:
+def take(
+    path: Path, how: int = fcntl.LOCK_EX, wait: Callable[[str], None] | None = None, *, in_cache: bool = False
+) -> int | str:
     """A descriptor of the file ``path`` with its lock (``LOCK_EX``, or ``LOCK_SH`` to share it), made where it is absent.
 
     Where others have it: the words that name the holder, or with ``wait``, which gets them once, the descriptor later.
-    The file's times are those of before: to look is not to use. Raises OSError, and UserError as :func:`held`.
+    ``in_cache``: nothing may be removed from a cache on a guess, so a file system without locks is an error; its folder is
+    not made; and the file keeps its times, for to look is not to use. Raises OSError, and UserError as :func:`held`.
     """
     announced = False
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not in_cache:
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fd = _open(path)
-        except FileNotFoundError:  # the holder before has just removed the folder
-            continue
+        except FileNotFoundError:
+            if in_cache:
+                raise
+            continue  # the holder before has just removed the folder
         try:
             fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,7 +102,7 @@ def take(path: Path, how: int = fcntl.LOCK_EX, wait: Callable[[str], None] | Non
             time.sleep(POLL_SECONDS)
             continue
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if in_cache or error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
         if _is_at(path, fd):
@@ -104,8 +110,9 @@ def take(path: Path, how: int = fcntl.LOCK_EX, wait: Callable[[str], None] | Non
                 before = os.fstat(fd)
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-                with contextlib.suppress(OSError):  # another user's file
-                    os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+                if in_cache:
+                    with contextlib.suppress(OSError):  # another user's file
+                        os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
             return fd
         os.close(fd)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clustertune import lock
 from clustertune.errors import ExitCode, UserError
 from clustertune.lock import held, in_turn
 
@@ -122,3 +123,35 @@ def test_a_lock_is_a_plain_file(tmp_path: Path, how: Any, kind: str) -> None:
     with pytest.raises(UserError, match=r"lock: is no plain file"), how(lock, **more):
         pass
     assert target.read_text() == "kept"
+
+
+def no_locks(fd: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("how", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_a_cache_on_storage_without_locks_is_not_used(how: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There everybody would have the lock, and remove what others read. A run folder is used all the same."""
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    take(tmp_path / "run.lock")
+    with pytest.raises(OSError, match="No locks"):
+        lock.take(tmp_path / "tree.lock", how, in_cache=True)
+
+
+def test_a_cache_that_went_is_not_made_again(tmp_path: Path) -> None:
+    """Its disk was unmounted: the folder would be one of the system's disk."""
+    with pytest.raises(FileNotFoundError):
+        lock.take(tmp_path / "cache" / "tree.lock", in_cache=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_held_is_a_fresh_file_and_a_look_into_a_cache_is_no_use(tmp_path: Path) -> None:
+    """Storage that removes old files must not remove a lock that is held; a cache removes what was used longest ago."""
+    for in_cache in (False, True):
+        path = tmp_path / f"{in_cache}.lock"
+        path.touch()
+        os.utime(path, (1e6, 1e6))
+        fd = lock.take(path, in_cache=in_cache)
+        assert isinstance(fd, int)
+        os.close(fd)
+        assert (path.stat().st_mtime == 1e6) is in_cache

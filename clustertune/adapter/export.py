@@ -187,7 +187,7 @@ def read_trained(checkpoint: Path) -> Trained:
     try:
         resolved = json.loads(path.read_bytes())
         recipe, architecture = resolved["recipe"], dict(resolved["architecture"])
-        lora, model = recipe["lora"], recipe["model"]
+        lora, model = recipe.get("lora"), recipe["model"]
         requested = quantization.of(resolved.get("train_args", {})) or architecture.get("quantization_config")
         stated = architecture.get("dtype") or architecture.get("torch_dtype")
         return Trained(

@@ -72,7 +72,8 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str], dict[str, Any
                     fix="save the model once with save_pretrained, which writes safetensors",
                 )
             )
-        raise UserError(Problem(f"no model here: neither {SINGLE} nor {INDEX}", file=str(folder)))
+        fix = "give a model with safetensors weights"
+        raise UserError(f"no model here: neither {SINGLE} nor {INDEX}", file=str(folder), fix=fix)
     index = read_json(path)
     weights, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(weights, dict) or not weights or not all(isinstance(v, str) for v in weights.values()):

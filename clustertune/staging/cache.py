@@ -220,7 +220,7 @@ def ago(used: float) -> str:
 
 def _take(path: Path, how: int, wait: Callable[[str], None] | None) -> Lock | None:
     """Lock a file that is made where it is absent; None where somebody has it and nothing waits. Raises OSError."""
-    fd = lock.take(path, how, wait)
+    fd = lock.take(path, how, wait, in_cache=True)
     return None if isinstance(fd, str) else Lock(path, fd)
 
 
