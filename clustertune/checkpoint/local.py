@@ -8,16 +8,18 @@ with another number of ranks. What is read back was written by this user into a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,7 +64,7 @@ def open_root(base: Path, name: str) -> tuple[Path, str]:
     except OSError as error:
         if error.errno not in _LINK:
             raise
-        raise _refused(shown, "is a link, or no folder", "remove it, or name another folder") from None
+        raise _refused(shown, "is a link, or no folder", "name the folder itself, or another one") from None
     finally:
         for fd in (outer, inner):
             if fd >= 0:
@@ -79,6 +81,13 @@ def _refused(path: Path, text: str, fix: str) -> UserError:
 
 class _Unreadable(Exception):
     """A file of a node cannot be read."""
+
+
+class _Held(NamedTuple):
+    """What a node holds of a step."""
+
+    manifest: bytes
+    files: set[str]
 
 
 @dataclass
@@ -107,8 +116,8 @@ class LocalTier:
             root, key = open_root(base, name_of(run, created))
         except UserError as error:
             problems = error.problems
-        except OSError as error:
-            why = f"rank {shared.ranks.rank}, {os.uname().nodename}: {error.strerror}: {base}"
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+            why = f"rank {shared.ranks.rank}, {os.uname().nodename}: {getattr(error, 'strerror', error)}: {base}"
         found = shared.ranks.gather((key, why, problems))
         if problems := [problem for _, _, each in found for problem in each]:
             raise UserError(list(dict.fromkeys(problems)))
@@ -155,11 +164,14 @@ class LocalTier:
     # -- a save, in the thread of saves ---------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """A new folder on each node. Raises OSError or UserError as :meth:`CheckpointStore.begin` does."""
+        """A new folder on each node; what an interrupted save left goes before. Raises as :meth:`CheckpointStore.begin`."""
         self.shared.check_fence()
         path, fault = self.path(step), None
-        if self._is_first:
+        if self._is_first and self.root is not None:
             try:
+                for one in list_checkpoints(self.root):
+                    if one.attempt <= self.shared.attempt and not (one.path / manifest.MANIFEST).exists():
+                        shutil.rmtree(one.path, ignore_errors=True)
                 path.mkdir(mode=0o700)
             except OSError as error:
                 fault = (error.errno, error.strerror)
@@ -191,11 +203,10 @@ class LocalTier:
         """Keep the newest two whole steps on each node; what a later attempt made is left alone."""
         self.shared.check_fence()
         if self._is_first and self.root is not None:
-            whole = 0
-            for one in sorted(list_checkpoints(self.root), key=lambda one: (one.attempt, one.step), reverse=True):
-                is_whole = (one.path / manifest.MANIFEST).exists()
-                whole += is_whole and one.attempt <= self.shared.attempt
-                if one.attempt <= self.shared.attempt and (whole > LOCAL_KEPT or (not is_whole and whole)):
+            with contextlib.suppress(OSError):  # the step that was saved is whole all the same
+                known = [one for one in list_checkpoints(self.root) if one.attempt <= self.shared.attempt]
+                known = [one for one in known if (one.path / manifest.MANIFEST).exists()]
+                for one in sorted(known, key=lambda one: (one.attempt, one.step), reverse=True)[LOCAL_KEPT:]:
                     (one.path / manifest.MANIFEST).unlink(missing_ok=True)
                     shutil.rmtree(one.path, ignore_errors=True)
         return []
@@ -215,45 +226,61 @@ class LocalTier:
         ranks, known = self.shared.ranks, 0
         if ranks.rank == 0:
             try:
-                found, _ = newest_whole(self.shared.folder)
-                known = found.step if found else 0
+                newest, _ = newest_whole(self.shared.folder)
+                known = newest.step if newest else 0
             except UserError:  # latest says it
                 known = 10**9
-        known = ranks.broadcast(known)
+        known, found, asked = ranks.broadcast(known), None, False
+        while True:
+            if self._bring(known) or not asked:
+                found, asked = self.shared.latest(), True
+            step = int(found[1]["step"]) if found else 0
+            if step >= known:
+                return found
+            known = step  # the newest shared one is damaged: the nodes may hold a newer one than the next
+
+    def _bring(self, known: int) -> bool:
+        """Have the nodes copy the newest step after ``known`` that they hold whole to shared storage; False: there is none."""
+        ranks = self.shared.ranks
         held = ranks.gather(self._survey(known) if self._is_first else ({}, []))
         for text in [text for _, texts in held for text in texts]:
             self._tell(text)
         steps = {key for found, _ in held for key in found}
         for name, digest in sorted(steps, key=lambda key: parse(Path(key[0])), reverse=True):  # type: ignore[arg-type, return-value]
             holders = [rank for rank, (found, _) in enumerate(held) if (name, digest) in found]
-            mine = (self.root / name / manifest.MANIFEST).read_bytes() if self.root and ranks.rank == holders[0] else b""
-            whole = manifest.parse(ranks.gather(mine)[holders[0]], name)
+            whole = manifest.parse(held[holders[0]][0][name, digest].manifest, name)
             places = {}
             for at, file in enumerate(sorted(whole.files)):  # no node reads more than others
-                there = [rank for rank in holders if file in held[rank][0][name, digest]]
+                there = [rank for rank in holders if file in held[rank][0][name, digest].files]
                 turn = at % max(1, len(there))
                 places[file] = there[turn:] + there[:turn]
             if self._restore(name, whole, places):
-                break
-        return self.shared.latest()
+                return True
+        return False
 
-    def _survey(self, known: int) -> tuple[dict[tuple[str, str], set[str]], list[str]]:
-        """The files that this node holds of steps after ``known``, by folder and digest of the manifest; and what is wrong."""
-        found: dict[tuple[str, str], set[str]] = {}
+    def _survey(self, known: int) -> tuple[dict[tuple[str, str], _Held], list[str]]:
+        """What this node holds of steps after ``known``, by folder and digest of the manifest; and what is wrong."""
+        found: dict[tuple[str, str], _Held] = {}
         wrong = []
-        for one in list_checkpoints(self.root) if self.root is not None else []:
+        try:
+            there = list_checkpoints(self.root) if self.root is not None else []
+        except OSError as error:
+            return found, [f"{os.uname().nodename}: {error}"]
+        for one in there:
             path = one.path / manifest.MANIFEST
-            if one.step <= known or one.attempt > self.shared.attempt or not path.exists():
+            if one.step <= known or one.attempt > self.shared.attempt:
                 continue
             try:
                 text = path.read_bytes()
                 whole = manifest.parse(text, str(path))
+            except FileNotFoundError:  # an interrupted save
+                continue
             except (OSError, UserError) as error:
                 wrong.append(f"{os.uname().nodename}: {error}")
                 continue
             if whole.kind == KIND and whole.meta.get("step") == one.step and whole.files:
                 names = {name for name, record in whole.files.items() if _is_there(one.path / name, record)}
-                found[one.path.name, hashlib.sha256(text).hexdigest()] = names
+                found[one.path.name, hashlib.sha256(text).hexdigest()] = _Held(text, names)
         return found, wrong
 
     def _restore(self, name: str, whole: Manifest, places: Mapping[str, list[int]]) -> bool:
@@ -262,27 +289,15 @@ class LocalTier:
         target: Path | None = None
         while not (lost := sorted(file for file, holders in left.items() if not holders)) and left:
             target = target or self.shared.begin(step)
-            done, wrong, fault = dict[str, FileRecord](), list[str](), ""
-            for at, file in enumerate(sorted(left)):
-                ranks_there = next(one for one in self.nodes if left[file][0] in one)
-                if ranks_there[at % len(ranks_there)] != ranks.rank or fault:
-                    continue
-                assert self.root is not None
-                source = self.root / name / file
-                try:
-                    done[file] = write_new(target / file, _read(source), whole.files[file].algorithm)
-                    if done[file] != whole.files[file]:
-                        raise _Unreadable("content differs from the manifest's digest")
-                except _Unreadable as error:
-                    done.pop(file, None)
-                    (target / file).unlink(missing_ok=True)
-                    wrong.append(file)
-                    self._damaged.append(f"{os.uname().nodename}: {source}: {error}")
-                except OSError as error:
-                    fault = f"rank {ranks.rank}: {error}"
-            parts = ranks.gather((done, wrong, fault, self._damaged))
+            with ThreadPoolExecutor(1, thread_name_prefix="restore") as pool:
+                copying = pool.submit(self._copy_own, name, whole, left, target)
+                while any(ranks.gather(not copying.done())):  # nobody sits in a collective for long
+                    wait([copying], timeout=1.0)
+            parts = ranks.gather((*copying.result(), self._damaged))
             self._damaged = []
             if faults := [fault for _, _, fault, _ in parts if fault]:
+                if ranks.rank == 0:
+                    shutil.rmtree(target, ignore_errors=True)
                 raise OSError("; ".join(faults))
             for done, wrong, _, damaged in parts:
                 records |= done
@@ -301,6 +316,30 @@ class LocalTier:
         self.shared.commit(target, meta, records)
         self._tell(f"step {step} was whole on the nodes' own disks: copied to {target.name}")
         return True
+
+    def _copy_own(
+        self, name: str, whole: Manifest, left: Mapping[str, list[int]], target: Path
+    ) -> tuple[dict[str, FileRecord], list[str], str]:
+        """This rank's share of the copies: the records of the files, those that are damaged, and what the target refused."""
+        done, wrong = dict[str, FileRecord](), list[str]()
+        for at, file in enumerate(sorted(left)):
+            ranks_there = next(one for one in self.nodes if left[file][0] in one)
+            if ranks_there[at % len(ranks_there)] != self.shared.ranks.rank:
+                continue
+            assert self.root is not None
+            source = self.root / name / file
+            try:
+                done[file] = write_new(target / file, _read(source), whole.files[file].algorithm)
+                if done[file] != whole.files[file]:
+                    raise _Unreadable("content differs from the manifest's digest")
+            except _Unreadable as error:
+                done.pop(file, None)
+                (target / file).unlink(missing_ok=True)
+                wrong.append(file)
+                self._damaged.append(f"{os.uname().nodename}: {source}: {error}")
+            except OSError as error:
+                return done, wrong, f"rank {self.shared.ranks.rank}: {error}"
+        return done, wrong, ""
 
 
 def _is_there(path: Path, record: FileRecord) -> bool:

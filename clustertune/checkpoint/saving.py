@@ -152,6 +152,7 @@ class StateWriter:
             if self._cuda:
                 torch.cuda.synchronize()
         else:
+            self._copied, self._held, self._places = None, [], []  # its memory goes before the new one comes
             self._copied = self._stager.stage(taken)
             copies = (tensor for _, tensor in _leaves(self._copied))
             self._held = list({_place(one): copied for (_, one), copied in zip(leaves, copies, strict=True)}.values())

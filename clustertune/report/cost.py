@@ -193,6 +193,7 @@ def of_attempts(
         lost = lost_seconds.get(number, 0.0) if lost_seconds else 0.0
         seen, ended, code = _last_sign(folder, plan), outcome.get("time"), outcome.get("code")
         failed = code in (None, ExitCode.FAILED, ExitCode.STORAGE) or (code == ExitCode.AGAIN and bool(outcome.get("problems")))
+        failed = failed and not outcome.get("port_taken")
         found.append(AttemptCost(number, plan.begun, ended, seen, plan.world_size, code, len(plan.nodes), failed, kwh, lost))
     return found
 

@@ -15,6 +15,8 @@ from clustertune.report.metrics import Metrics
 
 LEAST = 2
 """Failures from which on a run's own rate is believed: one alone says little about the next."""
+BEFORE_HOURS = 24.0
+"""Node-hours up to one more failure, as if seen before the run: two that fall into its first minutes are no rate."""
 CERTAIN = 3.0
 """No failure in this many times some hours shows, with 95 % certainty, that the mean is not below them: -ln(0.05)."""
 
@@ -30,7 +32,7 @@ class Failures:
     @property
     def mtbf_hours(self) -> float | None:
         """Of one node; None below :data:`LEAST` failures."""
-        return self.node_hours / self.count if self.count >= LEAST else None
+        return (self.node_hours + BEFORE_HOURS) / (self.count + 1) if self.count >= LEAST else None
 
 
 def failures(attempts: Sequence[AttemptCost]) -> Failures:
@@ -41,14 +43,16 @@ def failures(attempts: Sequence[AttemptCost]) -> Failures:
 
 
 def as_dict(document: Mapping[str, Any], metrics: Metrics, attempts: Sequence[AttemptCost]) -> dict[str, Any] | None:
-    """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes; medians; null: unknown."""
+    """The part ``saves`` of ``report.json``; None for a run that saved nothing. Seconds and bytes: medians of the
+    saves to shared storage, where there are any; null: unknown.
+    """
     saves = [record for record in metrics.checkpoints if record.status in ("saved", "local")]
     if not saves:
         return None
 
-    def middle(get: Callable[[Any], float | None]) -> float | None:
-        known = [value for value in map(get, saves) if value is not None]
-        return median(known) if known else None
+    def middle(get: Callable[[Any], float | None], status: str = "saved") -> float | None:
+        known = [value for record in saves if record.status == status and (value := get(record)) is not None]
+        return median(known) if known else middle(get, "local") if status == "saved" else None
 
     stalls = [record.stall for record in saves if record.stall is not None]
     trained, met = sum(one.seconds(time.time()) for one in attempts), failures(attempts)

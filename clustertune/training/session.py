@@ -351,5 +351,5 @@ class Session:
         except NothingLeft:
             if checkpoint is not None and trainer.is_at_end and not trainer.eval_skipped:
                 trainer.store.change(checkpoint, final=True, eval_skipped=False)
-                self.tell(f"{checkpoint.name} is evaluated now: it is the final checkpoint")
+                self.tell(f"{checkpoint.name} is the final checkpoint now")
         trainer.finish_save()

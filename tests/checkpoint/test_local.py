@@ -51,6 +51,8 @@ def test_two_whole_steps_are_kept_and_the_end_clears_all(tmp_path: Path) -> None
     again, _ = open_tier(tmp_path, attempt=2)
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert sorted(one.name for one in path.parent.iterdir()) == ["step-000002", "step-000003", "step-000004"]
+    again.begin(5)
+    assert not (path.parent / "step-000004").exists(), "an interrupted save takes no room from the next"
     save(again, 3)
     assert sorted(one.name for one in path.parent.iterdir()) == ["step-000003", "step-000003.a2"]
     again.clear()
@@ -67,6 +69,37 @@ def test_a_newer_whole_step_is_copied_to_shared_storage(tmp_path: Path) -> None:
     assert store.verify(found[0]) == [] and "copied to step-000004.a2" in told[-1]
     third, _ = open_tier(tmp_path, attempt=3)
     assert third.newest() == found and older.is_dir(), "shared storage has it now"
+
+
+def test_a_damaged_shared_step_does_not_hide_a_local_one(tmp_path: Path) -> None:
+    """Shared storage holds 2 and, damaged, 6; the nodes hold 4."""
+    tier, _ = open_tier(tmp_path)
+    save(tier, 4)
+    shared = tier.shared
+    for step in (2, 6):
+        path = shared.begin(step)
+        record = write_new(path / "model_0" / "__0_0.distcp", iter([os.urandom(99)]), XXH3_128)
+        shared.commit(path, {"step": step}, {"model_0/__0_0.distcp": record})
+    file = path / "model_0" / "__0_0.distcp"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    again, told = open_tier(tmp_path, attempt=2)
+    found = again.newest()
+    assert found is not None and found[0].name == "step-000004.a2" and "is not whole" in " ".join(told)
+
+
+def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node: the others would wait for it."""
+    tier, _ = open_tier(tmp_path)
+    save(tier, 4)
+    again, told = open_tier(tmp_path, attempt=2)
+
+    def broken(folder: Path) -> Any:
+        if folder == again.root:
+            raise OSError(5, "Input/output error", str(folder))
+        return store.list_checkpoints(folder)
+
+    monkeypatch.setattr("clustertune.checkpoint.local.list_checkpoints", broken)
+    assert again.newest() is None and "Input/output error" in told[-1]
 
 
 @pytest.mark.parametrize("how", ["bit", "short", "link", "manifest"])

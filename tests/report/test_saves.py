@@ -28,6 +28,7 @@ ENDS: dict[str, dict[str, Any] | None] = {
     "a full disk": {"code": int(ExitCode.STORAGE), "problems": [PROBLEM]},
     "the node went": None,
 }
+ENDS["a port was taken"] = {**ENDS["a rank was killed"], "port_taken": True}  # type: ignore[dict-item]
 FAULTS = ["a rank was killed", "failed", "a full disk", "the node went"]
 
 
@@ -58,8 +59,11 @@ def test_what_runs_has_not_failed(tmp_path: Path) -> None:
 
 def test_the_rate_counts_the_hours_of_all_nodes(tmp_path: Path) -> None:
     met = saves.failures(cost.of_attempts(run_of(tmp_path, ["failed", "a full disk", "finished"]).path))
-    assert met.node_hours == pytest.approx(3 * 3 * 2) and met.mtbf_hours == pytest.approx(9)
+    assert met.node_hours == pytest.approx(3 * 3 * 2) and met.mtbf_hours == pytest.approx((18 + 24) / 3)
     assert saves.Failures(1, 18.0).mtbf_hours is None, "one failure says little"
+    early = saves.Failures(2, 0.1).mtbf_hours
+    assert early is not None and early > 5, "two within minutes are no rate"
+    assert saves.Failures(100, 24_000).mtbf_hours == pytest.approx(240, rel=0.02)
 
 
 def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +73,7 @@ def test_auto_takes_the_rate_of_the_run(tmp_path: Path, monkeypatch: pytest.Monk
         run_of(tmp_path / name, ends) for name, ends in (("often", ["failed"] * 3), ("once", ["failed", "finished"]))
     )
     monkeypatch.setenv("RANK", "0")
-    assert rank._between_ends(often, plan) == pytest.approx(6 / 2 * 3600)
+    assert rank._between_ends(often, plan) == pytest.approx((18 + 24) / 4 / 2 * 3600)
     assert rank._between_ends(once, plan) == pytest.approx(NODE_MTBF_HOURS / 2 * 3600)
     (often.path / "run.json").write_text(json.dumps({"cluster": {"compute": {"mtbf_hours": 500}}}))
     assert rank._between_ends(often, plan) == pytest.approx(500 / 2 * 3600)
