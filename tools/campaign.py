@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import dataclasses
 import fcntl
 import hashlib
@@ -287,6 +288,7 @@ def power_cut(seed: int, place: Place) -> Done:
     """XFS on a loop device is shut down, without its log, at a random moment after a save was announced."""
     from clustertune.checkpoint import store
 
+    own_mounts()
     chance = draw(seed)
     disk, image = place.case / "disk", place.case / "image"
     disk.mkdir()
@@ -299,7 +301,7 @@ def power_cut(seed: int, place: Place) -> Done:
 
     subprocess.run(["cp", "--sparse=always", place.once("xfs", make) / "image", image], check=True)
     place.until("export")
-    subprocess.run(["mount", "-o", "loop", image, disk], check=True)
+    subprocess.run(["mount", "-o", "loop,nouuid", image, disk], check=True)
     try:
         shutil.copytree(place.until("prepare"), disk / "run", symlinks=True)
         os.sync()
@@ -313,7 +315,7 @@ def power_cut(seed: int, place: Place) -> Done:
         child.child.kill()
         child.end(PATIENCE)
         unmount(disk)
-        subprocess.run(["mount", "-o", "loop", image, disk], check=True)
+        subprocess.run(["mount", "-o", "loop,nouuid", image, disk], check=True)
         newest, _ = store.newest_whole(disk / "run" / "checkpoints")
         kept = newest.step if newest else 0
         assert announced >= wanted and kept >= announced, f"{announced} was announced (wanted {wanted}), {kept} is there"
@@ -324,6 +326,14 @@ def power_cut(seed: int, place: Place) -> Done:
         return Done(figures={"step announced": [announced]})
     finally:
         unmount(disk)
+
+
+def own_mounts() -> None:
+    """Keep what this process mounts to itself and its children: a copy in the namespace of a Slurm node, made while another
+    campaign runs, would keep a file system alive that was shut down, and the next mount of its image would find that one."""
+    if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS, sched.h
+        raise OSError(ctypes.get_errno(), "no namespace of mounts")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def unmount(folder: Path) -> None:
@@ -338,6 +348,7 @@ def unmount(folder: Path) -> None:
 
 def bad_disk(seed: int, place: Place) -> Done:
     """Full, read-only, over quota, or failing at fsync, from a random moment on; then whole again."""
+    own_mounts()
     chance = draw(seed)
     kind = ("full", "read-only", "quota", "EIO")[seed % 4]
     disk = place.case / "disk"
