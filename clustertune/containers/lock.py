@@ -173,11 +173,16 @@ def uv_resolve(
         return tomllib.loads(out.read_text())
 
 
-def make(spec: Spec, found: Pins, known: Mapping[str, Lock]) -> Lock:
-    """The lock that the pins give. ``known``: locks made before it, and the present ones of their names."""
+def make(spec: Spec, found: Pins, known: Mapping[str, Lock], *, keep: bool = False) -> Lock:
+    """The lock that the pins give. ``known``: locks made before it, and the present ones of their names.
+
+    ``keep``: with the versions of the present lock. The date alone does not fix them, for a mirror may list a file
+    days after it was published.
+    """
     before = found.date_of(spec.name)
     below = known[spec.on_top_of].entries if spec.on_top_of else {}
-    constraints = [f"{entry.name}=={entry.version}" for entry in below.values()]
+    kept = known[spec.name].entries if keep else {}
+    constraints = [f"{entry.name}=={entry.version}" for entry in {**kept, **below}.values() if "+" not in entry.version]
     pylock = uv_resolve(spec.requirements(found), constraints, spec.python, spec.platform, before)
     entries, sources = entries_of(pylock, spec.python, spec.platform)
     if spec.name == "train-cpu":
@@ -212,12 +217,12 @@ def cpu_torch(version: str, present: Lock | None) -> Entry:
         return Entry("torch", version, (file_digest(wheels[0]),))
 
 
-def make_all(found: Pins, say: Callable[[str], None]) -> dict[str, Lock]:
-    """Every lock anew, from the pins."""
+def make_all(found: Pins, say: Callable[[str], None], *, keep: bool = False) -> dict[str, Lock]:
+    """Every lock anew, from the pins; ``keep``: with the versions that are locked."""
     known: dict[str, Lock] = {}
     for spec in SPECS:
         present = _present(spec)
-        known[spec.name] = made = make(spec, found, {**({spec.name: present} if present else {}), **known})
+        known[spec.name] = made = make(spec, found, {**({spec.name: present} if present else {}), **known}, keep=keep)
         say(f"{spec.path.name}: {len(made.entries)} packages, Python {made.python}, {made.platform}, before {made.before}")
     return known
 
@@ -259,7 +264,11 @@ def held_to_pins(spec: Spec, lock: Lock, found: Pins) -> list[Problem]:
 
 
 def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Lock]:
-    """``make lock-check``: every lock is hashed, held to the pins, and what resolving again gives. Raises UserError else."""
+    """``make lock-check``: every lock is hashed, held to the pins, and what resolving again with its versions gives.
+
+    It fails where a package is missing or too many, where its files are others, and where a locked version is gone.
+    A newer version is no fault: ``make lock`` takes it. Raises UserError.
+    """
     found, problems, locks = pins.read(), [], {}
     for spec in SPECS:
         try:
@@ -271,7 +280,7 @@ def check_all(say: Callable[[str], None], *, fresh: bool = True) -> dict[str, Lo
         if spec.path.read_text() != locks[spec.name].text():
             problems.append(Problem("was edited by hand", f"containers/{spec.path.name}", fix="run make lock"))
     if fresh and not problems:
-        for name, made in make_all(found, say).items():
+        for name, made in make_all(found, say, keep=True).items():
             if made != locks[name]:
                 changed = sorted(
                     key

@@ -134,16 +134,19 @@ def test_a_layer_holds_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = next(spec for spec in SPECS if spec.name == "extra-ray")
     assert set(lock.make(spec, PINS, {"train": below}).entries) == {"pan"}
     assert asked == {"requirements": [f"ray=={PINS['DEV']['ray']}"], "constraints": ["kiln==1"]}
+    present = Lock("extra-ray", "3.12", X86, "", {"pan": Entry("pan", "1", ("h",)), "torch": Entry("torch", "2+cpu", ("h",))})
+    lock.make(spec, PINS, {"train": below, "extra-ray": present}, keep=True)
+    assert asked["constraints"] == ["pan==1", "kiln==1"]
 
 
 def test_lock_check_tells_a_lock_that_is_not_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that the pins do not give, or another one: somebody edited, or the index changed under the date."""
     now = {spec.name: lockfile.read(spec.path) for spec in SPECS}
-    monkeypatch.setattr(lock, "make_all", lambda *_: now)
+    monkeypatch.setattr(lock, "make_all", lambda *_, keep: now if keep else {})
     assert set(lock.check_all(lambda _: None)) == set(now)
     wheel = now["train"].entries["wandb"]
     moved = {**now["train"].entries, "wandb": replace(wheel, hashes=("0" * 64,))}
-    monkeypatch.setattr(lock, "make_all", lambda *_: {**now, "train": replace(now["train"], entries=moved)})
+    monkeypatch.setattr(lock, "make_all", lambda *_, keep: {**now, "train": replace(now["train"], entries=moved)})
     with pytest.raises(UserError, match=r"containers/train.lock: is not what the pins resolve to .*: wandb"):
         lock.check_all(lambda _: None)
     lock.check_all(lambda _: None, fresh=False)
