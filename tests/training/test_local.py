@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,18 @@ def full() -> None:
 class Job:
     """A run folder, and the disks of its two nodes beside it."""
 
-    def __init__(self, forge: Forge, folder: Path) -> None:
-        self.forge, self.folder = forge, folder
+    def __init__(self, forge: Forge, folder: Path, settings: Sequence[str]) -> None:
+        self.forge, self.folder, self.settings = forge, folder, settings
         self.disks = folder.parent / f"{folder.name}-disks"
 
-    def go(self, what: str = "two_nodes", attempt: int = 1) -> list[int]:
-        for rank in (0, 1):
+    def go(self, what: str = "two_nodes", attempt: int = 1, ranks: int = 2) -> list[int]:
+        for rank in range(ranks):
             (self.disks / f"node-{rank}").mkdir(parents=True, exist_ok=True)
         more = {"breaks": f"{HERE}:{what}", "accelerate": str(self.folder / "accelerate.yaml")}
-        return self.forge.run(self.folder, 2, attempt=attempt, seconds=120, environment={"CT_LOCAL": str(self.disks)}, **more)
+        if ranks != 2:
+            opened = open_run(resolve(REPO / RECIPE, self.settings, ranks=ranks), self.folder, ["test"])
+            more["accelerate"] = str(opened.accelerate_file)
+        return self.forge.run(self.folder, ranks, attempt=attempt, seconds=120, environment={"CT_LOCAL": str(self.disks)}, **more)
 
     def root(self, rank: int) -> Path:
         return self.disks / f"node-{rank}" / name_of(self.folder, RunDir(self.folder).read()["created"])
@@ -99,7 +102,7 @@ class Job:
         return int(events(self.folder, "start")[-1]["step"])
 
     def copy(self, folder: Path) -> Job:
-        made = Job(self.forge, shutil.copytree(self.folder, folder))
+        made = Job(self.forge, shutil.copytree(self.folder, folder), self.settings)
         for rank in (0, 1):
             if self.root(rank).is_dir():
                 shutil.copytree(self.root(rank), made.root(rank))
@@ -108,11 +111,12 @@ class Job:
 
 
 def make(forge: Forge, prepared: Path, folder: Path, *more: str) -> Job:
-    resolved = resolve(REPO / RECIPE, [*STEPS, *more])
+    settings = [*STEPS, *more]
+    resolved = resolve(REPO / RECIPE, settings)
     open_run(resolved, folder, ["test"]).write_own_files(resolved)
     for part in ("data", "model"):
         shutil.copytree(prepared / part, folder / part)
-    return Job(forge, folder)
+    return Job(forge, folder, settings)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +174,23 @@ def test_it_goes_on_from_the_newest_step_that_survived_to_the_same_end(
     assert said in job.told or (damage is node_gone and lost[1])
     assert shards(job.folder)["6"] == calm
     assert not job.root(0).exists() and not job.root(1).exists(), "the end of a run clears its local folders"
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_ranks_go_on_from_it_as_from_shared_storage(
+    ranks: int, forge: Forge, prepared: Path, lost: tuple[Job, bool], tmp_path: Path
+) -> None:
+    """Node 0 alone, and four nodes of which two are new. The last step is the one of a run whose every save was shared."""
+    job = lost[0].copy(tmp_path / "run")
+    assert job.go(attempt=2, ranks=ranks) == [0] * ranks, job.told
+    assert job.started_at == (5 if lost[1] or ranks == 4 else 3), job.told
+    shared = make(forge, prepared, tmp_path / "shared", f"save.every={job.started_at}")
+    shared.folder.joinpath("told").touch()
+    assert -signal.SIGKILL in shared.go("killed")
+    assert shared.go(attempt=2, ranks=ranks) == [0] * ranks, shared.told
+    assert shared.started_at == job.started_at
+    assert shards(job.folder)["6"] == shards(shared.folder)["6"]
 
 
 def test_a_link_in_the_place_of_the_folder_is_refused(forge: Forge, lost: tuple[Job, bool], tmp_path: Path) -> None:
